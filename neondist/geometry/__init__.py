@@ -12,7 +12,7 @@ from .gradient_window import GradientWindow
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
 from .lattice import Cells, Lattice, Range, as_ranges, clip_ranges, hull_of, shift_range, to_slice
-from .partition import Atom, Partition, coords_of, factorisations, index_of, part_range
+from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
 from .plan import HaloPlan, Kinds, Level, RepartitionPlan, TransferPlan, fold, halo_volume, sources_within
 from .regions import Overlapping, hulls, joined, sources, view_cells
 from .transfer import DimRequest, Piece, Transfer
@@ -34,6 +34,7 @@ __all__ = [
     "Overlapping",
     "Partition",
     "Piece",
+    "Place",
     "Range",
     "RepartitionPlan",
     "StripGrid",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from .box import Box
 from .lattice import Range
+
+Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
+"""Coordinates of a rank in a mesh; or, of a block, the ranges of its cuts."""
 
 
 def part_range(n: int, parts: int, i: int) -> Range:
@@ -40,13 +43,13 @@ def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
 class Atom(NamedTuple):
     """A range of cells, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
 
-    If a block is computed on its own (blocks.py), `origin` is the cut that these bounds come from, and their ratio.
+    If it is computed in blocks, `origin` is the cut that the range of a block comes from, and their ratio.
     """
 
     extent: int
     axis: int | None = None
     bounds: tuple[int, ...] | None = None
-    origin: tuple[Any, int] | None = None
+    origin: tuple[int, int] | None = None
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -59,10 +62,15 @@ class Atom(NamedTuple):
         """Half-open range of each part; a single range of all cells if the atom is whole."""
         return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
 
-    def range(self, place: Sequence[int]) -> Range:
-        """Return the half-open range of the rank at a place of the mesh."""
+    def range(self, place: Place) -> Range:
+        """Return the half-open range of the rank, or block, at a place."""
         if self.axis is None or self.bounds is None:
             return 0, self.extent
+        if isinstance(place, Mapping):
+            assert self.origin is not None
+            cut, factor = self.origin
+            lo, hi = place.get(cut, (0, 0))
+            return lo * factor, hi * factor
         return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
 
     def scaled(self, factor: int) -> Atom:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
@@ -11,9 +12,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Overlapping
 from ..system.memory import words
-from .graph import Graph, Step
+from .graph import Graph, Step, needed_by, trace
 from .section import PlannedSection
-from .traced import needed_by, section_of, trace
 
 Extent = tuple[int, ...]
 Ratio = tuple[int, int]
@@ -26,7 +26,7 @@ KINDS = 4
 """kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn"""
 
 
-class OutputBlocks:
+class OutputBlocks(ABC):
     """Blocks of an output, numbered like tiles.
 
     Parameters
@@ -53,6 +53,25 @@ class OutputBlocks:
     def output(self, number: int) -> Box:
         """Return a block's cells of the output."""
         return self.blocks.box(number)
+
+    @abstractmethod
+    def image(self, number: int) -> Box:
+        """Return the cells of the image that a block depends on."""
+
+    @property
+    def largest_image(self) -> Box:
+        """The most cells of the image that a block depends on."""
+        return max(map(self.image, self.candidates), key=lambda box: box.size)
+
+    @cached_property
+    def candidates(self) -> list[int]:
+        """Numbers of blocks of which one needs most: along each axis, at the ends, and inside."""
+        ends = ({0, self.fullest(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
+        return [number_of(place, self.blocks.parts) for place in product(*map(sorted, ends))]
+
+    def fullest(self, axis: int) -> int:
+        """Return a block inside the image that needs most along an axis."""
+        return self.blocks.parts[axis] // 2
 
 
 class BlockPlan(OutputBlocks):
@@ -89,7 +108,7 @@ class BlockPlan(OutputBlocks):
     @cached_property
     def section(self) -> PlannedSection:
         """Section executed for each block."""
-        return section_of(self.graph, self.cells, self.grid, backward=False)
+        return PlannedSection.of_parts(self.graph, self.cells, self.grid, backward=False)
 
     def kind(self, number: int) -> tuple[int, ...]:
         """Return a key that is equal for blocks that differ only in position."""
@@ -98,25 +117,16 @@ class BlockPlan(OutputBlocks):
     @cached_property
     def largest(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._length(number) for number in self._candidates)
-
-    @property
-    def largest_image(self) -> Box:
-        """The most cells of the image that a block depends on."""
-        return max((self.image(number) for number in self._candidates), key=lambda box: box.size)
+        return max(self._length(number) for number in self.candidates)
 
     @cached_property
     def longest(self) -> int:
         """Elements that the network's arrays of the largest block need."""
-        return max(self.section.live_ranges(number).length for number in self._candidates)
+        return max(self.section.live_ranges(number).length for number in self.candidates)
 
-    @cached_property
-    def _candidates(self) -> list[int]:
-        """Candidates for the block with the largest memory."""
-        parts = self.cells[0].parts
-        largest = [max(range(count), key=lambda part: self._extent(axis, part)) for axis, count in enumerate(parts)]
-        ends = (sorted({0, at, count - 1}) for at, count in zip(largest, parts, strict=True))
-        return [number_of(place, parts) for place in product(*ends)]
+    def fullest(self, axis: int) -> int:
+        """Return the block that needs most along an axis."""
+        return max(range(self.blocks.parts[axis]), key=lambda part: self._extent(axis, part))
 
     def _extent(self, axis: int, part: int) -> int:
         ranges = (cells.range(axis, part) for cells in self.cells)

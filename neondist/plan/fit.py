@@ -11,13 +11,12 @@ from ..errors import ConfigError, UserError
 from ..geometry import GridShape, part_range
 from ..layers import Layer, Sequential
 from ..system.memory import words
-from .graph import Graph, Lowering, name_layer_error
+from .graph import Graph, Lowering, Step, name_layer_error
 from .layer import LayerPlan
 from .plan import Plan, Training
 from .section import Rows
 from .segments import LayerRegions, find_regions
 from .stream import Stream, work_of
-from .streamable import can_stream
 
 Shape = tuple[int, ...]
 StreamCompiler = Callable[[Stream], Plan]
@@ -141,7 +140,7 @@ def _best(
         Work from which on streams are ignored.
     """
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
-    ends = [nodes for nodes in range(len(graph.ends) - 1, 0, -1) if can_stream(graph, nodes, plan.grid, regions)]
+    ends = [nodes for nodes in range(len(graph.ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
     whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
     least = {nodes: work_of(graph, _keep_all(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
@@ -160,6 +159,38 @@ def _best(
         if rows is not None and best is not None:
             break
     return best, tried
+
+
+def _can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
+    """Return whether the first `nodes` nodes can run in strips without dividing a segment of `find_regions`."""
+    steps, value = graph.ends[nodes]
+    if not any(step.layer is not None for step in graph.steps[:steps]) or any(
+        not _is_streamable(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
+    ):
+        return False
+    following = graph.steps[steps:]
+    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in following)
+
+
+def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
+    """Return whether a step has a bounded window or a reduction, and position-dependent weights only at the end."""
+    layer, shape = step.layer, graph.shapes[step.inputs[0]]
+    if len(graph.shapes[step.output]) < 2 and not last:
+        return False
+    if layer is None:
+        return True
+    window = layer.window_for(shape)
+    halos = [] if window is None else [(shape, window)]
+    return (
+        len(shape) > 1
+        and (layer.scheme is None or layer.scheme.exact)
+        and layer.reach_for(shape) is not None
+        and layer.gathers_for(shape, grid) is None
+        and (window is None or not window.wraps)
+        and (layer.sees_reach or layer.view_window_for(shape, grid) == window)
+        and (layer.sees_reach or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
+        and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
+    )
 
 
 def _keep_all(stream: Stream) -> Stream:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
-from ..geometry import part_range
+from ..geometry import Partition, hulls, part_range, sources
 from ..layers import Branches, Layer, Node, Shard, declared_with
 
 Shape = tuple[int, ...]
@@ -176,6 +176,43 @@ class Graph:
         ]
         ends = [(count - begin, value - zero) for count, value in self.ends[first : last + 1]]
         return Graph(steps, self.shapes[zero : zero + len(steps) + 1], ends)
+
+
+def trace(
+    graph: Graph,
+    last: Partition,
+    needed: Callable[[Layer, Partition, int], Partition],
+    extra: Mapping[int, Partition] | None = None,
+) -> list[Partition]:
+    """Return the cells of every value that each part needs.
+
+    Parameters
+    ----------
+    last : Partition
+        The parts of the output.
+    needed : callable
+        Returns the cells of a value that a layer needs for parts of its output.
+    extra : dict of value to Partition
+        Cells that each part has of a value, needed or not.
+    """
+    regions = {graph.output: last}
+    for step in reversed(graph.steps):
+        if extra is not None and step.output in extra:
+            regions[step.output] = hulls(regions[step.output], extra[step.output])
+        outputs = regions[step.output]
+        for value in step.inputs:
+            cells = outputs if step.layer is None else needed(step.layer, outputs, value)
+            regions[value] = hulls(regions[value], cells) if value in regions else cells
+    return [regions[value] for value in range(len(graph.shapes))]
+
+
+def needed_by(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
+    """Return the cells of a layer's input, of this shape, on which parts of its output depend."""
+    reach = layer.reach_for(shape)
+    assert reach is not None
+    if reach.pointwise:
+        return outputs  # empty stays empty: an activation's output may be its input
+    return sources(outputs, reach, shape[:-1])
 
 
 class Lowering:

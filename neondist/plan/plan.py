@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from itertools import pairwise
-from math import isqrt, prod
+from math import inf, prod
 from typing import Any, overload
 
 import numpy as np
@@ -26,6 +26,7 @@ from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .model_plan import Workload
 from .parameters import ParameterPlan
+from .planner import recompute_cuts
 from .section import PlannedSection, Rows, Segment, in_segments
 from .stream import Stream, work_of
 
@@ -333,11 +334,9 @@ class Plan(Sequence[LayerPlan]):
         """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
         start = 0 if self.stream is None else self.stream.nodes
         nodes = len(self.graph.ends) - 1 - start
-        count = max(1, isqrt(nodes)) if self.training.recompute else 1
-        cuts = [start + part_range(nodes, count, at)[0] for at in range(1, count)]
-        ends = self.graph.ends  # nodes without steps are not a section of their own
-        cuts = [at for at in cuts if ends[at][1] not in self.graph.shards and ends[at] != ends[start]]
-        cuts = [start, *cuts, start + nodes]
+        ends, shards = self.graph.ends, self.graph.shards  # nodes without steps are not a section of their own
+        costs = [inf if ends[at] == ends[start] or ends[at][1] in shards else 0 for at in range(start, start + nodes)]
+        cuts = [start + at for at in (recompute_cuts(costs) if self.training.recompute else (0, nodes))]
         layers = {id(plan.layer): plan for plan in self}
         sections = []
         for first, last in pairwise(cuts) if nodes else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf, isqrt, prod
 from typing import NamedTuple
 
 from ..geometry import GridShape, HaloPlan, Partition, Window
@@ -43,6 +43,22 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
         cuts.append((start[end], end - 1))
         end = start[end]
     return cuts[::-1]
+
+
+def recompute_cuts(costs: Sequence[float]) -> list[int]:
+    """Return cuts of consecutive steps into about sqrt(n) units, each run again in the backward pass.
+
+    Parameters
+    ----------
+    costs : for each of the n steps the cost of a cut before it; inf: impossible
+    """
+    total, cuts = len(costs), [0]
+    size = max(1, isqrt(total))
+    while total - cuts[-1] > 3 * size // 2:
+        middle = cuts[-1] + size
+        candidates = range(middle - size // 2, middle + size // 2 + 1)
+        cuts.append(min(candidates, key=lambda at: (costs[at], abs(at - middle), at)))
+    return [*(at for at in cuts if not at or costs[at] < inf), total]
 
 
 def segment_seconds(

@@ -11,8 +11,8 @@ from math import prod
 from typing import Literal
 
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, sources, view_cells
-from ..layers import Activation, Shard, declared_with
-from .graph import Graph, Step
+from ..layers import Activation, Layer, Shard, declared_with
+from .graph import Graph, Step, trace
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
 
@@ -59,6 +59,26 @@ class PlannedSection:
     segments: Mapping[int, Segment] = field(default_factory=dict)
     backward: bool = True
     restores: bool = False
+
+    @classmethod
+    def of_parts(
+        cls, graph: Graph, cells: Sequence[Partition], grid: GridShape, backward: bool = True
+    ) -> PlannedSection:
+        """Return the section executed for each part of a graph's output, whose tiles are the parts.
+
+        Parameters
+        ----------
+        cells : cells of every value that each part needs
+        """
+        regions, placed = {0: cells[0]}, dict[int, LayerPlan | Segment]()
+        for step in graph.steps:
+            inputs, output = cells[step.inputs[0]], cells[step.output]
+            if step.layer is None:
+                regions[step.output] = output
+                continue
+            shapes, tiles = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), output if output.extent else None
+            placed[id(step.layer)] = LayerPlan(step.layer, *shapes, grid, (inputs, tiles))
+        return cls(0, len(graph.ends) - 1, graph, placed, grid, regions, True, backward=backward)
 
     def live_ranges(self, tile: int) -> MemoryPlan:
         """Return the lifetimes of the arrays on a tile's rank."""
@@ -167,24 +187,21 @@ class Segment:
         cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
         shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
         ones = (1,) * len(others)
-        strips = outputs = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
-        placed: dict[int, LayerPlan] = {}
-        for plan in reversed(self.plans):
-            window = plan.window or Window.of_one(len(whole.shape))
-            extent = plan.input_shape[:-1]
-            if plan is self.plans[0]:
-                inputs = view_cells(outputs, window, extent)  # its view exists, also outside the image
-            else:  # empty where no cell is seen: the tile may have none
-                none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
-                inputs = sources(outputs, window, extent, none)
-            shape = plan.output_shape
-            placed[id(plan.layer)] = LayerPlan(plan.layer, plan.input_shape, shape, GridShape(), (inputs, outputs))
-            outputs = inputs
+        strips = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
         steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
         graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
-        section = PlannedSection(0, len(steps), graph, placed, GridShape(), {0: outputs}, True)
+        section = PlannedSection.of_parts(graph, trace(graph, strips, self._needed), GridShape())
         for at in range(strips.tiles):
             yield at, section
+
+    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
+        """Return the cells of the input of a layer, the one at `value`, that strips of its output need."""
+        plan = self.plans[value]
+        extent, window = plan.input_shape[:-1], plan.window or Window.of_one(len(plan.input_shape) - 1)
+        if value == 0:
+            return view_cells(outputs, window, extent)  # its view exists, also outside the image
+        none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
+        return sources(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 
     def can_absorb(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""

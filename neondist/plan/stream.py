@@ -12,11 +12,10 @@ from operator import ge
 from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, declared_with
 from .classes import cells_kinds, kinds_of_tiles
-from .graph import Graph, Step
+from .graph import Graph, Step, needed_by, trace
 from .planner import PASSES, operations
 from .section import PlannedSection
 from .segments import LayerRegions
-from .traced import needed_by, section_of, trace
 
 Shape = tuple[int, ...]
 MOVED = 100
@@ -273,7 +272,7 @@ class Stream:
     @cached_property
     def section(self) -> PlannedSection:
         """Section executed for each strip, whose tiles are the strips."""
-        return section_of(self.graph, self.cells, self.grid)
+        return PlannedSection.of_parts(self.graph, self.cells, self.grid)
 
     @cached_property
     def regions(self) -> LayerRegions:

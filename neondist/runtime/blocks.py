@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -14,7 +13,7 @@ from ..plan.blocks import KINDS, BlockPlan
 from .arena import Blocks
 from .layer_task import LayerTask
 from .section import Section
-from .strips import layer_on_strip
+from .strips import section_on_part
 
 
 class Blockwise:
@@ -61,13 +60,7 @@ class Blockwise:
         if length > self._memory.length:
             self._memory, self._sections = Blocks(1, context.dtype, context.backend), {}
             self._memory.provide(max(length, self.planned.longest))
-        block_context = replace(context, grid=context.grid.strip_grid(self.planned.grid, number))
-        copies = {
-            id(step.layer): layer_on_strip(step.layer, planned.placed[id(step.layer)], number, block_context)
-            for step in self.planned.graph.steps
-            if step.layer is not None
-        }
-        return Section(planned, block_context, number, self._memory, copies, _UnreducedTask)
+        return section_on_part(planned, context, number, self._memory, _UnreducedTask)
 
 
 class _UnreducedTask(LayerTask):

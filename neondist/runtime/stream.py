@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from .arena import Blocks
 from .layer_task import LayerTask
 from .reduce import merge_batches
 from .section import Section
-from .strips import layer_on_strip
+from .strips import section_on_part
 from .workspace import SectionPass
 
 Cells = tuple[slice, ...]
@@ -308,10 +307,8 @@ class StreamSection:
             self._release_current()
         self._current = number
         if number not in self._sections:
-            planned, layers = self.planned.section, [task.layer for task in self.tasks.values()]
-            context = replace(self.context, grid=self.context.grid.strip_grid(self.planned.grid, number))
-            copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], number, context) for layer in layers}
-            self._sections[number] = Section(planned, context, number, self.blocks, copies, self.layer_task)
+            args = self.planned.section, self.context, number, self.blocks, self.layer_task
+            self._sections[number] = section_on_part(*args)
         return self._sections[number]
 
     def _release_current(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..halo import GlobalArray
 from ..layers import Context, Layer, StepContext
+from ..plan import Graph, PlannedSection
 from ..plan.section import Segment
 from .arena import Blocks
+from .layer_task import LayerTask
 from .section import Section
 
 Slices = tuple[slice, ...]
@@ -39,14 +42,10 @@ class Strips:
         self.grads, self.state = self.params, self.params
         self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
         for at, planned in segment.strips(context.grid.tile):
-            placed = [planned.placed[id(layer)] for layer in self.leaves]
-            inner = replace(context, grid=context.grid.strip_grid(planned.grid, at))
-            plans = zip(self.leaves, placed, strict=True)
-            copies = {id(layer): layer_on_strip(layer, plan, at, inner) for layer, plan in plans}
-            seen = placed[0].view(at).need.relative_to(self.input.need)
-            cells = placed[-1].tile(at).relative_to(self.tile)
+            seen = planned.placed[id(first)].view(at).need.relative_to(self.input.need)
+            cells = planned.placed[id(last)].tile(at).relative_to(self.tile)
             index = (slice(None), *seen.slices), (slice(None), *cells.slices)
-            self.strips.append((index, Section(planned, inner, at, blocks, copies)))
+            self.strips.append((index, section_on_part(planned, context, at, blocks)))
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
         """Return an empty list: no layer of a segment has reductions."""
@@ -75,6 +74,20 @@ class Strips:
                 dview[seen] += gradient
             runs[0].close()
         return dview
+
+
+def section_on_part(
+    planned: PlannedSection,
+    context: Context,
+    part: int,
+    blocks: Blocks,
+    layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
+) -> Section:
+    """Return the section of a strip or block, whose layers share the arrays of the built ones."""
+    context = replace(context, grid=context.grid.strip_grid(planned.grid, part))
+    layers = [step.layer for step in planned.graph.steps if step.layer is not None]
+    copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part, context) for layer in layers}
+    return Section(planned, context, part, blocks, copies, layer_task)
 
 
 def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:

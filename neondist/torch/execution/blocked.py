@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -18,7 +18,7 @@ from ..ir.graph import has_gradients
 from ..ir.layout import Shape
 from ..ir.once import once_differentiable
 from ..lowering.plan import TorchPlan
-from .in_blocks import AxisRanges, Traced, part_of_block
+from .in_blocks import AxisRanges, Traced, narrowed, part_of_block
 from .run import Runner
 
 
@@ -37,16 +37,18 @@ class Blocks:
     tiles : for each output, this rank's range along each dimension
     parts : tuple of int
         Number of blocks along each axis of the mesh.
-    first : for each input, the first index passed along each dimension
+    first : the first index passed along each dimension of the partitioned inputs, by their ids
     """
 
-    def __init__(self, traced: Traced, tiles: AxisRanges, parts: Sequence[int], first: Sequence[Sequence[int]]) -> None:
-        self.traced, self.tiles, self.parts, self.first = traced, tiles, parts, first
-        self.names = *traced.parameters, *traced.buffers
-        self.comm = MeshComm(ProcessGrid.serial(), len(traced.shape) - 2)
+    def __init__(
+        self, traced: Traced, tiles: AxisRanges, parts: Sequence[int], first: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.traced, self.tiles, self.parts = traced, tiles, parts
+        self.first = [first.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
+        self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this rank's tiles of the outputs from its views of the inputs, parameters and buffers."""
+        """Return this rank's tiles of the outputs from its views of the inputs."""
         outputs: tuple[torch.Tensor, ...] = _BlockedFunction.apply(self, *tensors)
         return outputs
 
@@ -82,10 +84,8 @@ class Blocks:
         return blocks
 
     def run(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return a block of each output from its views of the inputs, parameters and buffers."""
-        number, plan = len(self.first), block.runner.plan
-        state = dict(zip(self.names, tensors[number:], strict=True))
-        outputs = block.runner(tensors[:number], state, state)
+        """Return a block of each output from its views of the inputs."""
+        plan, outputs = block.runner.plan, block.runner(tensors, {}, {})
         return [
             part_of_block(y, plan.values[out].layout, ranges)
             for y, out, ranges in zip(outputs, plan.outputs, block.own, strict=True)
@@ -97,12 +97,11 @@ class Blocks:
         return [like.new_empty([hi - lo for lo, hi in ranges], dtype=out.dtype) for ranges, out in outputs]
 
     def views(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
-        """Return a block's views of the inputs, and the other tensors as they are."""
-        inputs = [
-            None if tensor is None else _narrow(tensor, ranges, first)
-            for tensor, ranges, first in zip(tensors[: len(self.first)], block.sources, self.first, strict=True)
+        """Return a block's views of this rank's views of the inputs."""
+        return [
+            None if tensor is None else narrowed(tensor, ranges, first)
+            for tensor, ranges, first in zip(tensors, block.sources, self.first, strict=True)
         ]
-        return [*inputs, *tensors[len(self.first) :]]
 
     def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return a block's parts of tiles of the outputs."""
@@ -199,13 +198,6 @@ class _BlockedFunction(torch.autograd.Function):
                 if grad is not None:
                     total.add_(grad)
         return None, *sums
-
-
-def _narrow(tensor: torch.Tensor, ranges: Sequence[Range], first: Sequence[int]) -> torch.Tensor:
-    """Return ranges of a tensor whose indices start at `first`."""
-    for dim, ((lo, hi), start) in enumerate(zip(ranges, first, strict=True)):
-        tensor = tensor.narrow(dim, lo - start if lo < hi else 0, hi - lo)
-    return tensor
 
 
 def at_least_one(own: AxisRanges, whole: AxisRanges) -> AxisRanges:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
 
 from ...comm import ProcessGrid
 from ...geometry import Box
-from ...plan.blocks import COPIES, OutputBlocks, number_of
+from ...plan.blocks import COPIES, OutputBlocks
 from ..capture.capture import lower_program
 from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
@@ -46,7 +45,12 @@ class TracedImage(Traced):
         layout = output.layout
         if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
             first.refuse(f"the output, of shape {output.shape}, is not an image")
-        super().__init__(first, plan, shape, [output])
+        named = {at: name for name, at in (plan.parameters | plan.buffers).items()}
+        super().__init__(first, [first.values[at] for at in (*plan.inputs, *named)], [output])
+        if [value.id for value in self.inputs[:1]] != plan.inputs:
+            first.refuse("the output does not depend on the image")
+        #: names of the parameters and buffers among the inputs, in their order
+        self.names = [named[value.id] for value in self.inputs[1:]]
 
     @property
     def extent(self) -> Shape:
@@ -81,7 +85,7 @@ class ModuleBlocks(OutputBlocks):
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
-        return Box.from_ranges(self.traced.image(self.traced.ranges_of(self.output(number)))[2:])
+        return Box.from_ranges(self.traced.sources(self.traced.ranges_of(self.output(number)))[0][2:])
 
     def run(
         self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
@@ -89,7 +93,8 @@ class ModuleBlocks(OutputBlocks):
         """Return a block of the output (1, C, *block) from the cells of the image that it depends on."""
         ranges = self.traced.ranges_of(self.output(number))
         plan = self.traced.plan(ranges)
-        (y,) = Runner(self._comm, plan)([x], parameters, buffers)
+        state = {**parameters, **buffers}
+        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.names)], {}, {})
         return part_of_block(y, _output(plan).layout, ranges[0])
 
     @cached_property
@@ -97,25 +102,14 @@ class ModuleBlocks(OutputBlocks):
         """Most bytes that a block needs: values of the module, the image and the output."""
         return max(peak + COPIES * ends for peak, ends, _ in self._costs)
 
-    @property
-    def largest_image(self) -> Box:
-        """Largest box of the image that a block depends on."""
-        return max((self.image(number) for number in self._longest), key=lambda box: box.size)
-
     def heaviest(self) -> str:
         """Return the step at which memory use peaks."""
         return max(self._costs)[2]
 
-    @property
-    def _longest(self) -> list[int]:
-        """Candidates for the block with the largest memory use: inside, and at the borders of the image."""
-        ends = [sorted({0, count // 2}) for count in self.blocks.parts]
-        return [number_of(place, self.blocks.parts) for place in product(*ends)]
-
     @cached_property
     def _costs(self) -> list[tuple[int, int, str]]:
         costs = []
-        for number in self._longest:
+        for number in self.candidates:
             plan = self.traced.plan(self.traced.ranges_of(self.output(number)))
             ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _output(plan).id))
             costs.append((*plan.peak(), ends))

@@ -16,8 +16,8 @@ from ..exchange.schemes import policy_of
 from ..ir.graph import Value
 from .blocked import at_least_one
 from .in_blocks import AxisRanges, ids_of
-from .program_lowering import laid, ranges_at
-from .segments import OperatorRecord, OperatorSegment, Search
+from .program_lowering import OperatorRecord, laid, ranges_at
+from .segments import OperatorSegment, Search
 
 
 def segments_of(search: Search) -> list[OperatorSegment]:
@@ -25,7 +25,7 @@ def segments_of(search: Search) -> list[OperatorSegment]:
     segments, starts = search.segments(), set[int]()
     for segment in segments:
         first = next(iter(segment.records.values()))
-        policy = policy_of(first.call.where.module, search.schemes)
+        policy = policy_of(first.where.module, search.schemes)
         figures = policy.figures(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
             starts |= _SegmentCuts(search, segment, figures).starts
@@ -38,7 +38,7 @@ class _SegmentCuts:
     def __init__(self, search: Search, segment: OperatorSegment, figures: Figures) -> None:
         self.search, self.figures, self.numbers = search, figures, list(segment.records)
         self.windows = [at for at, number in enumerate(self.numbers) if segment.records[number].windows]
-        self.flops = {number: _flops(record, search.values) for number, record in segment.records.items()}
+        self.flops = {number: _flops(record, search.program.values) for number, record in segment.records.items()}
         self.middle = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds: dict[tuple[int, int], float] = {}
 
@@ -64,18 +64,18 @@ class _SegmentCuts:
 
     def _costs(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of exchanges and of redundant computation."""
-        search, ends = self.search, [*self.windows, len(self.numbers)]
+        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.numbers)]
         segment = search.segment_of(self.numbers[ends[first] : ends[last + 1]])
         own = ranges_at([laid(out, search.mesh) for out in segment.traced.outputs], dict(enumerate(self.middle)))
         outputs = at_least_one(own, own)
         sending = sum(
-            self._exchange_seconds(search.values[value], ranges, 1 + (value not in search.images))
+            self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.images))
             for value, ranges in zip(segment.inputs, segment.traced.sources(outputs), strict=True)
-            if value in search.values
+            if value in values
         )
+        results = {number: values[ids_of(record.result)[0]] for number, record in segment.records.items()}
         redundant = sum(
-            self.flops[number] * self._redundant_share(segment, search.values[ids_of(record.call.result)[0]], outputs)
-            for number, record in segment.records.items()
+            self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
         return sending, PASSES * redundant / self.figures.speed
 
@@ -110,12 +110,10 @@ def _flops(record: OperatorRecord, values: dict[int, Value]) -> float:
         value = values[leaf.id]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    least = prod(values[ids_of(record.call.result)[0]].shape)
+    least = prod(values[ids_of(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            record.call.target(
-                *pytree.tree_map(empty, list(record.call.args)), **pytree.tree_map(empty, dict(record.call.kwargs))
-            )
+            record.target(*pytree.tree_map(empty, list(record.args)), **pytree.tree_map(empty, dict(record.kwargs)))
     except Exception:  # it needs values, which meta tensors lack: not a product
         return least
     return max(least, counter.get_total_flops())

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...geometry import Range, joined
+from ...geometry import DimRequest, Range, joined
 from ...halo import ExchangePolicy, Fusion
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import IN_PLACE, Step, Value
+from ..ir.graph import IN_PLACE, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, at_place, axes_of, local_shape
 from ..lowering.steps import Where
 from .blocked import Blocks, at_least_one
 from .choosing import segments_of
-from .in_blocks import AxisRanges, BlockLowering, Call, ids_of, paired, part_of_block
-from .program_lowering import ProgramLowering, laid, ranges_at
-from .run import run_local
+from .in_blocks import AxisRanges, Traced, first_indices, paired, part_of_block
+from .program_lowering import OperatorRecord, ProgramLowering, laid, ranges_at
 from .segments import KEY, OperatorSegment, Search, Strips
 
 
@@ -54,12 +53,12 @@ class FusedLowering(ProgramLowering):
     def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], images: Sequence[int]) -> None:
         super().__init__(mesh, rank)
         self._by_number = {number: segment for segment in segments for number in segment.records}
-        self._program: dict[int, Value] = {}  # values of the program that segments read or return
+        self.program = dict[int, Value]()  # values of the program that segments read or return
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
         # for inputs of norms: the samples and the cells that count on this rank
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
-        self._needed = {segment.first: self._input_ranges_of(segment) for segment in segments}
+        self._needed = {segment.first: self._input_ranges(segment.parts) for segment in segments}
         self.overlaps = [self._widened_ranges(image) for image in images]
         self._waiting = iter(self.overlaps)
         self._entered: dict[int, tuple[Value, NeededRanges]] = {}  # for tiles: the passed value and its ranges
@@ -75,7 +74,7 @@ class FusedLowering(ProgramLowering):
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument, results of segments included."""
         return pytree.tree_map(
-            lambda leaf: self._program.get(leaf.value, leaf) if isinstance(leaf, _Deferred) else leaf,
+            lambda leaf: self.program.get(leaf.value, leaf) if isinstance(leaf, _Deferred) else leaf,
             super().read(env, arg),
         )
 
@@ -85,11 +84,11 @@ class FusedLowering(ProgramLowering):
         if segment is None:
             return self.lower_by_rule(target, args, kwargs)
         record = segment.records[self.number]
-        pairs = paired((record.call.args, record.call.kwargs), (args, kwargs))
-        self._program.update((old, new) for old, new in pairs if isinstance(new, Value))
+        pairs = paired((record.args, record.kwargs), (args, kwargs))
+        self.program.update((old, new) for old, new in pairs if isinstance(new, Value))
         if self.number == max(segment.records):
-            self._run(segment)
-        return pytree.tree_map(lambda leaf: _Deferred(leaf.id) if isinstance(leaf, Value) else leaf, record.call.result)
+            self.run_segment(segment)
+        return placeholders(record)
 
     def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value that a module's input is passed as, with cells around the tile if needed, and its tile."""
@@ -105,34 +104,73 @@ class FusedLowering(ProgramLowering):
         self._entered[tile.id] = passed, needed
         return passed, tile
 
-    def view_of(self, value: Value, needed: NeededRanges) -> Value:
-        """Return this rank's view of a value: without messages if it was passed with the image."""
-        passed, cells = self._entered.get(value.id, (value, {}))
-        if not (cells and all(_contains(cells[dim][1], ranges) for dim, (_, ranges) in needed.items())):
-            return super().view_of(value, needed)
-        ranges = at_place(needed, self.place)
-        source = self.enter(passed, self.mesh.axes)
-        view = self._value(_cells(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
-        run = partial(_narrow, ranges=ranges, held=at_place(cells, self.place))
-        self._step("local", [source], [view], run=lambda x: (run(x),))
-        return view
+    def _input_ranges(self, parts: Sequence[Traced]) -> dict[int, NeededRanges]:
+        """Return the ranges of each input, by its id in the parts, that each part of an axis needs for its tiles."""
+        inputs = {value.id: laid(value, self.mesh) for part in parts for value in part.inputs}
+        needs = {
+            axis: [self._sources(parts, {axis: part}) for part in range(self.mesh.parts[axis])]
+            for axis in self.mesh.axes
+        }
+        return {
+            value: {
+                dim: (atom.axis, [sources[value][dim] for sources in needs[atom.axis]])
+                for dim, (atom,) in enumerate(layout)
+                if atom.axis is not None
+            }
+            for value, layout in inputs.items()
+        }
 
-    def _input_ranges_of(self, segment: OperatorSegment) -> list[NeededRanges]:
-        """Return the ranges that ranks need of the inputs of a segment."""
-        outputs, inputs = ([laid(v, self.mesh) for v in of] for of in (segment.traced.outputs, segment.traced.inputs))
-        return self.input_ranges([segment.traced], [outputs], inputs)
+    def _sources(self, parts: Sequence[Traced], place: Mapping[int, int]) -> dict[int, tuple[Range, ...]]:
+        """Return the ranges of the inputs that the ranks at a place of some axes need."""
+        sources = dict[int, tuple[Range, ...]]()
+        for part in parts:
+            own = self.tiles_of(part, place)
+            for value, ranges in zip(part.inputs, part.sources(at_least_one(own, own)), strict=True):
+                sources[value.id] = tuple(map(joined, sources.get(value.id, ranges), ranges))
+        return sources
+
+    def tiles_of(self, part: Traced, place: Mapping[int, int] | None = None) -> AxisRanges:
+        """Return the ranges of the outputs on this rank, or on those at a place of some axes."""
+        layouts = [laid(out, self.mesh) for out in part.outputs]
+        return ranges_at(layouts, dict(enumerate(self.place)) if place is None else place)
 
     def _widened_ranges(self, image: int) -> NeededRanges:
         """Return the ranges of an image passed to each rank: its tile, and margins that segments read locally."""
         widened: NeededRanges = {}
         for segment in self._segments:
             if segment.wide and image in segment.inputs:
-                at = segment.inputs.index(image)
-                own = laid(segment.traced.inputs[at], self.mesh)
-                for dim, (axis, ranges) in self._needed[segment.first][at].items():
+                value = segment.inputs[image]
+                own = laid(value, self.mesh)
+                for dim, (axis, ranges) in self._needed[segment.first][value.id].items():
                     _, before = widened.get(dim, (axis, own[dim][0].ranges))
                     widened[dim] = axis, list(map(joined, before, ranges))
         return widened
+
+    def input_views(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
+        """Return this rank's views of a segment's inputs, and the first indices of each, by ids in the segment."""
+        views, first = dict[int, Value](), dict[int, list[int]]()
+        for number, local in segment.inputs.items():
+            needed = self._needed[segment.first][local.id]
+            views[local.id], ranges = self._view_of(self.program[number], needed), at_place(needed, self.place)
+            first[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
+        return views, first
+
+    def _view_of(self, value: Value, needed: NeededRanges) -> Value:
+        """Return this rank's view of a value: without messages if it was passed with the image."""
+        passed, cells = self._entered.get(value.id, (value, {}))
+        if not (cells and all(_contains(cells[dim][1], ranges) for dim, (_, ranges) in needed.items())):
+            views = (
+                DimRequest(dim, self.atom(value, dim), axis, tuple((indices,) for indices in ranges))
+                for dim, (axis, ranges) in sorted(needed.items())
+            )
+            moved = [request for request in views if not request.is_own]
+            return self.transferred(value, moved, self.mesh.axes) if moved else self.enter(value, self.mesh.axes)
+        ranges = at_place(needed, self.place)
+        source = self.enter(passed, self.mesh.axes)
+        view = self._value(_cells(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
+        run = partial(_narrow, ranges=ranges, held=at_place(cells, self.place))
+        self._step("local", [source], [view], run=lambda x: (run(x),))
+        return view
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
@@ -143,64 +181,69 @@ class FusedLowering(ProgramLowering):
             moments = moments._replace(own=own, idle=first == last)
         return super().normalise(x, weight, bias, moments, groups)
 
-    def _run(self, segment: OperatorSegment) -> None:
-        self.where = segment.records[segment.first].call.where
+    def run_segment(self, segment: OperatorSegment) -> None:
+        """Add the steps of a segment."""
+        self.where = segment.records[segment.first].where
         if KEY in segment.inputs:
-            self._program[KEY], _ = self.random_key()
-        layouts = [laid(out, self.mesh) for out in segment.traced.outputs]
-        own_ranges = ranges_at(layouts, dict(enumerate(self.place)))
-        values = [self._program[value] for value in segment.inputs]
-        inputs, first = self.input_views(values, self._needed[segment.first])
+            self.program[KEY], _ = self.random_key()
+        views, first = self.input_views(segment)
         if segment.rows:
-            self._run_strips(segment, inputs, first, layouts, own_ranges)
+            self._run_strips(segment, views, first)
         else:
-            self._run_whole_tile(segment, inputs, layouts, own_ranges)
+            self._run_whole_tile(segment, views)
 
     def _run_strips(
-        self,
-        segment: OperatorSegment,
-        inputs: Sequence[Value],
-        first: list[list[int]],
-        layouts: Sequence[Layout],
-        own_ranges: AxisRanges,
+        self, segment: OperatorSegment, views: Mapping[int, Value], first: Mapping[int, Sequence[int]]
     ) -> None:
         """Add a step that computes the segment strip by strip, and recomputes it in the backward pass."""
-        blocks = Blocks(segment.traced, own_ranges, [1] * len(self.mesh.parts), first)
+        blocks = Blocks(segment.traced, self.tiles_of(segment.traced), [1] * len(self.mesh.parts), first)
         blocks.parts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(blocks.extents()))
         self.where = Where("strips", self.where.module, self.where.source)
-        dtypes = [out.dtype for out in segment.traced.outputs]
-        tiles = self._locals(blocks, inputs, layouts, dtypes, self.mesh.axes, several=True)
-        self.steps[-1].key = None  # empty blocks are skipped
-        self._program.update(zip(segment.outputs, tiles, strict=True))
+        self.program.update(zip(segment.outputs, self.in_blocks(blocks, views), strict=True))
 
-    def _run_whole_tile(
-        self, segment: OperatorSegment, inputs: Sequence[Value], layouts: Sequence[Layout], own_ranges: AxisRanges
-    ) -> None:
+    def in_blocks(
+        self, blocks: Blocks, views: Mapping[int, Value], layouts: Sequence[Layout] | None = None
+    ) -> list[Value]:
+        """Add a step that computes its results block by block, and recomputes them in the backward pass.
+
+        Parameters
+        ----------
+        layouts : of partial results; default: results are tiles of the outputs
+        """
+        outputs, args = blocks.traced.outputs, [views[value.id] for value in blocks.traced.inputs]
+        results = self._locals(
+            blocks,
+            args,
+            layouts or [laid(out, self.mesh) for out in outputs],
+            [out.dtype for out in outputs],
+            self.mesh.axes,
+            several=True,
+            partial=layouts is not None,
+        )
+        self.steps[-1].key = None  # this rank may have no index of some outputs
+        return results
+
+    def _run_whole_tile(self, segment: OperatorSegment, views: Mapping[int, Value]) -> None:
         """Add steps that compute the segment for the whole tile and the cells around it."""
-        traced = segment.traced
-        lowering, env = traced.start_lowering(at_least_one(own_ranges, own_ranges))
-        by_block = {env[old.id].id: value for old, value in zip(traced.inputs, inputs, strict=True)}
-        for value, passed in by_block.items():
-            if lowering.values[value].local != passed.local:
-                raise RuntimeError("a segment received cells other than those it needs; this is a bug in neondist")
-        for step in traced.constants:
-            (constant,) = (traced.values[value] for value in step.outputs)
-            by_block[constant.id] = self._value(constant.local, frozenset(), constant.dtype, "constant")
-            self._step("local", [], [by_block[constant.id]], run=step.run)
-        ends = dict(zip((out.id for out in traced.outputs), zip(layouts, own_ranges, strict=True), strict=True))
-        for call in traced.calls:
-            self.where, norm, start = call.where, traced.statistics.get(call.number), len(lowering.steps)
-            result = lowering.repeat(call, env)
-            if norm is None:
-                self._group_steps(call, lowering, lowering.steps[start:], result, by_block)
-            else:
-                normalised = self._norm(call, env, by_block, norm.x, *ends[norm.x.id])
-                by_block.update(paired(result, normalised))
-            env.update(paired(call.result, result))
+        traced, own_ranges = segment.traced, self.tiles_of(segment.traced)
+        steps, values = traced.at(at_least_one(own_ranges, own_ranges))
+        held, norms = dict(views), {norm.y.id: number for number, norm in segment.norms.items()}
+        if any(values[value.id].local != held[value.id].local for value in traced.inputs):
+            raise RuntimeError("a segment received cells other than those it needs; this is a bug in neondist")
+        ends = {out.id: (laid(out, self.mesh), own) for out, own in zip(traced.outputs, own_ranges, strict=True)}
+        for step in steps:
+            if (first := step.outputs[0]) in norms:
+                x = segment.norms[norms[first]].x.id
+                held[first] = self._norm(segment, norms[first], held, values[x], *ends[x])
+                continue
+            for value in (values[out] for out in step.outputs):
+                held[value.id] = self._value(value.local, self.mesh.axes, value.dtype, value.kind)
+            inputs, outputs = (tuple(held[value].id for value in of) for of in (step.inputs, step.outputs))
+            self.steps.append(replace(step, inputs=inputs, outputs=outputs, op="" if step.op in IN_PLACE else step.op))
         for number in segment.outputs:
-            block_id = segment.local_values[number].id
-            wide = by_block[env[block_id].id]
-            self._program[number] = self._tile(wide, env[block_id], *ends[block_id]) if block_id in ends else wide
+            local = segment.local_values[number].id
+            if local in ends:
+                self.program[number] = self._tile(held[local], values[local], *ends[local])
 
     def _tile(self, wide: Value, block: Value, layout: Layout, ranges: Sequence[Range]) -> Value:
         """Return this rank's tile of a value of which it may have more cells."""
@@ -209,46 +252,38 @@ class FusedLowering(ProgramLowering):
         self.steps[-1].key = None  # the same step on a rank without cells
         return tile
 
-    def _group_steps(
-        self, call: Call, lowering: BlockLowering, steps: Sequence[Step], result: Any, by_block: dict[int, Value]
-    ) -> None:
-        """Add the steps of a rule as a single step, on every rank alike; add its results to `by_block`."""
-        outputs = ids_of(result)
-        read = {value for step in steps for value in step.inputs}.union(outputs)
-        read_here = sorted(read & by_block.keys(), key=lambda value: by_block[value].id)
-        run = partial(_run_steps, steps, lowering.values, read_here, outputs)
-        block_values = [lowering.values[value] for value in outputs]
-        values = [self._value(value.local, self.mesh.axes, value.dtype, value.kind) for value in block_values]
-        op = str(call.target)
-        self._step("local", [by_block[v] for v in read_here], values, run=run, op="" if op in IN_PLACE else op)
-        by_block.update(zip(outputs, values, strict=True))
-
     def _norm(
         self,
-        call: Call,
-        env: Mapping[int, Value],
-        by_block: Mapping[int, Value],
-        normed: Value,
+        segment: OperatorSegment,
+        number: int,
+        held: Mapping[int, Value],
+        block: Value,
         layout: Layout,
         own: Sequence[Range],
-    ) -> Any:
-        """Lower a norm for all cells of its input on this rank, of which only its own count."""
-        block = env[normed.id]
-        starts = (0 if atom.bounds is None else atom.bounds[0] for (atom,) in block.layout)
-        x = replace(by_block[block.id], layout_or_none=layout)
-        cells = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, starts, strict=True))
+    ) -> Value:
+        """Lower a norm for all cells of its input on this rank, of which only its own count; return the result."""
+        record, normed = segment.records[number], segment.norms[number].x.id
+        x = replace(held[normed], layout_or_none=layout)
+        cells = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, first_indices(block.layout), strict=True))
         self._own_cells[x.id] = own[0], cells[2:]
-        self.out, self.draws = call.out, call.draws
+        self.where, self.out, self.draws = record.where, record.out, record.draws
 
         def substitute(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
-            return x if leaf.id == normed.id else by_block[env.get(leaf.id, leaf).id]
+            local = segment.local_values[leaf.id].id
+            return x if local == normed else held.get(local, self.program.get(leaf.id))
 
-        result = self.lower_by_rule(call.target, *pytree.tree_map(substitute, (call.args, call.kwargs)))
-        y = pytree.tree_leaves(result)[0]
+        result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
+        y, *_ = pytree.tree_leaves(result)
         y.layout_or_none = None  # it has more cells than the tile, too
-        return result
+        self.program.update(paired(record.result, result))
+        return y
+
+
+def placeholders(record: OperatorRecord) -> Any:
+    """Return the results of an operator, with placeholders for values."""
+    return pytree.tree_map(lambda leaf: _Deferred(leaf.id) if isinstance(leaf, Value) else leaf, record.result)
 
 
 def _narrow(x: torch.Tensor, ranges: Mapping[int, Range], held: Mapping[int, Range]) -> torch.Tensor:
@@ -273,20 +308,6 @@ def _range(numbers: Sequence[int]) -> str:
     return str(lo) if lo == hi else f"{lo} to {hi}"
 
 
-def _run_steps(
-    steps: Sequence[Step],
-    values: Sequence[Value],
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    *tensors: torch.Tensor,
-) -> list[torch.Tensor]:
-    """Run local steps and return these outputs."""
-    env = dict(zip(inputs, tensors, strict=True))
-    for step in steps:
-        env.update(zip(step.outputs, run_local(step, [env[value] for value in step.inputs], values), strict=True))
-    return [env[value] for value in outputs]
-
-
 def fused(
     program: Any,
     mesh: Mesh,
@@ -307,4 +328,4 @@ def fused(
         if any(isinstance(policy, Fusion) and policy.reads_wide for policy in schemes.values()):
             raise
         return None
-    return FusedLowering(mesh, rank, segments, search.images) if segments else None
+    return FusedLowering(mesh, rank, segments, search.program.images) if segments else None

@@ -1,20 +1,22 @@
-"""Lowering of a program with groups of operators that are executed as units, and the inputs that these need."""
+"""Operators of a program: a lowering that tells them from those called by rules, and a record of all of them."""
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ...geometry import DimRequest, joined
-from ..ir.graph import Value
-from ..ir.layout import Layout, Mesh, NeededRanges, at_place
+from ..capture.capture import lower_program
+from ..ir.graph import Step, Value
+from ..ir.layout import Layout, Mesh
 from ..lowering.lower import Lowering
-from .blocked import at_least_one
-from .in_blocks import AxisRanges, Traced
+from ..lowering.steps import Where
+from .in_blocks import AxisRanges, ids_of
+
+_KINDS = ("local", "view", "norm", "spread", "counted")
 
 
 class ProgramLowering(Lowering):
@@ -23,7 +25,7 @@ class ProgramLowering(Lowering):
     Attributes
     ----------
     input_values : list of Value
-        Values that are passed from outside.
+        Values that the program starts from: inputs, parameters, buffers and constants.
     in_rule : bool
         Whether a rule is being called.
     number : int
@@ -38,6 +40,13 @@ class ProgramLowering(Lowering):
         """Return a new input value."""
         self.input_values.append(super().input(layout, dtype, kind))
         return self.input_values[-1]
+
+    def constant(self, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor known at planning time."""
+        value = super().constant(tensor)
+        if self.number < 0:
+            self.input_values.append(value)
+        return value
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
@@ -58,57 +67,100 @@ class ProgramLowering(Lowering):
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one operator of the program and return its values."""
 
-    def input_views(
-        self, inputs: Sequence[Value], needed: Sequence[NeededRanges]
-    ) -> tuple[list[Value], list[list[int]]]:
-        """Return this rank's views of the inputs, and the first indices of each view."""
-        views, first = [], []
-        for value, needed_ranges in zip(inputs, needed, strict=True):
-            views.append(self.view_of(value, needed_ranges))
-            ranges = at_place(needed_ranges, self.place)
-            first.append([ranges[dim][0] if dim in ranges else 0 for dim in range(len(value.layout))])
-        return views, first
 
-    def input_ranges(
-        self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Layout]
-    ) -> list[NeededRanges]:
-        """Return the ranges of each input that the parts of each axis need for their tiles of the outputs.
+class OperatorRecord(NamedTuple):
+    """Operator of the program, the result of its rule, and whether it has windows over other tiles."""
 
-        Parameters
-        ----------
-        traced : groups that are executed together; all have these inputs
-        layouts : of the outputs of each group
-        inputs : layouts of the inputs
-        """
-        needs = {
-            axis: [self._sources(traced, layouts, {axis: part}) for part in range(self.mesh.parts[axis])]
-            for axis in self.mesh.axes
-        }
-        return [
-            {
-                dim: (atom.axis, [sources[at][dim] for sources in needs[atom.axis]])
-                for dim, (atom,) in enumerate(layout)
-                if atom.axis is not None
-            }
-            for at, layout in enumerate(inputs)
-        ]
+    target: Any
+    args: Any
+    kwargs: Any
+    where: Where
+    out: Any
+    draws: int
+    result: Any
+    windows: bool
+    local: bool
 
-    def view_of(self, value: Value, needed: NeededRanges) -> Value:
-        """Return this rank's view of a value."""
-        views = (
-            DimRequest(dim, self.atom(value, dim), axis, tuple((indices,) for indices in ranges))
-            for dim, (axis, ranges) in sorted(needed.items())
-        )
-        moved = [request for request in views if not request.is_own]
-        return self.transferred(value, moved, self.mesh.axes) if moved else self.enter(value, self.mesh.axes)
+    @property
+    def read(self) -> list[int]:
+        """Values that it reads."""
+        return ids_of((self.args, self.kwargs))
 
-    @staticmethod
-    def _sources(groups: Sequence[Traced], layouts: Sequence[Sequence[Layout]], place: Mapping[int, int]) -> AxisRanges:
-        """Return the ranges of the inputs that the ranks at a place of some axes need."""
-        own = [ranges_at(output_layouts, place) for output_layouts in layouts]
-        sources = [part.sources(at_least_one(ranges, ranges)) for part, ranges in zip(groups, own, strict=True)]
-        of_inputs = zip(*sources, strict=True)
-        return tuple(tuple(reduce(joined, dims) for dims in zip(*inputs, strict=True)) for inputs in of_inputs)
+    @property
+    def structure(self) -> bool:
+        """Whether it only combines results of other operators."""
+        return self.target is operator.getitem or isinstance(self.target, type)
+
+
+class _Probe(ProgramLowering):
+    """Ordinary lowering that records the operators, and the results of all their steps."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__(mesh, rank)
+        self.records, self.computed = list[OperatorRecord](), set[int]()
+
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower an operator by its rule and record it."""
+        start, context = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
+        result = self.lower_by_rule(target, args, kwargs)
+        steps = self.steps[start:]
+        views = [step for step in steps if step.kind == "view"]
+        windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
+        local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in steps)
+        self.computed.update(value for step in steps for value in step.outputs)
+        self.records.append(OperatorRecord(*context, result, windows, local))
+        return result
+
+
+def _is_window(step: Step) -> bool:
+    """Return whether each rank's view is a range around its own cells along each partitioned image axis."""
+    assert step.transfer is not None
+    return all(
+        (request.axis is not None or request.used is not None)
+        and request.axis == request.source.axis
+        and request.dim > 1
+        and all(len(r) == 1 for r in request.ranges)
+        for request in step.transfer.requests
+    )
+
+
+class Program:
+    """Operators of a program, from an ordinary lowering on the first rank.
+
+    Parameters
+    ----------
+    program
+        Result of `captured`.
+    layouts : of the inputs
+
+    Attributes
+    ----------
+    plan : TorchPlan
+    records : list of OperatorRecord
+    values : dict of int to Value
+    images : list of int
+        Inputs of the program.
+    starts : list of int
+        Values that it starts from: inputs, parameters, buffers and constants.
+    """
+
+    def __init__(self, program: Any, mesh: Mesh, layouts: Sequence[Layout], gather_at: Sequence[str]) -> None:
+        probe, self.mesh, self.functions = _Probe(mesh, 0), mesh, program.functions
+        self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
+        self.records, self.values = probe.records, {value.id: value for value in probe.values}
+        self.images, self.starts = list(self.plan.inputs), [value.id for value in probe.input_values]
+        between = (step for step in probe.steps if probe.computed.isdisjoint(step.outputs))  # of two modules
+        self._kept = {value for step in between for value in step.inputs} | {*self.plan.mutated.values()}
+        self._kept.update(out for out in self.plan.outputs if isinstance(out, int))
+        self._readers: dict[int, list[int]] = {}
+        for number, record in enumerate(self.records):
+            for value in record.read:
+                self._readers.setdefault(value, []).append(number)
+
+    def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
+        """Return the values that operators outside of a group, or others, read."""
+        numbers = set(inside)
+        return [v for v in values if v in self._kept or not numbers.issuperset(self._readers.get(v, ()))]
 
 
 def laid(value: Value, mesh: Mesh) -> Layout:

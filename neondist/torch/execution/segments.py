@@ -2,102 +2,31 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ...halo import ExchangePolicy, scheme_text
 from ...halo.fusion import Fusion
-from ..capture.capture import lower_program
 from ..exchange.schemes import policy_of
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import Step, Value
+from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, axes_of, cut, is_box, shape_of
-from ..lowering.plan import TorchPlan
-from .in_blocks import BlockLowering, Call, Traced, ids_of, paired
-from .program_lowering import ProgramLowering
+from .in_blocks import BlockLowering, Statistics, Traced, ids_of, paired
+from .program_lowering import OperatorRecord, Program
 
 Strips: TypeAlias = int | Literal["auto"] | None
 CACHE = 1 << 20
 """Most bytes of one sample in a strip of 'auto', over the results of all its operators."""
 KEY = -1
 """Stands for the random seed among values of the program."""
-_KINDS = ("local", "view", "norm", "spread", "counted")
 
 
-class OperatorRecord(NamedTuple):
-    """Operator of the program, the result of its rule, and whether it has windows over other tiles."""
-
-    call: Call
-    windows: bool
-    local: bool
-
-    @property
-    def read(self) -> list[int]:
-        """Values that it reads."""
-        return ids_of((self.call.args, self.call.kwargs))
-
-
-class _Probe(ProgramLowering):
-    """Ordinary lowering that records the operators.
-
-    Attributes
-    ----------
-    kept : set of int
-        Values read outside of operators: outputs, and values that are redistributed between modules.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        super().__init__(mesh, rank)
-        self.records, self.kept = list[OperatorRecord](), set[int]()
-
-    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Lower an operator by its rule and record it."""
-        start, context = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
-        result = self.lower_by_rule(target, args, kwargs)
-        views = [step for step in self.steps[start:] if step.kind == "view"]
-        windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
-        local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in self.steps[start:])
-        self.records.append(OperatorRecord(Call(self.number, *context, result), windows, local))
-        return result
-
-    def enter(self, value: Value, context: Any) -> Value:
-        """Record a value that is read."""
-        self._keep(value)
-        return super().enter(value, context)
-
-    def gathered(self, value: Value, dims: Any = None) -> Value:
-        """Record a value that is read."""
-        self._keep(value)
-        return super().gathered(value, dims)
-
-    def recut(self, value: Value, layout: Layout) -> Value:
-        """Record a value that is read."""
-        self._keep(value)
-        return super().recut(value, layout)
-
-    def _keep(self, value: Value) -> None:
-        if not self.in_rule:
-            self.kept.add(value.id)
-
-
-def _is_window(step: Step) -> bool:
-    """Return whether each rank's view is a range around its own cells along each partitioned image axis."""
-    assert step.transfer is not None
-    return all(
-        (request.axis is not None or request.used is not None)
-        and request.axis == request.source.axis
-        and request.dim > 1
-        and all(len(r) == 1 for r in request.ranges)
-        for request in step.transfer.requests
-    )
-
-
-class _SegmentBuilder(BlockLowering):
+class SegmentBuilder(BlockLowering):
     """Segment under construction, to which operators of the program are added.
 
     Attributes
@@ -110,15 +39,20 @@ class _SegmentBuilder(BlockLowering):
         Values of the segment by their number in the program: inputs, and results of operators.
     depth : dict of int to int
         Number of windows of the segment between its inputs and each result.
-    program_inputs : list of (int, Value)
-        The inputs by number in the program, and their values in the segment.
+    program_inputs : dict of int to Value
+        Values of the segment by the number of an input in the program.
+    norms : dict of int to Statistics
+        Live norms by the number of their operator; at most `live`.
+    why : UnsupportedOperator or None
+        Error of the first operator that could not be added.
     """
 
-    def __init__(self, probe: _Probe, functions: Sequence[Any], live: bool, wide: bool = False) -> None:
-        super().__init__(probe.mesh.spatial, axes=probe.mesh.axes)
-        self.functions, self.program, self.live, self.wide = functions, probe.values, live, wide
+    def __init__(self, program: Program, axes: frozenset[int], live: float = 0, wide: bool = False) -> None:
+        super().__init__(program.mesh.spatial, axes=axes)
+        self.functions, self.program, self.live, self.wide = program.functions, program.values, live, wide
         self.numbers, self.local_values, self.depth = list[int](), dict[int, Value](), dict[int, int]()
-        self.program_inputs: list[tuple[int, Value]] = []
+        self.program_inputs, self.norms = dict[int, Value](), dict[int, Statistics]()
+        self.why: UnsupportedOperator | None = None
 
     def reads(self, record: OperatorRecord) -> bool:
         """Return whether an operator reads a result of the segment."""
@@ -128,84 +62,97 @@ class _SegmentBuilder(BlockLowering):
         """Return the depth of an operator's results."""
         return record.windows + max((self.depth.get(value, 0) for value in record.read), default=0)
 
-    def add(self, at: int, record: OperatorRecord) -> bool:
-        """Add an operator if possible; return whether it was added."""
-        inputs, calls, values = len(self.program_inputs), len(self.calls), dict(self.local_values)
-        key, number = self.key, self._number
+    def add(self, at: int, record: OperatorRecord, inside: bool = True) -> bool:
+        """Add an operator if possible; return whether it was added.
+
+        Parameters
+        ----------
+        inside : bool
+            Whether it is part of the segment; others are repeated in the segment, which may read their results.
+        """
+        before = dict(self.program_inputs), dict(self.local_values), list(self.statistics), self.key
         try:
             result = self._lower_record(record)
-        except UnsupportedOperator:
-            self.statistics = {call: norm for call, norm in self.statistics.items() if call <= number}
-            self.local_values, self.key = values, key
-            del self.program_inputs[inputs:], self.calls[calls:]
+            norms = self.statistics[len(before[2]) :]
+            self.check(record, result, norms)
+        except UnsupportedOperator as refusal:
+            self.program_inputs, self.local_values, self.statistics, self.key = before
+            self.why = self.why or refusal
             return False
-        depth = self.depth_with(record)
-        self.local_values.update(paired(record.call.result, result))
-        self.depth.update((value, depth) for value in ids_of(record.call.result))
-        self.numbers.append(at)
+        self.local_values.update(paired(record.result, result))
+        self.norms.update((at, norm) for norm in norms)
+        if inside:
+            depth = self.depth_with(record)
+            self.depth.update((value, depth) for value in ids_of(record.result))
+            self.numbers.append(at)
         return True
 
+    def add_input(self, number: int, value: Value, layout: Layout) -> Value:
+        """Return an input of the segment for a value of the program, partitioned like this layout."""
+        layout = tuple((self.mesh.atom(atom.extent, atom.axis),) for (atom,) in layout)
+        self.program_inputs[number] = self.input(layout, value.dtype, value.kind)
+        return self.program_inputs[number]
+
+    def inputs_of(self, parts: Sequence[Traced]) -> dict[int, Value]:
+        """Return the inputs on which parts of the segment depend, by number in the program."""
+        read = {value.id for part in parts for value in part.inputs}
+        return {number: value for number, value in self.program_inputs.items() if value.id in read}
+
+    def check(self, record: OperatorRecord, result: Any, norms: Sequence[Statistics]) -> None:
+        """Refuse an operator whose results are not boxes of cells around those of its arguments."""
+        boxes = [is_box(self.program[value].layout, self.mesh.axes) for value in ids_of(record.result)]
+        if not (record.structure or (record.local and boxes and boxes[0] and (norms or all(boxes)))):
+            self.refuse()
+        if any((norm.x, norm.y.id) != (self.local_values[record.read[0]], ids_of(result)[0]) for norm in norms):
+            self.refuse()
+
     def _lower_record(self, record: OperatorRecord) -> Any:
-        call = record.call
-        self.where, self.out, self.draws = call.where, call.out, call.draws
-        structure = call.target is operator.getitem or isinstance(call.target, type)  # of results of operators
-        boxes = [is_box(self.program[value].layout, self.mesh.axes) for value in ids_of(call.result)]
-        if not (structure or (record.local and boxes and boxes[0])):
-            self.refuse()
+        self.where, self.out, self.draws = record.where, record.out, record.draws
         args, kwargs = pytree.tree_map(
-            lambda leaf: self._local_value(leaf) if isinstance(leaf, Value) else leaf, (call.args, call.kwargs)
+            lambda leaf: self._local_value(leaf) if isinstance(leaf, Value) else leaf, (record.args, record.kwargs)
         )
-        start = len(self.steps)
-        result = self.call(call.target, args, kwargs)
-        if not self.recorded.issuperset(value for step in self.steps[start:] if step.inputs for value in step.outputs):
-            self.refuse()  # some steps are outside of repeatable calls
-        norm = self.statistics.get(self._number)
-        if norm is not None and norm.x.id != ids_of(args)[0]:
-            self.refuse()
-        if norm is None and not (structure or all(boxes)):
-            self.refuse()
-        return result
+        return self.call(record.target, args, kwargs)
 
     def _local_value(self, value: Value) -> Value:
         """Return the segment's value for a value of the program; new ones are inputs."""
         if value.id not in self.local_values:
-            layout = value.layout_or_none
-            if layout is None or any(len(dim) > 1 for dim in layout):
+            if value.layout_or_none is None or any(len(dim) > 1 for dim in value.layout):
                 self.refuse()
-            self.cuts.begin(-1 - len(self.program_inputs))
-            self.local_values[value.id] = self.input(
-                tuple((self.mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout), value.dtype, value.kind
-            )
-            self.program_inputs.append((value.id, self.local_values[value.id]))
+            self.local_values[value.id] = self.add_input(value.id, value, value.layout)
         return self.local_values[value.id]
 
     @property
     def takes_norms(self) -> bool:
-        """Whether norms may have statistics that are summed over ranks."""
-        return self.live
+        """Whether another norm may have statistics of the whole image."""
+        return len(self.statistics) < self.live
 
     def random_key(self) -> tuple[Value, int]:
         """Return the random seed, which is an input, and a number for this call."""
         new = self.key is None
         key = super().random_key()
         if new:
-            self.program_inputs.append((KEY, key[0]))
+            self.program_inputs[KEY] = key[0]
         return key
 
 
-class OperatorSegment(NamedTuple):
+@dataclass(frozen=True)
+class OperatorSegment:
     """Segment of a program.
 
     Attributes
     ----------
     records : dict of int to OperatorRecord
         The operators, by number in the program.
-    inputs, outputs : of int
-        Values of the program that they read, and their results that others read.
+    inputs : dict of int to Value
+        Values of `traced` by the values of the program that the operators read.
+    outputs : list of int
+        Results of the operators that others read.
     local_values : dict of int to Value
         Values of `traced` by their number in the program.
     traced : Traced
         Its outputs are the partitioned outputs, then the inputs and results of norms.
+    norms : dict of int to Statistics
+        Live norms by the number of their operator.
     rows : int
         Of a strip; 0: the whole tile at once.
     wide : bool
@@ -213,17 +160,23 @@ class OperatorSegment(NamedTuple):
     """
 
     records: dict[int, OperatorRecord]
-    inputs: list[int]
+    inputs: dict[int, Value]
     outputs: list[int]
     local_values: dict[int, Value]
     traced: Traced
-    rows: int
-    wide: bool
+    norms: dict[int, Statistics]
+    rows: int = 0
+    wide: bool = False
 
     @property
     def first(self) -> int:
         """The number of its first operator."""
         return min(self.records)
+
+    @property
+    def parts(self) -> list[Traced]:
+        """Parts that are computed one after the other."""
+        return [self.traced]
 
 
 class Search:
@@ -231,9 +184,9 @@ class Search:
 
     Parameters
     ----------
-    program
-        Result of `captured`.
-    layouts : of the inputs
+    program, layouts, gather_at : see Program
+    mesh : Mesh
+        Of the ranks.
     schemes : dict of path to ExchangePolicy
         A window with a fusing scheme joins the segment of the windows before it.
     strips : int or 'auto', optional
@@ -241,12 +194,7 @@ class Search:
 
     Attributes
     ----------
-    mesh : Mesh
-        Of the ranks.
-    values : dict of int to Value
-        Values of the program.
-    images : list of int
-        Inputs of the program.
+    program : Program
     """
 
     def __init__(
@@ -259,28 +207,19 @@ class Search:
         strips: Strips,
     ) -> None:
         self.mesh, self.schemes, self.strips, self._apart = mesh, schemes, strips, bool(mesh.axes - {0})
-        self.shape, self.functions = shape_of(layouts[0]), program.functions
+        self._samples, *_ = shape_of(layouts[0])
         if strips is not None and mesh.parts[1] == 1:  # so that rules show the dependences between rows
             mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
             layouts = [cut(shape_of(layout), mesh) for layout in layouts]
-        self.probe = _Probe(mesh, 0)
-        plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=self.probe)
-        self.values = {value.id: value for value in self.probe.values}
-        self.images = list(plan.inputs)
-        outputs = {out for out in plan.outputs if isinstance(out, int)}
-        self.kept = self.probe.kept | outputs | set(plan.mutated.values())
-        self.readers: dict[int, list[int]] = {}
-        for number, record in enumerate(self.probe.records):
-            for value in record.read:
-                self.readers.setdefault(value, []).append(number)
+        self.program = Program(program, mesh, layouts, gather_at)
 
     def segments(self, starts: Collection[int] = ()) -> list[OperatorSegment]:
         """Return the segments; operators with numbers in `starts` begin a new one."""
-        builders, builder, policy = list[_SegmentBuilder](), None, None
-        for number, record in enumerate(self.probe.records):
-            own_policy = policy_of(record.call.where.module, self.schemes)
+        builders, builder, policy = list[SegmentBuilder](), None, None
+        for number, record in enumerate(self.program.records):
+            own_policy = policy_of(record.where.module, self.schemes)
             wide = self._wide(own_policy)
-            begins = record.windows or (wide and any(value in self.images for value in record.read))
+            begins = record.windows or (wide and any(value in self.program.images for value in record.read))
             longest = self._longest(own_policy) if begins else inf
             if builder is not None and (begins or builder.reads(record)):
                 mergeable = not begins or _can_merge(own_policy, policy)
@@ -291,7 +230,7 @@ class Search:
                     continue
                 builder = None
             if begins and longest:
-                builder, policy = _SegmentBuilder(self.probe, self.functions, self._sums(own_policy), wide), own_policy
+                builder, policy = self._builder(own_policy, wide), own_policy
                 if builder.add(number, record):
                     builders.append(builder)
                 else:
@@ -311,11 +250,11 @@ class Search:
         alone = {
             number for segment in segments if segment.wide and self._of_images(segment) for number in segment.records
         }
-        for number, record in enumerate(self.probe.records):
-            policy = policy_of(record.call.where.module, self.schemes)
+        for number, record in enumerate(self.program.records):
+            policy = policy_of(record.where.module, self.schemes)
             if record.windows and number not in alone and self._wide(policy):
                 assert isinstance(policy, Fusion)
-                where = record.call.where
+                where = record.where
                 norms = ", or sum the statistics of norms over tiles in it: 'overlap_tile(statistics=global)'"
                 raise ConfigError(
                     f"{where.place}scheme: '{scheme_text(policy)}' exchanges nothing, but"
@@ -325,15 +264,16 @@ class Search:
                 )
 
     def _of_images(self, segment: OperatorSegment) -> bool:
-        others = (self.values[value] for value in segment.inputs if value in self.values and value not in self.images)
+        values, images = self.program.values, self.program.images
+        others = (values[value] for value in segment.inputs if value in values and value not in images)
         return not any(axes_of(value.layout) - {0} for value in others)
 
     def segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
         """Return the segment of operators that can all be in one."""
-        policy = policy_of(self.probe.records[numbers[0]].call.where.module, self.schemes)
-        builder = _SegmentBuilder(self.probe, self.functions, self._sums(policy))
+        policy = policy_of(self.program.records[numbers[0]].where.module, self.schemes)
+        builder = self._builder(policy)
         for number in numbers:
-            record = self.probe.records[number]
+            record = self.program.records[number]
             if record.windows or builder.reads(record):
                 builder.add(number, record)
         return self._segment(builder)
@@ -346,35 +286,27 @@ class Search:
             return 0
         return 1 if self.mesh.axes - {0} else inf  # windows exchange nothing if only the batch is partitioned
 
-    def _sums(self, policy: ExchangePolicy | None) -> bool:
-        """Return whether norms with statistics of the whole image may be in a segment."""
-        return self.strips is None and isinstance(policy, Fusion) and policy.statistics is not None
+    def _builder(self, policy: ExchangePolicy | None, wide: bool = False) -> SegmentBuilder:
+        sums = self.strips is None and isinstance(policy, Fusion) and policy.statistics is not None
+        return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums else 0, wide)
 
-    def _segment(self, builder: _SegmentBuilder) -> OperatorSegment:
-        inside = set(builder.numbers)
-        outputs = [
-            value for value in builder.depth if value in self.kept or not inside.issuperset(self.readers.get(value, ()))
-        ]
-        cut = [value for value in outputs if is_box(self.values[value].layout, self.probe.mesh.axes)]
-        ends = [builder.local_values[value] for value in cut]
-        for call in builder.calls:  # the statistics of a norm may be read though its results are not
-            if call.number in builder.statistics:
-                ends += [builder.statistics[call.number].x, builder.values[ids_of(call.result)[0]]]
-        inputs = [value.id for _, value in builder.program_inputs]
-        outs = [value.id for value in ends]
-        plan = TorchPlan(builder.mesh, 0, builder.steps, builder.values, {}, {}, inputs, outs, {})
-        traced = Traced(builder, plan, self.shape, ends)
-        inputs_in_program = [value for value, _ in builder.program_inputs]
-        records = {number: self.probe.records[number] for number in builder.numbers}
-        rows = self._rows(builder, ends)
-        return OperatorSegment(records, inputs_in_program, outputs, builder.local_values, traced, rows, builder.wide)
+    def _segment(self, builder: SegmentBuilder) -> OperatorSegment:
+        outputs, local_values = self.program.outputs(builder.depth, builder.numbers), builder.local_values
+        boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
+        ends = [local_values[value] for value in boxes]
+        for norm in builder.norms.values():  # its statistics may be read though its results are not
+            ends += norm.x, norm.y
+        traced = Traced(builder, [*builder.program_inputs.values()], ends)
+        records = {number: self.program.records[number] for number in builder.numbers}
+        inputs, rows = builder.inputs_of([traced]), self._rows(builder, ends)
+        return OperatorSegment(records, inputs, outputs, local_values, traced, builder.norms, rows, builder.wide)
 
-    def _rows(self, builder: _SegmentBuilder, ends: Sequence[Value]) -> int:
+    def _rows(self, builder: SegmentBuilder, ends: Sequence[Value]) -> int:
         if self.strips != "auto":
             return self.strips or 0
         rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)
-        values = [self.values[value] for value in builder.depth]
-        numbers = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self.shape[0]
+        values = [self.program.values[value] for value in builder.depth]
+        numbers = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._samples
         return max(1, min(rows, CACHE * rows // max(1, numbers)))
 
 

@@ -10,12 +10,12 @@ computes its statistics, which are passed to the blocks of later sweeps with a g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ...system.memory import words
@@ -23,131 +23,89 @@ from ..capture.capture import lower_program
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE, Value
-from ..ir.layout import Layout, Mesh, axes_of, is_box, shape_of, whole
+from ..ir.layout import Layout, Mesh, is_box, whole
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import Where
 from .blocked import Blocks, Sums
-from .in_blocks import BlockLowering, Statistics, Traced, ids_of
-from .program_lowering import ProgramLowering, laid, ranges_at
+from .fused import FusedLowering, placeholders
+from .in_blocks import Statistics, Traced, ids_of, paired
+from .program_lowering import OperatorRecord, Program, laid
+from .segments import KEY, OperatorSegment, SegmentBuilder
 
-
-class _OutsideTrunk:
-    """Placeholder: a value of the head while the trunk is searched, later a value inside the trunk."""
-
-    id = -1
-
-
-BEYOND = _OutsideTrunk()
 COPIES = 4
 """of weights: values, gradients and optimiser state"""
-KEY = ""
-"""Name of the random seed among the buffers passed to blocks."""
 NAME = "blocks"
 """Name of the trunk's step."""
 
 
-class _OperatorRecord(NamedTuple):
-    """Operator of the program: the values that it reads and returns, and the reason why it is not in the trunk."""
+class _TrunkBuilder(SegmentBuilder):
+    """Trunk under construction: a segment that begins at the image; its blocks separate samples, too."""
 
-    read: list[int]
-    result: Any
-    why: UnsupportedOperator | None
-    live: list[Statistics]
+    def __init__(self, program: Program, live: int) -> None:
+        super().__init__(program, frozenset(range(program.mesh.spatial + 1)), live)
+        (image,) = program.images
+        self.starts, self.depth[image] = {*program.starts}, 0
+        value = program.values[image]
+        self.local_values[image] = self.add_input(image, value, self.mesh.image(value.shape))
 
+    def can_read(self, record: OperatorRecord) -> bool:
+        """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
+        return all(value in self.local_values or value in self.starts for value in record.read)
 
-class _Search(ProgramLowering, BlockLowering):
-    """Lowering for blocks of all operators that can be computed so."""
-
-    def __init__(self, spatial: int, live: int) -> None:
-        super().__init__(spatial, axes=frozenset(range(spatial + 1)))
-        self.records, self.kept, self.live = list[_OperatorRecord](), set[int](), live
-
-    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the values of an operator, or BEYOND if it is not in the trunk."""
-        leaves, why, before = pytree.tree_leaves((args, kwargs)), None, len(self.statistics)
-        result: Any = BEYOND
-        if BEYOND not in leaves:
-            try:
-                result = self.lower_by_rule(target, args, kwargs)
-            except UnsupportedOperator as refusal:
-                why = refusal
-        read, live = [leaf.id for leaf in leaves if isinstance(leaf, Value)], list(self.statistics.values())[before:]
-        self.records.append(_OperatorRecord(read, result, why, live))
-        return result
-
-    @property
-    def takes_norms(self) -> bool:
-        """Whether another norm may receive its statistics as inputs."""
-        return len(self.statistics) < self.live
-
-    def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Any:
-        """Return a value for replicated work, which is not in the trunk."""
-        if value is BEYOND:
-            return value
-        if self.in_rule:
-            return super().gathered(value, dims)
-        self.kept.add(value.id)
-        return BEYOND if value.axes else value
+    def check(self, record: OperatorRecord, result: Any, norms: Sequence[Statistics]) -> None:
+        """Accept all operators: only outputs must be boxes."""
 
 
-class Trunk(Traced):
-    """Part of a captured module that can be computed block by block, with samples separated too.
+@dataclass(frozen=True, kw_only=True)
+class Trunk(OperatorSegment):
+    """Segment from the image on, computed block by block.
 
     Attributes
     ----------
-    outputs : list of Value
-        Values that the head reads.
-    results : for each operator its result if it is in the trunk, else None
-    norms : dict of int to Statistics
-        Live norms by the number of their operator; at most `live`.
-    sweeps : list of Traced
-        For each of them, the computation of its input from the statistics of the previous ones.
+    sweeps : sequence of Traced
+        For each live norm, the computation of its input from the statistics of the previous ones.
     why : UnsupportedOperator or None
         Error of the operator that ends the trunk.
+    program : Program
     """
 
-    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], live: int = 0) -> None:
-        search = _Search(len(shape) - 2, live)
-        layout = search.mesh.image(shape)
-        plan, _ = lower_program(program, search.mesh, 0, [layout], gather_at, lowering=search)
-        (image,) = plan.inputs
-        if search.key is not None:
-            plan.buffers[KEY] = search.key.id
-        for norm in search.statistics.values():
-            plan.buffers |= {f"{value.id}": value.id for value in (norm.mean, norm.variance)}
-        records, self.input_ids = search.records, [value.id for value in search.input_values]
-        read = search.kept | {out for out in plan.outputs if isinstance(out, int)}
-        depends, producers = {image}, dict[int, int]()
-        for number, record in enumerate(records):
-            for value in ids_of(record.result):
-                producers.setdefault(value, number)
-                if not depends.isdisjoint(record.read):
-                    depends.add(value)
-        head = {number for number, record in enumerate(records) if record.result is BEYOND}
-        moments = {value for record in records if record.live for value in ids_of(record.result)[1:]}  # a few numbers
+    sweeps: Sequence[Traced]
+    why: UnsupportedOperator | None
+    program: Program
+
+    @classmethod
+    def of(cls, program: Program, live: int = 0) -> Trunk:
+        """Return the trunk of a program, with at most `live` live norms."""
+        outside = set[int]()
         while True:
-            lost: set[int] = set()
-            for number, record in enumerate(records):
-                if number in head or not lost.isdisjoint(record.read):
-                    head.add(number)
-                    lost.update(value for value in ids_of(record.result) if producers[value] == number)
-            reads = read.union(*(records[number].read for number in head))
-            cuts = sorted(value for value in reads & depends - lost - moments if value != image)
-            odd = {value for value in cuts if not is_box(search.values[value].layout, axes_of(layout))}
+            builder = _TrunkBuilder(program, live)
+            for number, record in enumerate(program.records):
+                if number not in outside and builder.can_read(record):
+                    builder.add(number, record, inside=builder.reads(record))
+            records = {at: program.records[at] for at in builder.numbers}
+            moments = {value for at in builder.norms for value in ids_of(records[at].result)[1:]}
+            results = builder.depth.keys() - moments - builder.starts
+            outputs = program.outputs(sorted(results), records)
+            ends = [builder.local_values[value] for value in outputs]
+            odd = {value for value, end in zip(outputs, ends, strict=True) if not is_box(end.layout, builder.mesh.axes)}
             if not odd:
                 break
-            head.update(producers[value] for value in odd)  # their tiles are not boxes
-        self.results = [
-            record.result if number not in head and not depends.isdisjoint(record.read) else None
-            for number, record in enumerate(records)
-        ]
-        self.why = next((record.why for record in records if record.why is not None), None)
-        super().__init__(search, plan, shape, [search.values[value] for value in cuts])
-        self.norms = {at: record.live[0] for at, record in enumerate(records) if record.live and at not in head}
-        self.sweeps = [Traced(search, plan, shape, [norm.x]) for norm in self.norms.values()]
+            outside.update(at for at, record in records.items() if not odd.isdisjoint(ids_of(record.result)))
+        inputs, parts = [*builder.program_inputs.values()], list[Traced]()
+        for norm in builder.norms.values():
+            parts.append(Traced(builder, inputs, [norm.x]))
+            inputs += norm.mean, norm.variance
+        traced = Traced(builder, inputs, ends)
+        values = builder.inputs_of([*parts, traced]), outputs, builder.local_values
+        return cls(records, *values, traced, builder.norms, sweeps=parts, why=builder.why, program=program)
+
+    @property
+    def parts(self) -> list[Traced]:
+        """Parts that are computed one after the other."""
+        return [*self.sweeps, self.traced]
 
 
-class HeadLowering(ProgramLowering):
+class TrunkLowering(FusedLowering):
     """Lowering of a module whose trunk is one step, computed block by block.
 
     Parameters
@@ -156,14 +114,11 @@ class HeadLowering(ProgramLowering):
         Number of blocks of this rank's tiles along each axis of the mesh.
     """
 
-    in_parts = True
-
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
-        super().__init__(mesh, rank)
-        self.trunk, self.parts = trunk, tuple(parts)
+        super().__init__(mesh, rank, [trunk], trunk.program.images)
+        self.in_parts, self.trunk, self.parts = True, trunk, tuple(parts)
         self.blocks: Blocks | None = None
         self.tiles: list[Value] = []
-        self._local_values: dict[int, Value] = {}
         self._statistics: dict[int, tuple[Value, Value]] = {}  # by the id of a placeholder for the normalised value
 
     @property
@@ -177,21 +132,19 @@ class HeadLowering(ProgramLowering):
         return text
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the values of an operator, or those that the trunk returns for it."""
-        if not self._local_values:
-            self._run_trunk()
-        number, result = self.number, self.trunk.results[self.number]
-        if result is None:
+        """Return the values of an operator, or placeholders for those of the trunk, which runs before all others."""
+        if self.blocks is None:
+            self.run_segment(self.trunk)
+        record = self.trunk.records.get(self.number)
+        if record is None:
             return self.lower_by_rule(target, args, kwargs)
-        if number in self.trunk.norms and isinstance(result, tuple):  # its running statistics
-            norm = self.trunk.norms[number]
+        if self.number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
+            norm = self.trunk.norms[self.number]
             x = self.input(laid(norm.x, self.mesh), norm.x.dtype)
-            self._statistics[x.id] = self._local_values[norm.mean.id], self._local_values[norm.variance.id]
-            kept = zip(result[1:], self.lower_by_rule(target, (x, *args[1:]), kwargs)[1:], strict=True)
-            self._local_values.update((old.id, new) for old, new in kept if old is not None)
-        return pytree.tree_map(
-            lambda leaf: self._local_values.get(leaf.id, BEYOND) if isinstance(leaf, Value) else leaf, result
-        )
+            self._statistics[x.id] = self._moments[norm.mean.id], self._moments[norm.variance.id]
+            _, *moved = self.lower_by_rule(target, (x, *args[1:]), kwargs)
+            self.program.update(paired(record.result[1:], moved))
+        return placeholders(record)
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
@@ -201,41 +154,27 @@ class HeadLowering(ProgramLowering):
             return x, *self._statistics[x.id]
         return super().normalise(x, weight, bias, moments, groups)
 
-    def _run_trunk(self) -> None:
-        trunk, where, self.where = self.trunk, self.where, Where(NAME, "", "")
-        by_id = dict(zip(trunk.input_ids, self.input_values, strict=True))
-        if KEY in trunk.buffers:
-            draws = self.draws
-            by_id[trunk.buffers[KEY]], _ = self.random_key()
-            self.draws = draws
-        (image,) = (by_id[value.id] for value in trunk.inputs)
-        traced = *trunk.sweeps, trunk
-        layouts = [[laid(out, self.mesh) for out in part.outputs] for part in traced]
-        (view,), first = self.input_views([image], self.input_ranges(traced, layouts, [image.layout]))
-        axes, own_ranges = axes_of(image.layout), [ranges_at(part, dict(enumerate(self.place))) for part in layouts]
-
-        def run_blocks(blocks: Blocks, outs: Sequence[Layout], partial: bool = False) -> list[Value]:
-            traced_part = blocks.traced
-            state = [by_id[value] for value in (*traced_part.parameters.values(), *traced_part.buffers.values())]
-            dtypes = [out.dtype for out in traced_part.outputs]
-            results = self._locals(blocks, [view, *state], outs, dtypes, axes, several=True, partial=partial)
-            self.steps[-1].key = None  # this rank may have no index of some outputs
-            return results
-
-        for part, own, norm in zip(trunk.sweeps, own_ranges[:-1], trunk.norms.values(), strict=True):
-            self.where = Where(NAME, "", "")
-            sums = Sums(norm.moments, part, own, self.parts, first)
-            (rows,) = run_blocks(sums, [whole(sums.shape)], partial=True)
-            rows.axes = axes
-            self.where = Where("statistics", "", "")
-            by_id[norm.mean.id] = mean = self._mean(sums.total, [rows], norm)
-            by_id[norm.variance.id] = self._mean(sums.squares, [rows, mean], norm)
+    def run_segment(self, segment: OperatorSegment) -> None:
+        """Add the steps of the trunk."""
+        trunk, where, draws = self.trunk, self.where, self.draws
         self.where = Where(NAME, "", "")
-        blocks = self.blocks = Blocks(trunk, own_ranges[-1], self.parts, first)
-        self.tiles = run_blocks(blocks, layouts[-1])
-        self._local_values = {**by_id, trunk.inputs[0].id: image}
-        self._local_values.update((out.id, tile) for out, tile in zip(trunk.outputs, self.tiles, strict=True))
-        self.where = where
+        self.program.update(zip(trunk.program.starts, self.input_values, strict=True))
+        if KEY in trunk.inputs:
+            self.program[KEY], _ = self.random_key()
+        views, first = self.input_views(trunk)
+        for sweep, norm in zip(trunk.sweeps, trunk.norms.values(), strict=True):
+            self.where = Where(NAME, "", "")
+            sums = Sums(norm.moments, sweep, self.tiles_of(sweep), self.parts, first)
+            (rows,) = self.in_blocks(sums, views, [whole(sums.shape)])
+            rows.axes = self.mesh.axes
+            self.where = Where("statistics", "", "")
+            views[norm.mean.id] = mean = self._mean(sums.total, [rows], norm)
+            views[norm.variance.id] = self._mean(sums.squares, [rows, mean], norm)
+        self.where, self._moments = Where(NAME, "", ""), views
+        self.blocks = Blocks(trunk.traced, self.tiles_of(trunk.traced), self.parts, first)
+        self.tiles = self.in_blocks(self.blocks, views)
+        self.program.update(zip(trunk.outputs, self.tiles, strict=True))
+        self.where, self.draws = where, draws
 
     def _mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: Statistics) -> Value:
         total = self.reduced(run, args, args[0].axes, norm.mean.layout)
@@ -264,7 +203,7 @@ def fitted(
     recompute: bool,
     memory: int,
     module: nn.Module,
-) -> HeadLowering | None:
+) -> TrunkLowering | None:
     """Return a block-wise lowering with which a pass fits in a rank's memory; None: blocks are not needed.
 
     The first rank, whose tiles are the largest, decides for all ranks.
@@ -276,19 +215,19 @@ def fitted(
     """
     weights = COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     limit, training = memory - weights, module.training
-    plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute)
-    needed = peak_bytes(plan, training)
+    searched = Program(program, mesh, layouts, gather_at)
+    needed = peak_bytes(searched.plan, training)
     if needed <= limit:
         return None
     live = 0
     while True:
-        trunk = Trunk(program, shape_of(layouts[0]), gather_at, live)
+        trunk = Trunk.of(searched, live)
         if trunk.outputs:
-            lowering = HeadLowering(mesh, 0, trunk, [1] * len(mesh.parts))
+            lowering = TrunkLowering(mesh, 0, trunk, [1] * len(mesh.parts))
             plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
             needed, parts = _cut_to_fit(lowering, plan, limit, training)
             if needed <= limit:
-                return HeadLowering(mesh, rank, trunk, parts)
+                return TrunkLowering(mesh, rank, trunk, parts)
         if len(trunk.norms) < live:
             break
         live += 1 + live // 3  # each norm costs another sweep
@@ -302,7 +241,7 @@ def fitted(
     raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="be computed block by block", remedy=remedy)
 
 
-def _cut_to_fit(lowering: HeadLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
+def _cut_to_fit(lowering: TrunkLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
     """Divide a lowered trunk until a pass fits in `limit` bytes, or no further; return the bytes and the parts."""
     blocks, parts = lowering.blocks, list(lowering.parts)
     assert blocks is not None

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import isqrt, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from ...geometry import Transfer
+from ...geometry import Place, Transfer
 from ...halo import ExchangePolicy
-from .layout import Layout, Mesh, Shape, shape_of
+from ...plan.planner import recompute_cuts
+from .layout import Layout, Mesh, Shape, layout_at, local_shape, shape_of
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
@@ -70,6 +71,8 @@ class Value:
     kind : 'value', 'parameter' (whose gradient is summed at the end), or 'constant' (without a gradient)
     layout : Layout or None
         Layout of the whole tensor; None: a view, which is used by one operation only.
+    shape_at : callable, optional
+        From a place to the shape there of a view.
     """
 
     id: int
@@ -78,6 +81,13 @@ class Value:
     dtype: torch.dtype
     kind: str
     layout_or_none: Layout | None = None
+    shape_at: Callable[[Place], Shape] | None = None
+
+    def at(self, place: Place) -> Value:
+        """Return the value of a block."""
+        if self.layout_or_none is None:
+            return self if self.shape_at is None else replace(self, local=self.shape_at(place))
+        return replace(self, local=local_shape(self.layout, place), layout_or_none=layout_at(self.layout, place))
 
     @property
     def layout(self) -> Layout:
@@ -108,6 +118,8 @@ class Step:
     inputs, outputs : values, by id
     run : callable
         For 'local': from the inputs' tensors to the outputs'.
+    bind : callable, optional
+        From a place to `run` there, if that differs between places.
     op : str
         The operator that computes the first output, if there is one.
     window : bool
@@ -134,6 +146,7 @@ class Step:
     window: bool = False
     scheme: ExchangePolicy | None = None
     owns_gradient: bool = False
+    bind: Callable[[Place], Callable[..., Any]] | None = None
 
 
 @dataclass(eq=False)
@@ -191,17 +204,11 @@ class TorchGraph:
         total = len(self.steps)
         producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
-        live = [0] * (total + 1)  # values of earlier steps that are read at or after this one
+        live = [0] * total  # values of earlier steps that are read at or after this one
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
                 live[at] += total if self._written_over(value, last) else 1
-        size = max(1, isqrt(total))
-        cuts = [0]
-        while total - cuts[-1] > 3 * size // 2:
-            middle = cuts[-1] + size
-            candidates = range(middle - size // 2, middle + size // 2 + 1)
-            cuts.append(min((live[at], abs(at - middle), at) for at in candidates)[2])
-        return self._cut_at([*cuts, total])
+        return self._cut_at(recompute_cuts(live))
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Merge consecutive local steps into single compiled ones."""

@@ -10,11 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from ...geometry import Atom, GridShape, Range, coords_of, index_of
+from ...geometry import Atom, GridShape, Place, Range, coords_of, index_of
 
 Shape = tuple[int, ...]
-
-
 Dim = tuple[Atom, ...]
 Layout = tuple[Dim, ...]
 NeededRanges = dict[int, tuple[int, list[Range]]]
@@ -120,12 +118,20 @@ def shape_of(layout: Layout) -> Shape:
     return tuple(prod(atom.extent for atom in dim) for dim in layout)
 
 
-def local_shape(layout: Layout, place: Sequence[int]) -> Shape:
+def local_shape(layout: Layout, place: Place) -> Shape:
     """Return the shape of the part on the rank at a place."""
     return tuple(prod(local_atoms(dim, place)) for dim in layout)
 
 
-def local_atoms(dim: Dim, place: Sequence[int]) -> Shape:
+def layout_at(layout: Layout, place: Place) -> Layout:
+    """Return the layout with the ranges of a block."""
+    return tuple(
+        tuple(atom if atom.origin is None else atom._replace(bounds=atom.range(place)) for atom in dim)
+        for dim in layout
+    )
+
+
+def local_atoms(dim: Dim, place: Place) -> Shape:
     """Return the number of indices of each atom on the rank at a place."""
     return tuple(hi - lo for lo, hi in (atom.range(place) for atom in dim))
 
@@ -215,7 +221,7 @@ def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
             run -= 1
 
 
-def indices(dim: Dim, place: Sequence[int]) -> list[int]:
+def indices(dim: Dim, place: Place) -> list[int]:
     """Return the global indices along a dimension on the rank at a place."""
     numbers = [0]
     for atom in dim:

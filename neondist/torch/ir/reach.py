@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...geometry import Atom, Cells, DimRequest, Range, Window, clip_ranges, fold, hull_of, shift_range
+from ...geometry import Atom, Cells, DimRequest, Place, Range, Window, clip_ranges, fold, hull_of, shift_range
 
 SAME = Window.of_one(1)
 """Window of results that depend on the same index, or on all indices if they are whole."""
@@ -62,7 +62,7 @@ class Reach(NamedTuple):
             return View(((0, 0),), used, (0, last - first))
         return View((inside,), used, (inside[0] - first, last - inside[1]))
 
-    def first(self, source: Atom, place: Sequence[int]) -> int:
+    def first(self, source: Atom, place: Place) -> int:
         """Return the first index in the view of the rank at a place."""
         return 0 if self.is_whole(source) else self.view(*self.out.range(place), source.extent).ranges[0][0]
 

@@ -8,16 +8,18 @@ from typing import NamedTuple
 from ...geometry import Atom, Range, joined
 from .reach import Reach
 
-Cut = tuple[int, int]
-"""Number of a rule's call, and number of a cut requested by it."""
-CutRanges = dict[Cut, Range]
-"""Non-empty range of each cut."""
+CutRanges = dict[int, Range]
+"""Non-empty range of each cut, by its number."""
 
 
 class Dependence(NamedTuple):
-    """Reach that a call of a rule declares, and the atom of the argument."""
+    """Reach that a call of a rule declares, the id of its view, and the atom of the argument.
 
-    call: int
+    Cuts of the call have at least the number `first`.
+    """
+
+    first: int
+    view: int
     reach: Reach
     source: Atom
 
@@ -31,11 +33,11 @@ def trace(dependences: Sequence[Dependence], outputs: CutRanges) -> CutRanges:
         An atom of merged dimensions is a multiple of its cut, so that reshaping needs no dependence.
     """
     needed = dict(outputs)
-    for call, reach, source in reversed(dependences):
+    for first, _, reach, source in reversed(dependences):
         assert reach.out.origin is not None
         cut, factor = reach.out.origin
         lo, hi = (at * factor for at in needed.get(cut, (0, 0)))
-        if cut[0] != call:  # the cut of another argument, which earlier calls may need more of
+        if cut < first:  # the cut of another argument, which earlier calls may need more of
             lo, hi = 0, reach.out.extent
         for indices in reach.view(lo, hi, source.extent).ranges:
             extend(needed, source, *indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 from ...geometry import Atom, DimRequest, Transfer
@@ -100,10 +101,7 @@ class Builder(StepList):
         pairs = enumerate(zip(target, expanded.layout, strict=True))
         reaches = {dim: Reach(new) for dim, (new, (old,)) in pairs if new != old}
         seen = self.view(expanded, reaches, axes_of(layout))
-        shape = local_shape(layout, self.place)
-        if seen.local == shape and seen.layout_or_none == layout:
-            return seen
-        return self.local(lambda x: x.reshape(shape), [seen], layout)
+        return self.shaped(seen, layout)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Return a value of another global shape; partition boundaries that do not fit are moved first."""
@@ -122,10 +120,9 @@ class Builder(StepList):
 
     def shaped(self, value: Value, layout: Layout) -> Value:
         """Return a value whose local part is reshaped as `layout`; without data movement."""
-        shape = local_shape(layout, self.place)
         if value.layout_or_none == layout:
             return value
-        return self.local(lambda x: x.reshape(shape), [value], layout)
+        return self.local(lambda shape, x: x.reshape(shape), [value], layout, at=partial(local_shape, layout))
 
     def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
@@ -150,10 +147,7 @@ class Builder(StepList):
         flat = [atom for dim in aligned_dims for atom in dim]
         reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
         seen = self.view(expanded, reaches, context)
-        shape = local_shape(tuple(aligned_dims), self.place)
-        if seen.local == shape:
-            return seen
-        return self._raw(lambda x: x.reshape(shape), seen, shape)
+        return self._view_as(seen, tuple(aligned_dims))
 
     def cut_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
@@ -183,8 +177,7 @@ class Builder(StepList):
         atoms = [(atom, at in dims and atom.axis is not None) for at, dim in enumerate(value.layout) for atom in dim]
         reaches = {at: Reach(Atom(atom.extent)) for at, (atom, expanding) in enumerate(atoms) if expanding}
         seen = self.view(self._atoms(value), reaches, context)
-        shape = local_shape(layout, self.place)
-        return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
+        return self._view_as(seen, layout)
 
     def seen_as(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
         """Return a value aligned to a layout, gathered along the dimensions that are whole in it."""
@@ -250,6 +243,15 @@ class Builder(StepList):
             used |= axes_of((chosen,))
             common_dims.append(chosen)
         return tuple(common_dims)
+
+    def _view_as(self, seen: Value, layout: Layout) -> Value:
+        """Return a view of atoms with its dimensions merged as in a layout."""
+        if len(seen.local) == len(layout):
+            return seen
+        shape_at = partial(local_shape, layout)
+        result = self._value(shape_at(self.place), seen.axes, seen.dtype, seen.kind, shape_at=shape_at)
+        self._bound_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
+        return result
 
     def _atoms(self, value: Value) -> Value:
         return self._as_atoms(value, [atom for dim in value.layout for atom in dim])

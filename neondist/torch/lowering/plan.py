@@ -85,7 +85,7 @@ class TorchPlan(TorchGraph):
         """
         sizes = [value.nbytes for value in self.values]
         kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
-        live = sum(sizes[value] for value in self.inputs)
+        live = sum(sizes[value] for value in self.inputs if self.values[value].kind == "value")
         peaks = [(live, "")]
         for step in self.steps:
             used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.free))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from ...geometry import Atom
+from ...geometry import Atom, Place
 from ..exchange.functions import Moments
 from ..exchange.ring import Ring
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value, axes_of_values, has_gradients
 from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, whole
+
+At = Callable[[Place], Any]
+"""From the place of a rank, or block, to what a step there depends on."""
 
 
 class StepList:
@@ -42,6 +46,7 @@ class StepList:
         layout: Layout,
         dtype: torch.dtype | None = None,
         context: Iterable[int] = (),
+        at: At | None = None,
     ) -> Value:
         """Return the result of a function that each rank applies to its parts alone.
 
@@ -55,10 +60,13 @@ class StepList:
             Of the result.
         context : axes
             Further axes along which ranks compute different parts.
+        at : callable, optional
+            From the place of a rank, or block, to the first argument of `run` there.
         """
-        run, values = _drop_none(run, args)
+        values = [arg for arg in args if arg is not None]
         inside = axes_of_values(values) | axes_of(layout) | frozenset(context)
-        (result,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside)
+        run = _with_none(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
+        (result,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
         return result
 
     def locals(
@@ -186,6 +194,7 @@ class StepList:
         context: frozenset[int],
         several: bool = False,
         partial: bool = False,
+        at: At | None = None,
     ) -> list[Value]:
         entered = [self.enter(value, context) for value in args]
         constant = all(value.kind == "constant" for value in entered)
@@ -201,24 +210,30 @@ class StepList:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        # results may have no elements globally, such as the moments of batch norm in evaluation
-        any_empty = any(not prod(value.local) and prod(value.shape) for value in results)
-        key = tuple(value.local for value in results) if any_empty else None
-        self._step("local", entered, results, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
+        self._bound_step(entered, results, run if several else _one(run), at)
         return results
 
-    def _raw(self, run: Callable[..., torch.Tensor], value: Value, shape: Shape) -> Value:
-        result = self._value(shape, value.axes, value.dtype, value.kind)
-        self._step("local", [value], [result], run=lambda x: (run(x),))
-        return result
+    def _bound_step(
+        self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: At | None
+    ) -> None:
+        """Add local work on tensors, and on what follows from the place."""
+        bind = None if at is None else lambda place: partial(run, at(place))
+        bound = run if bind is None else bind(self.place)
+        self._step("local", inputs, results, run=bound, bind=bind, key=empty_shapes(results))
 
     def _value(
-        self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
+        self,
+        local: Shape,
+        axes: frozenset[int],
+        dtype: torch.dtype,
+        kind: str,
+        layout: Layout | None = None,
+        shape_at: Callable[[Place], Shape] | None = None,
     ) -> Value:
         cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
         if len(cuts) != len(set(cuts)):  # ranks would have only the diagonal blocks
             self.refuse("two dimensions would be partitioned over the same grid axis")
-        self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
+        self.values.append(Value(len(self.values), local, axes, dtype, kind, layout, shape_at))
         return self.values[-1]
 
     def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
@@ -226,15 +241,26 @@ class StepList:
         self.steps.append(Step(kind, self.where.name, *ids, **fields))
 
 
-def _drop_none(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Callable[..., Any], list[Value]]:
-    """Return a function of the arguments that are not None, and those arguments."""
-    present = [arg is not None for arg in args]
+def empty_shapes(results: Sequence[Value]) -> tuple[Shape, ...] | None:
+    """Return the shapes of results if this rank has no indices of some of them."""
+    # results may have no elements globally, such as the moments of batch norm in evaluation
+    known = [value for value in results if value.layout_or_none is not None]
+    any_empty = any(not prod(value.local) and prod(value.shape) for value in known)
+    return tuple(value.local for value in results) if any_empty else None
+
+
+def _one(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
+    return lambda *tensors: (run(*tensors),)
+
+
+def _with_none(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+    """Return a function of the arguments that are present; others are None."""
 
     def filled(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
         return run(*(next(rest) if is_present else None for is_present in present))
 
-    return run if all(present) else filled, [arg for arg in args if arg is not None]
+    return run if all(present) else filled
 
 
 class Where:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from ...geometry import Atom, GradientWindow, IndexMap, Window, fold
+from ...geometry import Atom, GradientWindow, IndexMap, Place, Window, fold
 from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape, replaced, whole
 from ..ir.reach import Reach
@@ -25,12 +25,18 @@ def remapped(lowering: Lowering, x: Value, dim: int, extent: int, source: Callab
     out = lowering.mesh.atom(extent, lowering.cut(x, dim))
     reach = Reach(out, IndexMap(lambda lo, hi: map(source, range(lo, hi))))
     view = lowering.view(x, {dim: reach})
-    layout, first = replaced(x.layout, dim, out), reach.first(x.layout[dim][0], lowering.place)
-    picks = [source(i) - first for i in range(*out.range(lowering.place))]
-    if picks == list(range(view.local[dim])):
-        return lowering.local(lambda a: a, [view], layout)
-    index = torch.tensor(picks, dtype=torch.int64)
-    return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [view], layout)
+    atom = x.layout[dim][0]
+
+    def picks(place: Place) -> torch.Tensor | int:
+        first = reach.first(atom, place)
+        indices = [source(i) - first for i in range(*out.range(place))]
+        in_order = indices == list(range(len(indices)))
+        return len(indices) if in_order else torch.tensor(indices, dtype=torch.int64)
+
+    def run(index: torch.Tensor | int, a: torch.Tensor) -> torch.Tensor:
+        return a.narrow(dim, 0, index) if isinstance(index, int) else a.index_select(dim, index.to(a.device))
+
+    return lowering.local(run, [view], replaced(x.layout, dim, out), at=picks)
 
 
 def rotated(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Any:
@@ -61,8 +67,8 @@ def slices(
     if not picked:
         layout = replaced(x.layout, dim, Atom(0))
         device = pytree.tree_leaves(lowering.out)[0].device  # a split has several
-        shape, dtype = local_shape(layout, lowering.place), x.dtype
-        return lowering.local(lambda: torch.empty(shape, dtype=dtype, device=device), [], layout, dtype)
+        empty = partial(torch.empty, dtype=x.dtype, device=device)
+        return lowering.local(empty, [], layout, x.dtype, at=partial(local_shape, layout))
     return remapped(lowering, x, dim, len(picked), lambda i: picked[i])
 
 
@@ -141,9 +147,13 @@ def slice_scatter(
     out = x.layout[dim][0]
     window = Window(1, picked.step, ((-picked.start, 0),))
     view = lowering.view(src, {dim: Reach(out, GradientWindow(window, (len(picked),)))}, x.axes | src.axes)
-    lo, hi = out.range(lowering.place)
-    places = torch.tensor([i - lo for i in range(lo, hi) if i in picked], dtype=torch.int64)
-    return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b.to(a.device)), [x, view], x.layout)
+
+    def written(place: Place) -> torch.Tensor:
+        lo, hi = out.range(place)
+        return torch.tensor([i - lo for i in range(lo, hi) if i in picked], dtype=torch.int64)
+
+    run = lambda at, a, b: a.index_copy(dim, at.to(a.device), b.to(a.device))  # noqa: E731
+    return lowering.local(run, [x, view], x.layout, at=written)
 
 
 def _written(a: torch.Tensor, at: tuple[slice, ...], b: torch.Tensor) -> torch.Tensor:
@@ -308,7 +318,9 @@ def first_of(dims: Sequence[int]) -> int:
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
 def fill(lowering: Lowering, x: Value, value: Value | float) -> Any:
     """Local: a constant."""
-    shape, dtype, device = x.local, x.dtype, lowering.out.device
+    dtype, device, at = x.dtype, lowering.out.device, partial(local_shape, x.layout)
     if isinstance(value, Value):
-        return lowering.local(lambda v: v.to(dtype).expand(shape).clone(), [value], x.layout, dtype, x.axes)
-    return lowering.local(lambda: torch.full(shape, value, dtype=dtype, device=device), [], x.layout, dtype)
+        run = lambda shape, v: v.to(dtype).expand(shape).clone()  # noqa: E731
+        return lowering.local(run, [value], x.layout, dtype, x.axes, at)
+    full = partial(torch.full, fill_value=value, dtype=dtype, device=device)
+    return lowering.local(full, [], x.layout, dtype, at=at)

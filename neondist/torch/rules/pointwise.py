@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -56,5 +57,6 @@ def detach(lowering: Lowering, x: Value) -> Any:
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Any:
     """Pointwise; values of the second argument in the shape and dtype of the first."""
     layout, context, dtype = lowering.common([x.layout]), x.axes, x.dtype
-    there, shape = lowering.aligned(src, layout, context), local_shape(layout, lowering.place)
-    return lowering.local(lambda a: a.to(dtype).expand(shape).clone(), [there], layout, dtype, context)
+    run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
+    there = lowering.aligned(src, layout, context)
+    return lowering.local(run, [there], layout, dtype, context, at=partial(local_shape, layout))

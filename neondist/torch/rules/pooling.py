@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Place
 from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
@@ -51,20 +54,22 @@ def max_pool_with_indices(
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
     options = window.kernel, window.stride, left, window.dilation, ceil_mode
     maxima = lowering.local(lambda a: run(a, *options), [view], layout, values.dtype)
-    firsts = [0 if atom.axis is None else atom.range(lowering.place)[0] * step - before
-              for atom, step, (before, _) in zip(atoms, window.stride, window.padding, strict=True)]  # fmt: skip
     cells = x.shape[-n:]
 
-    def index(a: torch.Tensor) -> torch.Tensor:
+    def firsts(place: Place) -> list[int]:
+        axes = zip(atoms, window.stride, window.padding, strict=True)
+        return [0 if a.axis is None else a.range(place)[0] * step - before for a, step, (before, _) in axes]
+
+    def index(first: Sequence[int], a: torch.Tensor) -> torch.Tensor:
         _, here = run(a.detach(), *options, return_indices=True)
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
-            at, step = here % a.shape[dim - n] + firsts[dim], window.dilation[dim]
+            at, step = here % a.shape[dim - n] + first[dim], window.dilation[dim]
             at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
             flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
         return flat
 
-    return maxima, lowering.local(index, [view], layout, torch.int64)
+    return maxima, lowering.local(index, [view], layout, torch.int64, at=firsts)
 
 
 @rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
@@ -78,19 +83,18 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Any, *
     rest = lowering.common([value.layout[:-n] for value in (x, indices)])
     layout = (*rest, *((atom,) for atom in atoms))
     args = [lowering.aligned(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
-    ranges, shape = [atom.range(lowering.place) for atom in atoms], local_shape(layout, lowering.place)
 
-    def run(a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    def run(place: Place, a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         a, at = a.flatten(-n), at.flatten(-n)
         cell, mine, size = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), 1
-        for extent, (lo, hi) in zip(reversed(output_size), reversed(ranges), strict=True):
-            along, at = at % extent, at // extent
+        for extent, atom in zip(reversed(output_size), reversed(atoms), strict=True):
+            along, at, (lo, hi) = at % extent, at // extent, atom.range(place)
             mine &= (along >= lo) & (along < hi)
             cell, size = cell + (along - lo) * size, size * (hi - lo)
         cells = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, cell.where(mine, size), a)
-        return cells[..., :size].reshape(shape)
+        return cells[..., :size].reshape(local_shape(layout, place))
 
-    return lowering.local(run, args, layout)
+    return lowering.local(run, args, layout, at=lambda place: place)
 
 
 @rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
@@ -103,24 +107,23 @@ def avg_pool(
     n = spatial_rank(lowering)
     window = window_of(n, kernel_size, stride or kernel_size, padding)
     view, _, atoms = windows_of(lowering, x, window, lowering.out.shape[-n:], every=True)
-    counts = []
-    for atom, cells, kernel, step, (pad, _) in zip(
-        atoms, x.shape[-n:], window.kernel, window.stride, window.padding, strict=True
-    ):
-        firsts, beyond = (i * step - pad for i in range(*atom.range(lowering.place))), pad * count_include_pad
-        counts.append([min(first + kernel, cells + beyond) - max(first, -beyond) for first in firsts])
-    even = all(len(set(each)) <= 1 for each in counts)
-    divisor: Any = divisor_override
-    if divisor is None and even:
-        divisor = 1
-        for each in counts:
-            divisor *= each[0] if each else 1
-    elif divisor is None:
+
+    def divisors(place: Place) -> Any:
+        if divisor_override is not None:
+            return divisor_override
+        axes = zip(atoms, x.shape[-n:], window.kernel, window.stride, window.padding, strict=True)
+        counts = []
+        for atom, cells, kernel, step, (pad, _) in axes:
+            firsts, beyond = (i * step - pad for i in range(*atom.range(place))), pad * count_include_pad
+            counts.append([min(first + kernel, cells + beyond) - max(first, -beyond) for first in firsts])
+        if all(len(set(each)) <= 1 for each in counts):
+            return prod(each[0] for each in counts if each)
         divisor = torch.ones(())
         for each in counts:
             divisor = divisor.unsqueeze(-1) * torch.tensor(each, dtype=torch.float64)
+        return divisor
 
-    def run(a: torch.Tensor) -> torch.Tensor:
+    def run(divisor: Any, a: torch.Tensor) -> torch.Tensor:
         if n == 1:
             y = F.avg_pool2d(a.unsqueeze(-2), (1, *window.kernel), (1, *window.stride), divisor_override=1).squeeze(-2)
         else:
@@ -128,4 +131,4 @@ def avg_pool(
         return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
 
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    return lowering.local(run, [view], layout, lowering.out.dtype)
+    return lowering.local(run, [view], layout, lowering.out.dtype, at=divisors)

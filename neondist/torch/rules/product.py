@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -131,7 +132,6 @@ def attention(
     batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
     queries, every = _apart(query, batch), (Atom(key.shape[-2]),)
     cut = bool(axes_of([queries]))
-    rows = indices(queries, lowering.place) if is_causal and cut else []
     context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, every)
     mask = None if attn_mask is None else lowering.seen_as(attn_mask, rows_and_keys, context)
     layout = (*batch, queries, value.layout[-1])
@@ -145,10 +145,10 @@ def attention(
         mask,
     ]
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def run(rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Any:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
             here = torch.tensor(rows, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
             return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    return lowering.local(run, args, layout, lowering.out.dtype)
+    return lowering.local(run, args, layout, lowering.out.dtype, at=partial(indices, queries))

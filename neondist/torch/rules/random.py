@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
 
+from ...geometry import Place
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, whole
 from ..ir.registry import rule
@@ -31,20 +32,19 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 def numbers(lowering: Lowering, layout: Layout) -> Any:
     """Return uniform random numbers keyed by the operator, the pass and the global index."""
-    place, (key, number) = lowering.place, lowering.random_key()
-    ranges = [[atom.range(place) for atom in dim] for dim in layout]
-    extents = [[atom.extent for atom in dim] for dim in layout]
+    key, number = lowering.random_key()
 
-    def run(seed: torch.Tensor) -> torch.Tensor:
+    def run(place: Place, seed: torch.Tensor) -> torch.Tensor:
         index = torch.zeros((), dtype=torch.int64, device=seed.device)
-        for dims, sizes in zip(ranges, extents, strict=True):
+        for dim in layout:
             along = torch.zeros(1, dtype=torch.int64, device=seed.device)
-            for (lo, hi), extent in zip(dims, sizes, strict=True):
-                along = (along[:, None] * extent + torch.arange(lo, hi, device=seed.device)).reshape(-1)
-            index = index[..., None] * prod(sizes) + along
+            for atom in dim:
+                here = torch.arange(*atom.range(place), device=seed.device)
+                along = (along[:, None] * atom.extent + here).reshape(-1)
+            index = index[..., None] * prod(atom.extent for atom in dim) + along
         return uniform(seed + number * 1000003, index)
 
-    draws = lowering.local(run, [key], layout, torch.float64)
+    draws = lowering.local(run, [key], layout, torch.float64, at=lambda place: place)
     draws.kind = "constant"
     return draws
 

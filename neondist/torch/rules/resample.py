@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from math import ceil, floor
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Atom, IndexMap
+from ...geometry import Atom, IndexMap, Place
 from ..ir.graph import Value
 from ..ir.layout import axes_of, replaced
 from ..ir.reach import Reach
@@ -37,13 +38,17 @@ def interpolate(lowering: Lowering, x: Value, taps: dict[int, Taps], axes: dict[
     reaches = {dim: Reach(lowering.mesh.atom(len(tap.cells), axes[dim]), tap.window) for dim, tap in taps.items()}
     context = x.axes | axes_of((reach.out,) for reach in reaches.values())
     view = lowering.view(x, reaches, context, window=True)
-    plans = []
-    for dim, tap in taps.items():
-        lo, hi = reaches[dim].out.range(lowering.place)
-        index = tap.cells[lo:hi] - reaches[dim].first(lowering.atom(x, dim), lowering.place)
-        plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
+    atoms = {dim: lowering.atom(x, dim) for dim in taps}
 
-    def run(a: torch.Tensor) -> torch.Tensor:
+    def at(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        plans = []
+        for dim, tap in taps.items():
+            lo, hi = reaches[dim].out.range(place)
+            index = tap.cells[lo:hi] - reaches[dim].first(atoms[dim], place)
+            plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
+        return plans
+
+    def run(plans: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], a: torch.Tensor) -> torch.Tensor:
         for dim, index, weights in plans:
             if weights is None:
                 a = a.index_select(dim, index[:, 0].to(a.device))
@@ -58,7 +63,7 @@ def interpolate(lowering: Lowering, x: Value, taps: dict[int, Taps], axes: dict[
         return a
 
     layout = tuple((reaches[dim].out,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
-    return lowering.local(run, [view], layout, lowering.out.dtype)
+    return lowering.local(run, [view], layout, lowering.out.dtype, at=at)
 
 
 def spatial(lowering: Lowering, x: Value, n: int) -> tuple[list[int], dict[int, Any]]:
@@ -214,15 +219,16 @@ def _averaged(lowering: Lowering, x: Value, dim: int, m: int) -> Any:
         out = lowering.mesh.atom(m, axis)
         reach = _reach(out, bins)
         view = lowering.view(x, {dim: reach})
-        lo, hi = out.range(lowering.place)
-        ((first, last),) = reach.view(lo, hi, n).ranges
-        layout = replaced(x.layout, dim, out)
-        matrix = _matrix(bins[lo:hi], first, last)
-        return lowering.local(lambda a: _applied(a, matrix, dim), [view], layout)
+
+        def at(place: Place) -> torch.Tensor:
+            lo, hi = out.range(place)
+            return _matrix(bins[lo:hi], *reach.view(lo, hi, n).ranges[0])
+
+        return lowering.local(partial(_applied, dim), [view], replaced(x.layout, dim, out), at=at)
     lo, hi = atom.range(lowering.place)
     matrix = _matrix(bins, lo, hi)
     layout = replaced(x.layout, dim, Atom(m))
-    return lowering.reduced(lambda a: _applied(a, matrix, dim), [x], [axis] if axis is not None else [], layout)
+    return lowering.reduced(partial(_applied, dim, matrix), [x], [axis] if axis is not None else [], layout)
 
 
 def _matrix(bins: Sequence[range], first: int, last: int) -> torch.Tensor:
@@ -235,7 +241,7 @@ def _matrix(bins: Sequence[range], first: int, last: int) -> torch.Tensor:
     return weights
 
 
-def _applied(a: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
+def _applied(dim: int, matrix: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     weights = matrix.to(a.device, a.dtype)
     return torch.tensordot(a, weights, ([dim], [1])).movedim(-1, dim)
 
@@ -248,22 +254,23 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim in dims:
         x = lowering.single(x, dim)
-    reaches, mine = {}, []
-    for dim, m in zip(dims, values.shape[-n:], strict=True):
-        bins = _bins(x.shape[dim], m)
-        reaches[dim] = _reach(lowering.mesh.atom(m, lowering.cut(x, dim)), bins)
-        lo, hi = reaches[dim].out.range(lowering.place)
-        mine.append([(cells.start - bins[lo].start, len(cells)) for cells in bins[lo:hi]])
+    bins = {dim: _bins(x.shape[dim], m) for dim, m in zip(dims, values.shape[-n:], strict=True)}
+    reaches = {dim: _reach(lowering.mesh.atom(len(bins[dim]), lowering.cut(x, dim)), bins[dim]) for dim in dims}
     view = lowering.view(x, reaches)
     pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[n]
 
-    def run(a: torch.Tensor) -> torch.Tensor:
-        def along(part: torch.Tensor, level: int) -> torch.Tensor:
-            if level == n:
-                return pool(part, 1)
-            return torch.cat([along(part.narrow(dims[level], *cells), level + 1) for cells in mine[level]], dims[level])
+    def at(place: Place) -> list[list[tuple[int, int]]]:
+        mine = []
+        for dim in dims:
+            lo, hi = reaches[dim].out.range(place)
+            mine.append([(cells.start - bins[dim][lo].start, len(cells)) for cells in bins[dim][lo:hi]])
+        return mine
 
-        return along(a, 0)
+    def run(mine: Sequence[list[tuple[int, int]]], part: torch.Tensor) -> torch.Tensor:
+        if not mine:
+            return pool(part, 1)
+        dim, (first, *others) = dims[n - len(mine)], mine
+        return torch.cat([run(others, part.narrow(dim, *cells)) for cells in first], dim)
 
     layout = tuple((reaches[dim].out,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
-    return lowering.local(run, [view], layout, values.dtype), None
+    return lowering.local(run, [view], layout, values.dtype, at=at), None

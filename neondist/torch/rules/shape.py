@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -67,9 +68,9 @@ def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destinati
 def broadcast_tensors(lowering: Lowering, tensors: Any) -> Any:
     """Pointwise; each tensor is expanded on its own."""
     layout = lowering.common([x.layout for x in tensors])
-    context, local = axes_of(layout), local_shape(layout, lowering.place)
+    context, at = axes_of(layout), partial(local_shape, layout)
     aligned = [lowering.aligned(x, layout, context) for x in tensors]
-    return [lowering.local(lambda a: a.expand(local), [x], layout, x.dtype, context) for x in aligned]
+    return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
 
 
 @rule("aten.meshgrid.default", "aten.meshgrid.indexing")
@@ -98,8 +99,7 @@ def expand(lowering: Lowering, x: Value, size: Any, implicit: bool = False) -> A
     layout = tuple(
         (Atom(n),) if at - new in grown or at < new else dim for at, (dim, n) in enumerate(zip(old, shape, strict=True))
     )
-    local = local_shape(layout, lowering.place)
-    return lowering.local(lambda a: a.expand(local), [x], layout)
+    return lowering.local(lambda here, a: a.expand(here), [x], layout, at=partial(local_shape, layout))
 
 
 @rule("aten.repeat.default")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Atom, Box, GradientWindow, Window, same_padding
+from ...geometry import Atom, Box, GradientWindow, Place, Window, same_padding
 from ..ir.graph import Value
-from ..ir.layout import Layout, local_shape, replaced
+from ..ir.layout import Layout, Shape, local_shape, replaced
 from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..kernels import volumes
@@ -160,48 +161,61 @@ def conv_transpose(
     n = len(weight.shape) - 2
     x = lowering.gathered(x, [-n - 1])
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
-    view, pads, atoms, crops = _reaching(lowering, x, window, lowering.out.shape[-n:])
+    view, pads, atoms, at = _reaching(lowering, x, window, lowering.out.shape[-n:])
     extras = spread_out(output_padding, n)
     extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
     how = window.stride, pads, extras, groups, window.dilation
     run = _one_cell_transposed(_TRANSPOSED[n]) if max(window.stride) > prod(window.kernel) == 1 else _TRANSPOSED[n]
     layout = images(x, weight.shape[1] * groups, atoms)
-    local = local_shape(layout, lowering.place)
 
-    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        if all(full for *_, full in crops):
-            y = _cropped(run(a, w, None, *how), crops)
+    def transposed(here: _Here, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        if all(full for *_, full in here.crops):
+            y = _cropped(run(a, w, None, *how), here.crops)
         else:  # nothing reaches here: the result is the bias
-            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
+            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(here.shape)
         return y if b is None else y + b.view(-1, *[1] * n)
 
-    return lowering.local(transposed, [view, weight, bias], layout, lowering.out.dtype)
+    args = [view, weight, bias]
+    return lowering.local(transposed, args, layout, lowering.out.dtype, at=partial(at, layout))
 
 
 _Crop = tuple[int, int, int, bool]
 """Crop of a transposed result: dimension, first index, length, and whether any input contributes."""
 
 
+class _Here(NamedTuple):
+    """Shape of the results at a place, and their crops."""
+
+    shape: Shape
+    crops: Sequence[_Crop]
+
+
 def _reaching(
     lowering: Lowering, x: Value, window: Window, extents: Sequence[int]
-) -> tuple[Any, list[int], list[Atom], list[_Crop]]:
+) -> tuple[Any, list[int], list[Atom], Callable[[Layout, Ints], _Here]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
 
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
-    reaches, left, atoms, crops = {}, [], [], list[_Crop]()
+    reaches, left, atoms = dict[int, Reach](), [], []
     adjoint, first, x = GradientWindow(window, extents), len(x.shape) - window.ndim, _single(lowering, x, window.ndim)
     for axis, extent in enumerate(extents):
         source, (before, _) = lowering.atom(x, first + axis), window.padding[axis]
         out = lowering.mesh.atom(extent, source.axis)
         atoms.append(out)
-        reaches[first + axis] = reach = Reach(out, adjoint.along(axis))
+        reaches[first + axis] = Reach(out, adjoint.along(axis))
         left.append(before if out.axis is None else 0)
-        if out.axis is not None:
-            lo, hi = out.range(lowering.place)
-            ((start, end),) = reach.view(lo, hi, source.extent).ranges
-            crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
-    return lowering.view(x, reaches, window=True), left, atoms, crops
+
+    def at(layout: Layout, place: Place) -> _Here:
+        crops = []
+        for axis, (reach, (before, _)) in enumerate(zip(reaches.values(), window.padding, strict=True)):
+            if reach.out.axis is not None:
+                lo, hi = reach.out.range(place)
+                ((start, end),) = reach.view(lo, hi, x.shape[first + axis]).ranges
+                crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
+        return _Here(local_shape(layout, place), crops)
+
+    return lowering.view(x, reaches, window=True), left, atoms, at
 
 
 def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -232,21 +246,19 @@ def col2im(
     window, extents = window_of(2, kernel_size, stride, padding, dilation), spread_out(output_size, 2)
     rows, columns = window.output_extent(extents)
     x = lowering.gathered(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
-    view, left, atoms, crops = _reaching(lowering, x, window, extents)
+    view, left, atoms, at = _reaching(lowering, x, window, extents)
     layout = images(x, x.shape[-3] // prod(window.kernel), atoms)
-    local = local_shape(layout, lowering.place)
-
     cut = [atom.axis is not None for atom in atoms]
     how = window.kernel, window.dilation, tuple(left), window.stride
 
-    def run(a: torch.Tensor) -> torch.Tensor:
-        if not all(full for *_, full in crops):  # nothing reaches here
-            return a.sum() * 0 + a.new_zeros(local)
+    def run(here: _Here, a: torch.Tensor) -> torch.Tensor:
+        if not all(full for *_, full in here.crops):  # nothing reaches here
+            return a.sum() * 0 + a.new_zeros(here.shape)
         covered = window.needs(Box.of(a.shape[-2:])).shape
-        size = tuple(here if there else extent for here, there, extent in zip(covered, cut, extents, strict=True))
-        return _cropped(F.fold(a.flatten(-2), size, *how), crops)
+        size = tuple(n if there else extent for n, there, extent in zip(covered, cut, extents, strict=True))
+        return _cropped(F.fold(a.flatten(-2), size, *how), here.crops)
 
-    return lowering.local(run, [view], layout, lowering.out.dtype)
+    return lowering.local(run, [view], layout, lowering.out.dtype, at=partial(at, layout))
 
 
 @rule("aten.unfold.default")

@@ -70,11 +70,6 @@ class ModuleWindows(OutputBlocks):
         lo = tuple(at * self.stride for at in box.lo)
         return Box(lo, tuple((at - 1) * self.stride + self.window for at in box.hi))
 
-    @property
-    def largest_image(self) -> Box:
-        """Largest box of the image that a block depends on."""
-        return self.image(0)
-
     def run(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return a block of the map (1, *block, classes) from the cells of the image (1, *cells, C)."""
         windows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x[0], -1, 0)))

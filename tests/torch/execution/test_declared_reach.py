@@ -1,4 +1,4 @@
-"""Reaches that rules declare once yield, for every block and rank, the cells that the rules request for that block."""
+"""Reaches that rules declare once yield, for every block and rank, the cells that their views read."""
 
 import importlib
 import os
@@ -20,43 +20,28 @@ from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
 from neondist.torch.execution.blocked import at_least_one  # noqa: E402
 from neondist.torch.execution.blocks import TracedImage  # noqa: E402
-from neondist.torch.execution.in_blocks import BlockLowering  # noqa: E402
-from neondist.torch.execution.program_lowering import laid, ranges_at  # noqa: E402
+from neondist.torch.execution.program_lowering import Program, laid, ranges_at  # noqa: E402
 from neondist.torch.execution.segments import Search  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
-from neondist.torch.ir.reach import views_of  # noqa: E402
 from neondist.torch.ir.trace import extend  # noqa: E402
 
 CAPTURE = importlib.import_module("neondist.torch.capture.capture")
 SEED = int(os.environ["NEONDIST_SEED"])
 
 
-class RequestedRanges(BlockLowering):
-    """Lowering for one block that extends `cuts.ranges` by the ranges of arguments that rules request."""
-
-    def view(self, value, reaches, *args, **kwargs):
-        for dim, reach in reaches.items():
-            atom = self.atom(value, dim)
-            request, _ = views_of(reach, dim, atom)
-            for indices in request.ranges[request.part(self.place)]:
-                extend(self.cuts.ranges, atom, *indices)
-        return super().view(value, reaches, *args, **kwargs)
-
-
-def collect_requested_ranges(traced, ranges):
-    """Return the range of each cut, from running all rules again for this block, from the last to the first."""
-    needed = {}
-    lowering = RequestedRanges(len(traced.shape) - 2, traced.remedy, needed, traced.values, traced.axes)
-    lowering.key, lowering.statistics, lowering.functions = traced.key, traced.statistics, traced.functions
+def collect_read_ranges(traced, ranges):
+    """Return the range of each cut that the outputs and the views of a block read, which all are bound again."""
+    needed, before = {}, None
     for output, box in zip(traced.outputs, ranges, strict=True):
         for (atom,), indices in zip(output.layout, box, strict=True):
             extend(needed, atom, *indices)
-    for call in reversed(traced.calls):
-        before = None
-        while before != needed:  # one rule may make dependent cuts
-            before = dict(needed)
-            lowering.repeat(call, {})
+    while before != needed:
+        before = dict(needed)
+        for first, _, reach, source in reversed(traced.dependences):
+            whole = reach.out.origin[0] < first  # the cut of another argument
+            for indices in reach.view(*((0, reach.out.extent) if whole else reach.out.range(needed)), source.extent)[0]:
+                extend(needed, source, *indices)
     return needed
 
 
@@ -68,8 +53,9 @@ def trace_parts(module, shape, dtype=torch.float64):
         with suppress(UserError):  # it depends on the whole image
             parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
         with suppress(UserError):
-            trunk = Trunk(program, shape, (), 3)
-            parts += [trunk, *trunk.sweeps] if trunk.outputs else []
+            whole = Mesh((1,) * (len(shape) - 1))
+            trunk = Trunk.of(Program(program, whole, [whole.image(shape)], ()), 3)
+            parts += trunk.parts if trunk.outputs else []
         with suppress(UserError):
             search = Search(program, mesh, [mesh.image(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None)
             parts += [segment.traced for segment in search.segments()]
@@ -80,12 +66,12 @@ def check_needs(traced, rng, grids=2):
     """Compare both for every rank of random grids; return the number of dependences between groups of cells."""
     merged = sum(each.source.origin[1] > 1 or each.reach.out.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
-        mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in traced.shape[2:])))
+        mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
         layouts = [laid(output, mesh) for output in traced.outputs]
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
             block = at_least_one(own, own)
-            assert traced.needs(block) == collect_requested_ranges(traced, block)
+            assert traced.needs(block) == collect_read_ranges(traced, block)
     return merged
 
 
@@ -155,6 +141,6 @@ def test_modules(module, shape):
 def test_public_models(name):
     entry = next(entry for entry in ZOO if entry.name == name)
     parts = trace_parts(entry.make(), entry.example_shape, torch.float32)
-    assert any(len(part.calls) > 10 for part in parts)
+    assert any(len(part.steps) > 10 for part in parts)
     merged = sum(check_needs(part, random.Random(SEED), 1) for part in parts)
     assert bool(merged) == (name == "torchvision.swin")
