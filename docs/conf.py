@@ -91,10 +91,10 @@ def torch_operators():
 def torch_layers():
     """Return that of the operators that become layers."""
     try:
-        from neondist.torch.convert.operators import table
+        from neondist.torch.convert.operators import conversion_table
     except ImportError:
         return "Built without PyTorch: the table is left out."
-    return operator_table("Layer | What is translated", table())
+    return operator_table("Layer | What is translated", conversion_table())
 
 
 def operator_table(titles, rows):

@@ -53,7 +53,7 @@ weights = np.zeros(18)
 a, b = weights.reshape(2, 3, 3)  # views of the array that the optimiser updates
 a[1, 1] = b[1, 1] = 1.0
 sgd = nd.SGD(learning_rate=0.2, momentum=0.7)
-slots = sgd.slots(weights)
+slots = sgd.create_slots(weights)
 
 for step in range(steps):
     view1 = first.get_fprop_view(tile)  # the tile and its halo

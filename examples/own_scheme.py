@@ -34,7 +34,9 @@ def main(ranks=4):
     shape, images = (12, 10, 2), np.random.default_rng(0).normal(size=(3, 12, 10, 2))
 
     def job(comm, scheme):
-        model = nd.ConvnetDist([layer.twin() for layer in layers], scheme=scheme, dtype="float64", backend="numpy")
+        model = nd.ConvnetDist(
+            [layer.distributed_twin() for layer in layers], scheme=scheme, dtype="float64", backend="numpy"
+        )
         model.build(shape, 3, nd.ProcessGrid(comm))
         y = model.gather(model.fprop(model.scatter(images)))
         model.bprop(model.scatter_output(np.ones((3, prod(model.output_shape)))))

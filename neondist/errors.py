@@ -1,16 +1,16 @@
 """One exception class per kind of mistake.
 
-A `UserError` is something the person at the keyboard can mend: the command line prints its message once and exits with
-code 2. Everything else is a defect or a failure of the machine: a traceback and exit code 1.
+A `UserError` is a mistake that the user can correct: the command line prints its message once and exits with code 2.
+Everything else is a defect, or a failure of the machine: a traceback and exit code 1.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-LONGEST = 4000
+MAX_MESSAGE_LENGTH = 4000
 """characters of a message"""
-_Error = TypeVar("_Error", bound="UserError")
+_UserErrorType = TypeVar("_UserErrorType", bound="UserError")
 
 
 class NeondistError(Exception):
@@ -28,19 +28,19 @@ class UserError(NeondistError):
     agreed: bool = False
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(_shorten_middle(one) if isinstance(one, str) else one for one in args))
 
-    def on_all_ranks(self: _Error) -> _Error:
+    def on_all_ranks(self: _UserErrorType) -> _UserErrorType:
         """Mark this error as raised on every rank, and return it."""
         self.agreed = True
         return self
 
 
-def _shortened(text: str) -> str:
+def _shorten_middle(text: str) -> str:
     """Return a message without its middle if it is long: names in files have any length."""
-    if len(text) <= LONGEST:
+    if len(text) <= MAX_MESSAGE_LENGTH:
         return text
-    return f"{text[: LONGEST * 3 // 4]} [...] {text[-LONGEST // 5 :]}"
+    return f"{text[: MAX_MESSAGE_LENGTH * 3 // 4]} [...] {text[-MAX_MESSAGE_LENGTH // 5 :]}"
 
 
 class ConfigError(UserError):
@@ -62,7 +62,7 @@ class DataError(UserError):
 class AxesError(DataError):
     """A file does not name the axes of an array, and its shape leaves several choices.
 
-    `shape` is that of the array as it lies in the file.
+    `shape` is that of the array in the file.
     """
 
     shape: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class LaunchError(UserError):
 
 
 class MissingPackageError(LaunchError, ImportError):
-    """An optional package is not installed; the message says how to."""
+    """An optional package is not installed; the message says how to install it."""
 
 
 class ServiceError(UserError):

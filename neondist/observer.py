@@ -20,7 +20,7 @@ class Observer:
         Parameters
         ----------
         subject : Exchange, str or None
-            Subject of a 'wait': messages, or the comm.GROUPS group of a reduction.
+            Subject of a 'wait': messages, or the comm.GROUP_NAMES group of a reduction.
         """
 
     def end(self, what: str, name: str, direction: str) -> None:

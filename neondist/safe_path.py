@@ -9,21 +9,21 @@ from __future__ import annotations
 import os
 import sys
 
-_PARENT = "--parent="
+_PARENT_OPTION = "--parent="
 _PR_SET_PDEATHSIG = 1
 
 
-def command(module: str, *words: object, bound: bool = False) -> list[str]:
+def command(module: str, *words: object, ends_with_parent: bool = False) -> list[str]:
     """Return the command line that runs a module of neondist, or neondist itself, in a new process.
 
-    With `bound` it receives SIGTERM when this process is killed (Linux). The child requests that itself: a `preexec_fn`
-    occasionally crashes or hangs between fork and exec if this process has gRPC threads.
+    With `ends_with_parent` it gets SIGTERM when this process is killed (Linux). The child requests that itself: a
+    `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
-    parent = [f"{_PARENT}{os.getpid()}"] if bound else []
+    parent = [f"{_PARENT_OPTION}{os.getpid()}"] if ends_with_parent else []
     return [sys.executable, __file__, *parent, module, *map(str, words)]
 
 
-def end_with(parent: int) -> None:
+def terminate_with_parent(parent: int) -> None:
     """Receive SIGTERM when the parent is killed (Linux); exit now if the parent has already died."""
     if sys.platform != "linux":
         return
@@ -41,12 +41,12 @@ def _run() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if root not in sys.path:
         sys.path.append(root)  # a checkout that is not installed
-    if sys.argv[1].startswith(_PARENT):
+    if sys.argv[1].startswith(_PARENT_OPTION):
         import signal
 
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no import traceback if interrupted early
-        end_with(int(sys.argv.pop(1)[len(_PARENT) :]))
+        terminate_with_parent(int(sys.argv.pop(1)[len(_PARENT_OPTION) :]))
     import runpy
 
     sys.argv = sys.argv[1:]

@@ -16,31 +16,31 @@ PACKAGES = (
     "cupy",
     "matplotlib",
 )
-TORCH = (2, 9), (2, 16)
+SUPPORTED_TORCH = (2, 9), (2, 16)
 """Oldest supported PyTorch and first unsupported one, as in the extra `torch` of pyproject.toml."""
-_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+_DISTRIBUTIONS_BY_MODULE = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
 """Distributions that provide a module, if their names differ from the module's."""
 
 
 def torch_remedy(version: str) -> str:
     """Return the remedy for an unsupported version of PyTorch; '' if it is supported."""
-    if TORCH[0] <= numbers(version) < TORCH[1]:
+    if SUPPORTED_TORCH[0] <= parse_version(version) < SUPPORTED_TORCH[1]:
         return ""
-    oldest, untested = (".".join(map(str, bound)) for bound in TORCH)
+    oldest, untested = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH)
     return (
         f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {untested};"
         f" pip install 'torch>={oldest},<{untested}'"
     )
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def versions() -> dict[str, str | None]:
+def get_versions() -> dict[str, str | None]:
     """Return the versions of neondist and of PACKAGES; None: not installed."""
-    return {"neondist": __version__} | {name: installed(name) for name in PACKAGES}
+    return {"neondist": __version__} | {name: installed_version(name) for name in PACKAGES}
 
 
 def installed_distributions(name: str) -> dict[str, str]:
@@ -48,7 +48,7 @@ def installed_distributions(name: str) -> dict[str, str]:
     from importlib import metadata  # slow import
 
     versions_by_name = {}
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+    for distribution in _DISTRIBUTIONS_BY_MODULE.get(name, (name,)):
         try:
             versions_by_name[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def installed_distributions(name: str) -> dict[str, str]:
 
 
 @cache  # queried by every run; a lookup takes tens of milliseconds
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed package without importing it."""
     from importlib.util import find_spec
 

@@ -117,12 +117,12 @@ def clean_environment():
 @pytest.fixture(autouse=True, scope="session")
 def no_plotting():
     """Disable plots, which take most of the time of a small run, unless a test uses `plotting`."""
-    from neondist.io.files import can_draw
+    from neondist.io.files import has_matplotlib
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in PLOTTING_CALLBACKS:
-            monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", lambda: False)
-        yield can_draw
+            monkeypatch.setattr(f"neondist.train.callbacks.{module}.has_matplotlib", lambda: False)
+        yield has_matplotlib
 
 
 @pytest.fixture
@@ -138,4 +138,4 @@ def shared_captures():
 def plotting(no_plotting, monkeypatch):
     """Enable the plots of runs."""
     for module in PLOTTING_CALLBACKS:
-        monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", no_plotting)
+        monkeypatch.setattr(f"neondist.train.callbacks.{module}.has_matplotlib", no_plotting)

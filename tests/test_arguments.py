@@ -9,14 +9,15 @@ import pytest
 import neondist as nd
 import neondist.train
 from neondist.errors import ConfigError, UserError
-from neondist.registry import Registered, registered
-from neondist.registry.arguments import checked
-from neondist.registry.fields import fields
+from neondist.registry import Registered, registered_classes
+from neondist.registry.arguments import type_checked
+from neondist.registry.fields import constructor_fields
 from neondist.registry.ranges import Count, Finite, NotNegative, Positive, Share, between
 
 NAN = float("nan")
 CLASSES = sorted(
-    (cls for cls in registered().values() if cls.__module__.startswith("neondist.")), key=lambda cls: cls.__name__
+    (cls for cls in registered_classes().values() if cls.__module__.startswith("neondist.")),
+    key=lambda cls: cls.__name__,
 )
 
 
@@ -35,9 +36,9 @@ def build_model(*layers, shape=(8, 8, 2)):
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_signatures_name_all_arguments(cls):
     parameters = inspect.signature(cls).parameters
-    assert list(parameters) == list(fields(cls))
+    assert list(parameters) == list(constructor_fields(cls))
     assert {name: parameter.default for name, parameter in parameters.items()} == {
-        name: field.default for name, field in fields(cls).items()
+        name: field.default for name, field in constructor_fields(cls).items()
     }
 
 
@@ -51,7 +52,7 @@ def test_signatures_of_callable_objects():
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_field_checks_its_type(cls):
-    for name in fields(cls):
+    for name in constructor_fields(cls):
         with pytest.raises(UserError, match=rf"{name}: expected .*, got a object"):
             cls(**{name: object()})
 
@@ -111,7 +112,7 @@ def test_numpy_numbers_and_arrays_are_accepted():
     ],
 )
 def test_ranges(hint, valid, invalid, expected):
-    @checked
+    @type_checked
     def function(field):
         """Its annotation is set below."""
 

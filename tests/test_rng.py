@@ -24,7 +24,7 @@ def test_keys_equal_uniform_bits():
 def test_at_least_matches_uniform(rate, shape):
     index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) * np.uint64(7)
     for stream in 0, 12345, 2**64 - 1:
-        np.testing.assert_array_equal(rng.at_least(rate, stream, index), rng.uniform(stream, index) >= rate)
+        np.testing.assert_array_equal(rng.uniform_at_least(rate, stream, index), rng.uniform(stream, index) >= rate)
 
 
 def test_coarse_normal_values_are_quantiles():

@@ -85,7 +85,7 @@ for call in (
     lambda: [comm.allreduce(array) for _ in range(3)],
     lambda: part.allreduce(array.astype(np.int16)),
     lambda: comm.allgather(array),
-    lambda: comm.exchange([], [Message(1, array, box)]).run(),
+    lambda: comm.create_exchange([], [Message(1, array, box)]).run(),
 ):
     try:
         call()
@@ -158,6 +158,6 @@ def test_mpi_error_under_torchrun(monkeypatch):
     with pytest.raises(LaunchError, match=r"MPI module; under torchrun use nd.ProcessGrid\(ndt.world\(\)\)"):
         nd.ProcessGrid()
     monkeypatch.setattr(mpi, "_start_mpi", lambda: SimpleNamespace(COMM_WORLD=None))
-    monkeypatch.setattr(mpi, "MPITransport", lambda comm, most: SimpleNamespace(size=1))
+    monkeypatch.setattr(mpi, "MPITransport", lambda comm, max_count: SimpleNamespace(size=1))
     with pytest.raises(LaunchError, match="torchrun has started 2 ranks, but MPI sees one: under torchrun use"):
         nd.ProcessGrid()

@@ -12,20 +12,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from neondist.system.threads import VARIABLES, cores
+from neondist.system.threads import THREAD_COUNT_VARIABLES, count_cores
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
-HALO = [8, 256, 256, 64]
-LARGE = "yaml/bench_2048.yaml"
+HALO_SHAPE = [8, 256, 256, 64]
+LARGE_FILE = "yaml/bench_2048.yaml"
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=[a-zµA-Z]{1,2}\*? \|)")
 
 
 def run(*words, threads=None):
     """Run a `neondist bench` command."""
-    env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in THREAD_COUNT_VARIABLES}
     if threads:
-        env |= dict.fromkeys(VARIABLES, str(threads))
+        env |= dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads))
     print("$ neondist bench", *words, flush=True)
     subprocess.run([sys.executable, "-m", "neondist", "bench", *map(str, words)], cwd=ROOT, env=env, check=True)
 
@@ -38,9 +38,9 @@ def compare_exchanges(folder):
         run(*words, "--json", file, threads=threads)
         return json.loads(file.read_text(encoding="utf-8"))
 
-    halo = next(size for size in measure("halo", "-n", 2)["sizes"] if size["shape"] == HALO)
+    halo = next(size for size in measure("halo", "-n", 2)["sizes"] if size["shape"] == HALO_SHAPE)
     four_ranks, one_rank = (
-        max(measure("step", LARGE, *words, "--steps", 2, threads=threads)["peak_bytes"])
+        max(measure("step", LARGE_FILE, *words, "--steps", 2, threads=threads)["peak_bytes"])
         for words, threads in ((["-n", 4], None), ([], 1))
     )
     return [
@@ -69,7 +69,7 @@ def main(argv=None):
     arguments, words = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "suite.md")
-        run("suite", "-n", cores(), "--markdown", page, *words)
+        run("suite", "-n", count_cores(), "--markdown", page, *words)
         write(arguments.page, page.read_text(encoding="utf-8") + "\n" + "\n".join(compare_exchanges(Path(folder))))
 
 

@@ -16,13 +16,13 @@ import numpy as np
 
 import neondist as nd
 from neondist.services.client import ParameterClient
-from neondist.services.placement import place
+from neondist.services.placement import place_parameters
 from neondist.services.state import PushedGradient, ServerState, UpdateRule
 from neondist.services.updates import describe_optimizer
 from neondist.services.wire import TOKEN, create_token
 from neondist.strategies import ParameterSpec, PSLoadBalancing
 
-PEER = """
+PEER_SCRIPT = """
 import socket, sys
 listener = socket.create_server(("127.0.0.1", 0)); print(listener.getsockname()[1], flush=True)
 connection, _ = listener.accept()
@@ -41,7 +41,7 @@ class Sockets:
     """Peers that each receive a number of bytes and send as many back."""
 
     def __init__(self, count, size):
-        command = [sys.executable, "-c", PEER, str(size)]
+        command = [sys.executable, "-c", PEER_SCRIPT, str(size)]
         self.peers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
         self.sockets = [socket.create_connection(("127.0.0.1", int(peer.stdout.readline()))) for peer in self.peers]
         self.values, self.threads = bytes(size), ThreadPoolExecutor(count)
@@ -75,7 +75,7 @@ def measure(functions, rounds):
     return best
 
 
-def traffic(megabytes, servers, rounds):
+def measure_traffic(megabytes, servers, rounds):
     """Return the size in bytes, and the best seconds of sockets and of servers."""
     shapes = [(1024, 256)] * (megabytes * 1_000_000 // (1024 * 256 * 4))
     specs = [ParameterSpec(f"layer{index}/weights", shape) for index, shape in enumerate(shapes)]
@@ -88,7 +88,7 @@ def traffic(megabytes, servers, rounds):
         for _ in range(servers)
     ]
     addresses = [process.stdout.readline().split()[-1] for process in processes]
-    layouts = place(PSLoadBalancing().build(specs, servers), servers)
+    layouts = place_parameters(PSLoadBalancing().build(specs, servers), servers)
     with ParameterClient(addresses, layouts, token, "0") as client:
         client.initialize(values, nd.SGD(0.0), UpdateRule(sync=False))
         client.pull(values)
@@ -106,19 +106,19 @@ def traffic(megabytes, servers, rounds):
     return size, seconds
 
 
-def updates(optimizer, megabytes, rounds):
+def measure_updates(optimizer, megabytes, rounds):
     """Return the best seconds of an update in process and of one on a server."""
     size = megabytes * 250_000
-    layout = place(PSLoadBalancing().build([ParameterSpec("weights", (size // 1000, 1000))], 1), 1)[0]
+    layout = place_parameters(PSLoadBalancing().build([ParameterSpec("weights", (size // 1000, 1000))], 1), 1)[0]
     state = ServerState(layout.to_json(), describe_optimizer(optimizer))
     values, gradient = np.zeros(size, "float32"), np.full(size, 1e-3, "float32")
-    slots, pushed = optimizer.slots(values), gradient.copy()
+    slots, pushed = optimizer.create_slots(values), gradient.copy()
 
     def update_in_process():
         optimizer.update(values, gradient, slots, 1)
 
     def update_on_server():
-        state.apply([PushedGradient("0", "0", 0, 0, 1.0, 1.0, None, {"float32": pushed}, {})])
+        state.apply_gradients([PushedGradient("0", "0", 0, 0, 1.0, 1.0, None, {"float32": pushed}, {})])
 
     update_on_server()  # creates the slots
     return measure([update_in_process, update_on_server], rounds)
@@ -131,12 +131,12 @@ def main():
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    size, (plain, served) = traffic(arguments.megabytes, arguments.servers, arguments.rounds)
+    size, (plain, served) = measure_traffic(arguments.megabytes, arguments.servers, arguments.rounds)
     print(f"push and pull of {size / 1e6:.0f} MB, {arguments.servers} servers:")
     print(f"  plain sockets {plain * 1e3:.0f} ms ({2 * size / plain / 1e9:.2f} GB/s)")
     print(f"  servers {served * 1e3:.0f} ms ({2 * size / served / 1e9:.2f} GB/s): {plain / served:.2f}")
     for optimizer in (nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.1)):
-        local, remote = updates(optimizer, arguments.megabytes, arguments.rounds)
+        local, remote = measure_updates(optimizer, arguments.megabytes, arguments.rounds)
         name = type(optimizer).__name__ + (" with momentum" if optimizer.slot_names == ("momentum",) else "")
         print(f"update of {arguments.megabytes} MB, {name}:")
         print(f"  in process {local * 1e3:.0f} ms, on a server {remote * 1e3:.0f} ms: {remote / local:.2f}")

@@ -33,14 +33,14 @@ from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: 
 from processes import is_alive, kill, list_children  # noqa: E402
 
 RECORDS, EPOCHS, SIZE = 320, 3, 16
-LIMIT = 900.0
-FORKED = "neondist-fork", "serve "
-KINDS = ("worker", "rank", "server", "master", "supervisor")
-SLOW = MODEL_DEFINITION.replace(
+ROUND_TIMEOUT = 900.0
+FORKED_TITLES = "neondist-fork", "serve "
+VICTIM_KINDS = ("worker", "rank", "server", "master", "supervisor")
+SLOW_MODEL = MODEL_DEFINITION.replace(
     "def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)"
 )
 MNIST = "!MNIST {}"
-DIGITS, MOST_ERROR = 10_000, 0.035
+DIGITS, MAX_ERROR = 10_000, 0.035
 
 
 def command(rng: random.Random, tiles: str, bounds: str | None, digits: bool) -> list[str]:
@@ -85,14 +85,20 @@ def _targets(job: int, kind: str) -> list[int]:
     if matches := [process for process in processes if process.name().startswith(name)]:
         return [process.pid for process in matches]
     word = {"server": "ps", "master": "master"}.get(kind, "train")
-    matches = [process for process in processes if word in _words(process) and not process.name().startswith(FORKED)]
+    matches = [
+        process
+        for process in processes
+        if word in _command_words(process) and not process.name().startswith(FORKED_TITLES)
+    ]
     if kind != "rank":
         return [process.pid for process in matches]
     ranks = [rank for process in matches for rank in process.children(recursive=True)]
-    return [one.pid for one in ranks if "train" in _words(one) and (up := one.parent()) and "prterun" in up.name()]
+    return [
+        one.pid for one in ranks if "train" in _command_words(one) and (up := one.parent()) and "prterun" in up.name()
+    ]
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_words(process: psutil.Process) -> list[str]:
     """Return the command line of a process; empty for a zombie."""
     with suppress(psutil.ZombieProcess):
         return process.cmdline()
@@ -120,7 +126,7 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, who
     kind = rng.choice(kinds)
     with tempfile.TemporaryDirectory() as name:
         folder, ended = Path(name), threading.Event()
-        (folder / "model_slow.py").write_text(SLOW)
+        (folder / "model_slow.py").write_text(SLOW_MODEL)
         (folder / "digits.py").write_text((ROOT / "examples" / "mnist_definition.py").read_text())
         write_csv(folder / "train.csv", draw_records(RECORDS))
         (folder / "hosts").write_text("#!/bin/sh\ncat slots\n")
@@ -141,10 +147,10 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, who
             if bounds:
                 thread.join()
         changes = text.count("workers: ") if bounds else 0
-        succeeded = code == 0 and applied(digits) in text and "Traceback" not in text
+        succeeded = code == 0 and applied_message(digits) in text and "Traceback" not in text
         problem = leftover or ("" if succeeded else f"exit code {code}: {text}")
         if digits and not problem:
-            problem = judge(folder / "run")
+            problem = check_result(folder / "run")
         return f"{kind}, {changes} changes" if bounds else kind, killed, problem
 
 
@@ -167,23 +173,23 @@ def run_disturbed(folder: Path, words: list[str], kind: str, rng: random.Random)
         else:
             killed = disturb(job, kind, rng)
         try:
-            code = job.wait(LIMIT)
+            code = job.wait(ROUND_TIMEOUT)
         except subprocess.TimeoutExpired:
             kill([pid for pid, _ in list_children(job.pid)] + [job.pid])
             return killed, None, "hangs", (folder / "output").read_text()
     return killed, code, _find_leftovers(folder, pids), (folder / "output").read_text()
 
 
-def applied(digits: bool) -> str:
+def applied_message(digits: bool) -> str:
     """Return the message of a job that applied each record once per epoch."""
     return f"applied: {DIGITS if digits else RECORDS} records in each of {EPOCHS} epochs, each once; "
 
 
-def judge(run: Path) -> str:
+def check_result(run: Path) -> str:
     """Return the problem with the error of a run, if any."""
     error = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_error"]
     print(f"  error {100 * error:.2f} %", flush=True)
-    return "" if error <= MOST_ERROR else f"an error of {100 * error:.2f} %"
+    return "" if error <= MAX_ERROR else f"an error of {100 * error:.2f} %"
 
 
 def _find_leftovers(folder: Path, watched: set[int]) -> str:
@@ -206,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=VICTIM_KINDS, default=list(VICTIM_KINDS))
     parser.add_argument("--num-workers", metavar="MIN:MAX", help="change the number of workers")
     parser.add_argument("--whole", action="store_true", help="use workers of one tile, unless a rank is killed")
     parser.add_argument("--digits", action="store_true", help="train the digits, and check the error")

@@ -29,10 +29,10 @@ from neondist.bench.networks import NETWORKS
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
 RANKS, PRECISIONS = (1, 2, 4), ("float32", "tf32", "bfloat16")
-ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
+NETWORK_ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
 """networks, the most important ones first"""
-HALO = (8, 256, 256, 64)
-WARM = 5
+HALO_SHAPE = (8, 256, 256, 64)
+WARM_UP_STEPS = 5
 """untimed steps, in which kernels are compiled and selected, and graphs are captured"""
 
 
@@ -60,7 +60,7 @@ def finish(xp: Any) -> None:
     xp.cuda.get_current_stream().synchronize()
 
 
-def seconds_of(work: Any, rounds: int, steps: int = 1) -> float:
+def time_calls(work: Any, rounds: int, steps: int = 1) -> float:
     """Return the median seconds of a few rounds, after a warm-up round."""
     durations = []
     for _ in range(rounds + 1):
@@ -118,7 +118,7 @@ def train_module(grid: nd.ProcessGrid, backend: Any, device: str = "cuda") -> di
 
 
 def run_halo(
-    grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, steps: int = 20
+    grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO_SHAPE, steps: int = 20
 ) -> dict[str, np.ndarray]:
     """Time a forward halo exchange, and a copy of its bytes on the device."""
     array = nd.GlobalArray(grid, shape, nd.Window(3, padding=1), backend=backend)
@@ -133,7 +133,7 @@ def run_halo(
             work()
             finish(xp)
 
-        return seconds_of(synchronous_work, 5, steps)
+        return time_calls(synchronous_work, 5, steps)
 
     durations = time_work(halo.exchange), time_work(lambda: xp.copyto(target, source))
     return {"seconds": np.array(durations), "bytes": np.array(4 * count), "shape": np.array(shape)}
@@ -176,14 +176,16 @@ def measure_network(case: Any, precision: str, card: Card, compiles: bool, round
     rng = np.random.default_rng(0)
     x = rng.random((case.batch, *case.shape), np.float32)
     try:
-        figures, *network = _ours(case, x, precision, card, rounds)
+        figures, *network = _measure_neondist(case, x, precision, card, rounds)
     except (TypeError, nd.ConfigError) as error:  # unsupported precision
         return {"ours": str(error).splitlines()[0]}
     gc.collect()  # returns its memory to PyTorch's pool
-    return figures | _theirs(case, x, network, precision, card, compiles, rounds)
+    return figures | _measure_torch(case, x, network, precision, card, compiles, rounds)
 
 
-def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> tuple[Figures, Any, Any, Any]:
+def _measure_neondist(
+    case: Any, x: np.ndarray, precision: str, card: Card, rounds: int
+) -> tuple[Figures, Any, Any, Any]:
     """Return our figures, and the network for PyTorch: its arrays, the names of trained ones, and labels."""
     options = {} if precision == "float32" else {"precision": precision}
     training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
@@ -195,7 +197,9 @@ def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> 
     return figures, model.state(), list(model.gradients()), labels
 
 
-def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Figures:
+def _measure_torch(
+    case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int
+) -> Figures:
     """Return the figures of PyTorch for the same network, channels-last."""
     import torch
 
@@ -245,13 +249,13 @@ def _time_step(step: Any, rounds: int, card: Card) -> tuple[float, float]:
     """
     import torch
 
-    for _ in range(WARM):
+    for _ in range(WARM_UP_STEPS):
         step()
     if card.torch_device != "cuda":
-        return seconds_of(step, rounds), 0.0
+        return time_calls(step, rounds), 0.0
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return seconds_of(step, rounds), float(torch.cuda.max_memory_reserved())
+    return time_calls(step, rounds), float(torch.cuda.max_memory_reserved())
 
 
 # The page.
@@ -269,7 +273,9 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
     yield "| --- | --- | --- |"
     expected_by_job = {job: card.run_job(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
-        differences = [_difference(card.run_job(job, ranks), expected) for job, expected in expected_by_job.items()]
+        differences = [
+            _worst_difference(card.run_job(job, ranks), expected) for job, expected in expected_by_job.items()
+        ]
         yield f"| {ranks} | {differences[0]:.1e} | {differences[1]:.1e} |"
     halo = card.run_job("halos", 2)
     exchange, copy = halo["seconds"]
@@ -283,10 +289,10 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
             if remaining() < 0:
                 yield f"{name} not run: no time left | | | | |"
             else:
-                yield f"{name} {_row(card.measure(network, precision, remaining() > 60))} |"
+                yield f"{name} {_format_row(card.measure(network, precision, remaining() > 60))} |"
 
 
-def _row(figures: Figures) -> str:
+def _format_row(figures: Figures) -> str:
     ours = figures["ours"]
     if isinstance(ours, str):
         return f"not run: {ours} | | | |"
@@ -297,7 +303,7 @@ def _row(figures: Figures) -> str:
     return f"{1e3 * ours:.2f} | {ours / figures['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
 
 
-def _difference(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+def _worst_difference(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """Return the largest difference, relative to the largest number of its array."""
     return max(float(np.abs(actual[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in expected.items())
 
@@ -313,7 +319,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE")
     parser.add_argument("--seconds", type=float, default=480, help="begin no measurement later (default 480)")
-    parser.add_argument("--networks", default=",".join(ORDER), help=f"default {','.join(ORDER)}")
+    parser.add_argument("--networks", default=",".join(NETWORK_ORDER), help=f"default {','.join(NETWORK_ORDER)}")
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)

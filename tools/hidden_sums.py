@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 import neondist as nd
-from neondist.bench.model.dry_run import DryRunTransport, Notes
+from neondist.bench.model.dry_run import DryRunTransport, MessageLog
 from neondist.comm import ReduceOp, Request, Transport
 from neondist.layers import ConvLayerDist, FCLayerDist, GlobalAvgPoolingLayerDist, MaxPoolingLayerDist, ReLU
 
@@ -62,27 +62,27 @@ class Link:
     Attributes
     ----------
     bandwidth : bytes per second; 0: no delay
-    free : arrival of the last message, in seconds of `time.perf_counter`
-    spent : total seconds of all messages
+    busy_until : arrival of the last message, in seconds of `time.perf_counter`
+    busy_seconds : total seconds of all messages
     """
 
     bandwidth: float = 0.0
-    free: float = 0.0
-    spent: float = 0.0
+    busy_until: float = 0.0
+    busy_seconds: float = 0.0
 
     def send(self, nbytes: int) -> float:
         """Send a message; return its time of arrival."""
         duration = nbytes / self.bandwidth if self.bandwidth else 0.0
-        self.spent += duration
-        self.free = max(self.free, time.perf_counter()) + duration
-        return self.free
+        self.busy_seconds += duration
+        self.busy_until = max(self.busy_until, time.perf_counter()) + duration
+        return self.busy_until
 
 
 class SlowTransport(DryRunTransport):
     """Transport of a single rank, whose sums take the time of a link."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
-        super().__init__(rank, size, Notes())
+        super().__init__(rank, size, MessageLog())
         self.link = link
 
     def split_by(self, color: Callable[[int], int]) -> Transport:

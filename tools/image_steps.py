@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETUP = """
+SETUP_SCRIPT = """
 set -e
 mount -t tmpfs none {place}
 mkdir {place}/upper {place}/work {place}/root
@@ -27,9 +27,12 @@ chroot {place}/root sh -c "$STEPS"
 exec unshare --net chroot {place}/root sh -c "$CHECKS"
 """
 # the base image has no user with this id
-OTHERS = ["other=$(getent passwd 1000 | cut -d: -f1)", 'if [ "$other" ]; then userdel "$other" 2> /dev/null; fi']
+REMOVE_OTHER_USER = [
+    "other=$(getent passwd 1000 | cut -d: -f1)",
+    'if [ "$other" ]; then userdel "$other" 2> /dev/null; fi',
+]
 # operators mount the key as files owned by root
-SSH = """
+SSH_SCRIPT = """
 mkdir /home/mpiuser/.ssh && cd /home/mpiuser/.ssh
 ssh-keygen -q -t ecdsa -b 521 -N '' -f id_rsa && cp id_rsa.pub authorized_keys
 chown root:mpiuser id_rsa id_rsa.pub authorized_keys && chmod 0640 id_rsa
@@ -39,14 +42,14 @@ $as /usr/sbin/sshd -De -f /home/mpiuser/.sshd_config & server=$!
 said=$($as ssh -o ConnectionAttempts=10 127.0.0.1 id --user --name)
 echo "sshd: $said"
 """
-TRAINING = """
+TRAINING_SCRIPT = """
 export PATH=/opt/neondist/bin:$PATH
 cd /home/mpiuser && cp {root}/yaml/mnist_distarray_convnet.yaml toy.yaml && chown mpiuser .
 $as neondist run toy.yaml -n 2 --set epochs=1 model.optimizer.schedule.epochs=1 --output out
 """
 
 
-def instructions(path: Path) -> list[tuple[str, str]]:
+def parse_instructions(path: Path) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile, each with its words."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     pairs = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", "").splitlines()]
@@ -55,9 +58,9 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 def steps(last: int | None) -> str:
     """Return a shell script of all or the last commands."""
-    script, runs = ["set -e", *OTHERS], 0
-    count = sum(name == "RUN" for name, _ in instructions(ROOT / "Dockerfile"))
-    for name, words in instructions(ROOT / "Dockerfile"):
+    script, runs = ["set -e", *REMOVE_OTHER_USER], 0
+    count = sum(name == "RUN" for name, _ in parse_instructions(ROOT / "Dockerfile"))
+    for name, words in parse_instructions(ROOT / "Dockerfile"):
         runs += name == "RUN"
         skipped = last is not None and runs <= count - last
         if name == "ENV":
@@ -77,11 +80,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=textwrap.dedent(__doc__ or "").splitlines()[0])
     parser.add_argument("--last", type=int, metavar="N", help="only the last N commands")
     last = parser.parse_args().last
-    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SETUP.format(place="/mnt")]
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SETUP_SCRIPT.format(place="/mnt")]
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # excludes the Pythons of this machine
     env = {**os.environ, "PATH": path, "STEPS": steps(last)}
-    training = TRAINING.format(root=shlex.quote(str(ROOT))) if last is None else ""
-    env["CHECKS"] = f"set -e\n{SSH}{training}kill $server"
+    training = TRAINING_SCRIPT.format(root=shlex.quote(str(ROOT))) if last is None else ""
+    env["CHECKS"] = f"set -e\n{SSH_SCRIPT}{training}kill $server"
     return subprocess.run(words, env=env, check=False).returncode
 
 

@@ -45,7 +45,7 @@ def network(memory: str, dtype: str) -> nd.ConvnetDist:
     return nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=optimizer, seed=0, dtype=dtype, memory=memory)
 
 
-def expected(state: dict[str, np.ndarray], square: np.ndarray, repeats: int) -> dict[str, np.ndarray]:
+def expected_gradients(state: dict[str, np.ndarray], square: np.ndarray, repeats: int) -> dict[str, np.ndarray]:
     """Return the loss and the gradients for `repeats` repeats along each axis."""
     import torch
     import torch.nn.functional as F
@@ -103,7 +103,7 @@ def main() -> int:
     grid = nd.ProcessGrid(world, rows=world.size, cols=1)
     model.build((extent, extent, 3), batch_size=1, grid=grid)
     data.open(grid.with_tiles(model.compiled.wide_tiles), checked=True)
-    x, targets = next(iter(data.splits["train"].batches([np.array([0])], model.dtype, lazily=model.streams)))
+    x, targets = next(iter(data.splits["train"].batches([np.array([0])], model.dtype, lazy=model.streams)))
     start = time.perf_counter()
     loss = model.train_batch(x, targets)
     seconds = time.perf_counter() - start
@@ -118,7 +118,7 @@ def main() -> int:
         flush=True,
     )
     worst = 0.0
-    for name, reference in expected(state, square, extent // arguments.square).items():
+    for name, reference in expected_gradients(state, square, extent // arguments.square).items():
         difference = float(np.abs(actual[name] - reference).max() / np.abs(reference).max())
         print(f"{name}: {difference:.1e} of its largest value {np.abs(reference).max():.3e}")
         worst = max(worst, difference)

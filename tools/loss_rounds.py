@@ -35,17 +35,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from fake_nodes import FakeNodes, find_obstacle  # noqa: E402
 from processes import is_alive  # noqa: E402
 
-from neondist.io.checkpoint.snapshots import folder_of  # noqa: E402
+from neondist.io.checkpoint.snapshots import snapshot_folder  # noqa: E402
 from neondist.io.generation_log import read_events, read_run_key  # noqa: E402
 
-REST = """
+FILE_TAIL = """
 batch_size: 10
 epochs: 4
 dtype: float64
 seed: 1
 """
 DATA = "dataset: !Synthetic {shape: [9, 8, 2], classes: 4, train: 120, test: 5}\n"
-LAYERS = f"""!FitExperiment
+LAYERS_FILE = f"""!FitExperiment
 {DATA}backend: numpy
 model: !ConvnetDist
   layers:
@@ -55,23 +55,23 @@ model: !ConvnetDist
     - !DropoutLayerDist {{rate: 0.2}}
     - !FCLayerDist {{out_features: 4}}
   optimizer: !Adam {{learning_rate: 0.01}}
-{REST}"""
-TORCH = f"""!FitExperiment
+{FILE_TAIL}"""
+TORCH_FILE = f"""!FitExperiment
 {DATA}model: !TorchModel {{factory: 'nets:net', loss: !TorchLoss {{}}, optimizer: !TorchOptimizer {{name: Adam}}}}
-{REST}"""
-NETS = """
+{FILE_TAIL}"""
+NETS_MODULE = """
 from torch import nn
 def net():
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(216, 4))
 """
-DIGITS = (ROOT / "yaml" / "mnist_distarray_convnet.yaml").read_text()
-DIGITS = DIGITS.replace("\nepochs: 6", "\nepochs: 1\ndtype: float64")
+DIGITS_FILE = (ROOT / "yaml" / "mnist_distarray_convnet.yaml").read_text()
+DIGITS_FILE = DIGITS_FILE.replace("\nepochs: 6", "\nepochs: 1\ndtype: float64")
 EPOCHS = {"layers": 4, "torch": 4, "digits": 1}
 EVENTS = ("rank", "daemon", "mpirun", "supervisor", "stop", "two")
 KINDS = ("layers", "torch")  # and "digits" with --only
 NODES = ("nodeA", "nodeB", "nodeC")
-LEASE, SOON, LIMIT = 2.0, 5.0, 600.0
-STARTUP = {"torch": 10.0}
+LEASE, NOTICE_SECONDS, ROUND_TIMEOUT = 2.0, 5.0, 600.0
+STARTUP_SECONDS = {"torch": 10.0}
 """Additional seconds of a model: three ranks import PyTorch and capture the module."""
 
 
@@ -107,7 +107,7 @@ class Round:
             job = self.start()
             for _ in range(self.rng.choice([1, 1, 2])):
                 job = self.disturb(job)
-            code = job.wait(LIMIT)
+            code = job.wait(ROUND_TIMEOUT)
             if code != 0:
                 self.faults.append(f"exit code {code}: {(self.folder / 'log').read_text()[-600:]}")
             else:
@@ -131,18 +131,18 @@ class Round:
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "neondist", "run", *words, *options],
-                cwd=self.folder, env=environment(self.folder) | self.nodes.env, stdout=log, stderr=log,
+                cwd=self.folder, env=job_environment(self.folder) | self.nodes.env, stdout=log, stderr=log,
             )  # fmt: skip
 
     def newest_step(self) -> int:
         """Return the step of the newest snapshot that two nodes have: before, it is not complete."""
-        files = folder_of(read_run_key(self.folder / "out")).glob("*.h5")
+        files = snapshot_folder(read_run_key(self.folder / "out")).glob("*.h5")
         copies = Counter(int(path.stem[-10:]) for path in files)
         return max((step for step, count in copies.items() if count > 1), default=-1)
 
     def disturb(self, job: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         """Disturb the job at a random step, and wait until it resumes or ends."""
-        target_step, end = self.newest_step() + self.rng.randrange(2, 12), time.monotonic() + LIMIT
+        target_step, end = self.newest_step() + self.rng.randrange(2, 12), time.monotonic() + ROUND_TIMEOUT
         while self.newest_step() < target_step and job.poll() is None:
             if time.monotonic() > end:
                 self.faults.append("makes no step")
@@ -154,7 +154,7 @@ class Round:
         self.events.append("+".join(events))
         now = time.time()
         for name in events:
-            self.strike(name, job)
+            self.trigger(name, job)
         if "supervisor" in events:
             job.wait()
             self.check_ended(victims)
@@ -179,13 +179,13 @@ class Round:
         self.steps.append(first)
         if self.changes() > changes:
             self.events[-1] += ", growth"
-        elif first > (SOON + STARTUP.get(self.kind, 0.0)) * self.patience:
+        elif first > (NOTICE_SECONDS + STARTUP_SECONDS.get(self.kind, 0.0)) * self.patience:
             self.faults.append(f"{events}: resumed after {late:.1f} s, and the first step was over after {first:.1f} s")
         if resume["step"] < step:
             self.faults.append(f"{events}: resumes at step {resume['step']}, but step {step} was saved")
         return job
 
-    def strike(self, event: str, job: subprocess.Popen[bytes]) -> None:
+    def trigger(self, event: str, job: subprocess.Popen[bytes]) -> None:
         """Cause a failure."""
         if event == "supervisor":
             job.kill()
@@ -210,7 +210,7 @@ class Round:
 
     def check_ended(self, pids: list[int]) -> None:
         """Check that the ranks of the previous generation end soon."""
-        end = time.monotonic() + SOON * self.patience
+        end = time.monotonic() + NOTICE_SECONDS * self.patience
         while remaining := [pid for pid in pids if is_alive(pid)]:
             if time.monotonic() > end:
                 self.faults.append(f"ranks are left: {remaining}")
@@ -224,7 +224,7 @@ class Round:
             remains = [str(path) for path in (self.folder / "tmp").iterdir()] + [
                 str(process) for process in self.nodes.processes()
             ]
-            remains += [str(path) for path in [folder_of(read_run_key(self.folder / "out"))] if path.exists()]
+            remains += [str(path) for path in [snapshot_folder(read_run_key(self.folder / "out"))] if path.exists()]
             if not remains:
                 return
             if time.monotonic() > end:
@@ -249,11 +249,16 @@ def prepare(folder: Path) -> None:
     """Create the folder of a job."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "tmp").mkdir(parents=True)
-    for name, text in {"layers.yaml": LAYERS, "torch.yaml": TORCH, "digits.yaml": DIGITS, "nets.py": NETS}.items():
+    for name, text in {
+        "layers.yaml": LAYERS_FILE,
+        "torch.yaml": TORCH_FILE,
+        "digits.yaml": DIGITS_FILE,
+        "nets.py": NETS_MODULE,
+    }.items():
         (folder / name).write_text(text)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def job_environment(folder: Path) -> dict[str, str]:
     """Return the environment of a job, with its own temporary folder."""
     variables = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     return {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -265,7 +270,7 @@ def run_undisturbed(kind: str, base: Path) -> Path:
     prepare(folder)
     words = [f"{kind}.yaml", "-n", "3", "--output", "out", *(["--import", "nets.py"] if kind == "torch" else [])]
     subprocess.run(
-        [sys.executable, "-m", "neondist", "run", *words], cwd=folder, env=environment(folder), check=True,
+        [sys.executable, "-m", "neondist", "run", *words], cwd=folder, env=job_environment(folder), check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return folder / "out" / "checkpoint.h5"

@@ -17,8 +17,8 @@ import numpy as np
 
 from neondist.comm import ProcessGrid
 from neondist.data import MNIST, Split
-from neondist.data.datasets.idx import IMAGES, LABELS
-from neondist.data.datasets.mnist import EMBEDDED, TEST, TRAIN, MnistPair
+from neondist.data.datasets.idx import IMAGES_MAGIC, LABELS_MAGIC
+from neondist.data.datasets.mnist import EMBEDDED_FOLDER, TEST, TRAIN, MnistPair
 
 SEED = 28
 
@@ -27,7 +27,7 @@ def main() -> None:
     """Read the official files (checked bit for bit), write the subset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", help="folder of the four official files")
-    parser.add_argument("--to", type=Path, default=EMBEDDED, help="output folder (default: the package)")
+    parser.add_argument("--to", type=Path, default=EMBEDDED_FOLDER, help="output folder (default: the package)")
     args = parser.parse_args()
     dataset = MNIST(args.folder)
     dataset.open(ProcessGrid.serial())
@@ -47,7 +47,7 @@ def subset(draw: np.random.RandomState, labels: np.ndarray, count: int) -> np.nd
 def write(folder: Path, pair: MnistPair, split: Split, chosen: np.ndarray) -> None:
     """Write the chosen images and labels as gzipped IDX files under their official names."""
     images, labels = split.tiles[chosen][..., 0], split.targets(chosen).astype(np.uint8)
-    for file, magic, array in ((pair.images, IMAGES, images), (pair.labels, LABELS, labels)):
+    for file, magic, array in ((pair.images, IMAGES_MAGIC, images), (pair.labels, LABELS_MAGIC, labels)):
         raw = struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
         with (
             open(folder / f"{file.name}.gz", "wb") as plain,

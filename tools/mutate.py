@@ -23,8 +23,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-LIST = Path(__file__).with_name("mutations.yaml")
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "demo", "docs", "build")
+MUTATIONS_FILE = Path(__file__).with_name("mutations.yaml")
+IGNORED_FILES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "demo", "docs", "build")
 OUTCOMES = {0: "SURVIVED", 1: "killed"}
 """outcomes by exit code of pytest; a negative code is a crash, others mean that no test ran"""
 
@@ -71,7 +71,7 @@ def apply_mutation(mutation, tree):
         path.write_text(original, encoding="utf-8")
 
 
-def read(path):
+def read_mutations(path):
     """Return the mutations of a list; names must differ."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     mutations = [Mutation(**fields | {"tests": tuple(fields["tests"].split())}) for fields in entries]
@@ -126,7 +126,7 @@ def try_all(mutations, root, limit, jobs, report):
     trees = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
         for job in range(jobs):
-            trees.put(Path(shutil.copytree(root, Path(folder) / str(job) / "tree", ignore=IGNORED)))
+            trees.put(Path(shutil.copytree(root, Path(folder) / str(job) / "tree", ignore=IGNORED_FILES)))
 
         def attempt(mutation):
             tree, start = trees.get(), time.monotonic()
@@ -146,7 +146,7 @@ def passes_unmutated(mutations, root, limit):
     """Return whether the tests pass without a mutation, as otherwise their failure is meaningless."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
-        tree = Path(shutil.copytree(root, Path(folder) / "tree", ignore=IGNORED))
+        tree = Path(shutil.copytree(root, Path(folder) / "tree", ignore=IGNORED_FILES))
         code, text = run_tests(tree, tests, limit)
     if code:
         print(f"without a mutation the tests end with {code}:\n{text}")
@@ -162,13 +162,13 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--list", type=Path, default=LIST, help="file of mutations")
+    parser.add_argument("--list", type=Path, default=MUTATIONS_FILE, help="file of mutations")
     parser.add_argument("--check", action="store_true", help="list stale mutations, and run no tests")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one mutation; a hang counts as killed")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent mutations")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the copies
-    mutations = select(read(arguments.list), arguments.words)
+    mutations = select(read_mutations(arguments.list), arguments.words)
     stale = {mutation: problem for mutation in mutations if (problem := mutation.problem(ROOT))}
     for mutation, problem in stale.items():
         print(f"{mutation.name}: {problem}: {mutation.file}")

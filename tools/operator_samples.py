@@ -34,7 +34,7 @@ SAMPLES, TOLERANCE = 2, 1e-9
 WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided", "empty_permuted")
 
 
-class Sampled(nn.Module):
+class SampledOperator(nn.Module):
     """Operator of some tensors; the others are parameters or buffers."""
 
     def __init__(self, function: Any, leaves: Sequence[Any], spec: Any, indices: Sequence[int], trained: bool) -> None:
@@ -67,7 +67,7 @@ def as_image(shape: Sequence[int], spatial: int) -> tuple[int, ...] | None:
     return (*[1] * missing, *shape) if missing >= 0 else None
 
 
-def samples(operator: Any, rng: random.Random) -> Iterator[tuple[Sampled, list[torch.Tensor], int]]:
+def iterate_samples(operator: Any, rng: random.Random) -> Iterator[tuple[SampledOperator, list[torch.Tensor], int]]:
     """Yield modules, their images, and the number of spatial axes."""
     torch.manual_seed(rng.randrange(2**31))
     inputs = list(operator.sample_inputs("cpu", torch.float64)) if torch.float64 in operator.dtypes else []
@@ -83,10 +83,10 @@ def samples(operator: Any, rng: random.Random) -> Iterator[tuple[Sampled, list[t
             if ranks:
                 spatial = rng.choice(ranks)
                 images = [leaves[i].detach().clone().reshape(as_image(leaves[i].shape, spatial)) for i in indices]
-                yield Sampled(operator.op, leaves, spec, indices, rng.random() < 0.5), images, spatial
+                yield SampledOperator(operator.op, leaves, spec, indices, rng.random() < 0.5), images, spatial
 
 
-def outcome(module: Sampled, images: list[torch.Tensor], grid: tuple[int, int, int]) -> tuple[str, str]:
+def run_sample(module: SampledOperator, images: list[torch.Tensor], grid: tuple[int, int, int]) -> tuple[str, str]:
     """Return 'exact', 'refused', 'wrong' or 'useless', and the reason."""
     try:
         expected = run_serial(module, images)
@@ -111,16 +111,16 @@ def outcome(module: Sampled, images: list[torch.Tensor], grid: tuple[int, int, i
     return "useless" if drawn else "wrong", f"{name} is off by {deviation:.1e}"
 
 
-def outcomes(seed: int, number: int) -> list[tuple[str, str, str]]:
+def run_samples(seed: int, number: int) -> list[tuple[str, str, str]]:
     """Return the name of an operator, the outcome of each sample, and text to print."""
     warnings.simplefilter("ignore")
     operator = op_db[number % len(op_db)]
     name, rng, results = f"{operator.name} {operator.variant_test_name}".strip(), random.Random(f"{seed} {number}"), []
     if operator.name in WITHOUT_VALUES:
         return []
-    for module, images, spatial in samples(operator, rng):
+    for module, images, spatial in iterate_samples(operator, rng):
         grid = rng.choice(GRIDS[spatial])
-        kind, reason = outcome(module, images, grid)
+        kind, reason = run_sample(module, images, grid)
         results.append((name, kind, f"{name} of {module.shapes}, case {number}, {grid}: {reason}"))
     return results
 
@@ -131,7 +131,7 @@ def main() -> int:
     options.set_defaults(cases=len(op_db))
     arguments = options.parse_args()
     results, refused = Counter(), Counter()
-    for outcomes_of_case in run_cases(outcomes, arguments):
+    for outcomes_of_case in run_cases(run_samples, arguments):
         for name, kind, text in outcomes_of_case:
             results[kind] += 1
             refused[name] += kind == "refused"

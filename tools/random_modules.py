@@ -18,7 +18,7 @@ from random_modules import draw_module, run_on_grids, shrink
 from trials import create_parser, format_counts, run_cases
 
 
-def outcomes(seed: int, number: int, small: bool) -> list[tuple[str, str]]:
+def run_case(seed: int, number: int, small: bool) -> list[tuple[str, str]]:
     """Return the outcome of a case on each of its grids, and text to print."""
     drawn, results = draw_module(seed, number), []
     for grid, outcome in run_on_grids(drawn):
@@ -38,7 +38,7 @@ def main() -> int:
     options.add_argument("--large", action="store_true", help="print failures without minimising them")
     arguments = options.parse_args()
     results, refusals = Counter(), Counter()
-    for outcomes_of_case in run_cases(outcomes, arguments, not arguments.large):
+    for outcomes_of_case in run_cases(run_case, arguments, not arguments.large):
         for kind, text in outcomes_of_case:
             results[kind] += 1
             if kind == "refused":

@@ -32,19 +32,19 @@ from processes import is_alive, kill, list_children  # noqa: E402
 from neondist.launcher.mpirun import find_mpirun  # noqa: E402
 
 DATA = "dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}\n"
-REST = (
+FILE_TAIL = (
     "batch_size: 4\nepochs: 3\ndtype: float64\nbackend: numpy\nseed: 1\ncheckpoint: {every_steps: 1}\n"
     "# slow.py makes a step last a moment\n"
 )
-TOY = f"""!FitExperiment
+TOY_FILE = f"""!FitExperiment
 {DATA}model: !ConvnetDist
   layers:
     - !ConvLayerDist {{out_channels: 2, kernel_size: 3, padding: 1, activation: !Slow {{}}}}
     - !MaxPoolingLayerDist {{kernel_size: 2}}
     - !FCLayerDist {{out_features: 3}}
   optimizer: !SGD {{learning_rate: 1e-2, momentum: 0.9}}
-{REST}"""
-GB = f"""!FitExperiment
+{FILE_TAIL}"""
+GB_FILE = f"""!FitExperiment
 {DATA}model: !GBDist
   layers:
     - !LocalFilteringLayerDist {{out_channels: 2, kernel_size: 3}}
@@ -53,8 +53,8 @@ GB = f"""!FitExperiment
   num_pretrain_epochs: 1
   num_initial_epochs: 1
   optimizer: !SGD {{learning_rate: 1e-2}}
-{REST}"""
-SLOW = """
+{FILE_TAIL}"""
+SLOW_MODULE = """
 import time
 import neondist as nd
 class Slow(nd.Activation):
@@ -70,10 +70,10 @@ ACTIONS = (
     "INT", "TERM", "USR1", "USR1 TERM", "TERM TERM", "INT INT", "USR1 INT", "STOP CONT",
     "rank USR1", "rank TERM", "rank STOP CONT", "rank KILL", "mpirun KILL", "main KILL",
 )  # fmt: skip
-LIMIT = 240.0
+ROUND_TIMEOUT = 240.0
 
 
-def words(kind: str, folder: Path, resume: bool, rng: random.Random) -> list[str]:
+def command_words(kind: str, folder: Path, resume: bool, rng: random.Random) -> list[str]:
     """Return the command of a job."""
     neondist = [sys.executable, "-m", "neondist"]
     file = "gb.yaml" if kind == "gb" else "toy.yaml"
@@ -113,10 +113,10 @@ class Round:
         if self.kind == "resume":
             shutil.copytree(self.folder.parent / "half", self.folder / "out")
         delay = self.rng.uniform(0, 1.1 * self.durations[self.kind])
-        command = words(self.kind, self.folder, self.kind == "resume", self.rng)
+        command = command_words(self.kind, self.folder, self.kind == "resume", self.rng)
         self.disturb(command, delay)
         if self.codes[-1] != 0:
-            next_command = command if self.kind == "apply" else words(self.kind, self.folder, True, self.rng)
+            next_command = command if self.kind == "apply" else command_words(self.kind, self.folder, True, self.rng)
             code, errors, _ = self.run(next_command)
             self.codes.append(code)
             if code != 0:
@@ -151,7 +151,7 @@ class Round:
     def wait(self, process: subprocess.Popen[str]) -> int | None:
         """Return the exit code; kill all processes and return None if it hangs."""
         try:
-            return process.wait(LIMIT)
+            return process.wait(ROUND_TIMEOUT)
         except subprocess.TimeoutExpired:
             descendants = list_children(process.pid)
             self.faults.append(f"hangs: {descendants}")
@@ -257,22 +257,24 @@ def prepare(base: Path) -> dict[str, Path]:
     """Create the initial folder of rounds, a half-finished run, and the results of undisturbed jobs."""
     start = base / "start"
     start.mkdir(parents=True)
-    (start / "toy.yaml").write_text(TOY)
-    (start / "gb.yaml").write_text(GB)
-    (start / "slow.py").write_text(SLOW)
+    (start / "toy.yaml").write_text(TOY_FILE)
+    (start / "gb.yaml").write_text(GB_FILE)
+    (start / "slow.py").write_text(SLOW_MODULE)
     np.save(start / "images.npy", np.zeros((20, 12, 10, 1), np.float32))
     references = {}
     for kind in ("serial", "gb"):
         round_ = Round(0, 0, base, {})
         round_.folder = base / f"reference-{kind}"
         shutil.copytree(start, round_.folder)
-        code, errors, _ = round_.run(words(kind, round_.folder, False, random.Random(3)))
+        code, errors, _ = round_.run(command_words(kind, round_.folder, False, random.Random(3)))
         assert code == 0, errors
         references[kind] = round_.folder / "out" / "checkpoint.h5"
     shutil.copy(references["serial"], start / "trained.h5")
     round_.folder = base / "half-job"
     shutil.copytree(start, round_.folder)
-    code, errors, _ = round_.run([*words("serial", round_.folder, False, random.Random(3)), "--set", "epochs=1"])
+    code, errors, _ = round_.run(
+        [*command_words("serial", round_.folder, False, random.Random(3)), "--set", "epochs=1"]
+    )
     assert code == 0, errors
     shutil.copytree(round_.folder / "out", base / "half")
     return references
@@ -300,7 +302,9 @@ def main() -> int:
         shutil.copytree(base / "start", round_.folder)
         if kind == "resume":
             shutil.copytree(base / "half", round_.folder / "out")
-        code, errors, durations[kind] = round_.run(words(kind, round_.folder, kind == "resume", random.Random(1)))
+        code, errors, durations[kind] = round_.run(
+            command_words(kind, round_.folder, kind == "resume", random.Random(1))
+        )
         assert code == 0, (kind, code, errors)
         shutil.rmtree(round_.folder)
     print("seconds of undisturbed jobs:", {kind: round(seconds, 1) for kind, seconds in durations.items()}, flush=True)

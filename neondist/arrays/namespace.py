@@ -25,7 +25,7 @@ def to_host(array: Any) -> np.ndarray:
     return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)
 
 
-class HostTwin:
+class HostStagingBuffer:
     """Host buffer for the values of a device's array that are sent between ranks.
 
     For CuPy it is pinned memory with its own stream, so that copies overlap with computation on the device.
@@ -50,7 +50,7 @@ class HostTwin:
         # the memory may be reused by another twin: wait for a copy in progress
         weakref.finalize(self, self._stream.synchronize).atexit = False
 
-    def fetch(self) -> np.ndarray:
+    def copy_to_host(self) -> np.ndarray:
         """Return the array's values on the host; waits until they are computed."""
         if self._cuda is None:
             self.host[...] = to_host(self.array)
@@ -59,7 +59,7 @@ class HostTwin:
             self.array.get(stream=self._stream, out=self.host)
         return self.host
 
-    def put(self) -> None:
+    def copy_to_device(self) -> None:
         """Copy the host's values to the array, ordered before later computation on the device; does not wait."""
         if self._cuda is None:
             self.array[...] = namespace(self.array).asarray(self.host)
@@ -69,12 +69,12 @@ class HostTwin:
         self.array.set(self.host, stream=self._stream)
         current.wait_event(self._stream.record())
 
-    def settle(self) -> None:
+    def wait_until_reusable(self) -> None:
         """Wait until the host's values may be overwritten."""
         if self._cuda is not None:
             self._stream.synchronize()
 
 
-def wait_for(array: Any) -> None:
+def synchronize_stream(array: Any) -> None:
     """Wait for the current stream of a CuPy array, before its memory is accessed from outside the device."""
     namespace(array).cuda.get_current_stream().synchronize()

@@ -41,7 +41,7 @@ class ComputePrecision:
         """Return a new loss scaler; None for precisions with the range of float32."""
         return LossScaler() if self.name == "float16" else None
 
-    def check(self, dtype: np.dtype) -> None:
+    def check_dtype(self, dtype: np.dtype) -> None:
         """Raise ConfigError unless the precision supports parameters of this dtype."""
         if self != FLOAT32 and dtype != np.float32:
             raise ConfigError(
@@ -84,21 +84,21 @@ FLOAT32, BFLOAT16, FLOAT16 = (ComputePrecision(name) for name in ("float32", "bf
 class LossScaler:
     """Factor on the loss, so that gradients of 16 bits do not underflow: the rule of `torch.amp.GradScaler`.
 
-    It doubles after `INTERVAL` consecutive steps without an overflow, and halves at each overflow. As a power of two it
-    changes only gradients that would underflow or overflow.
+    It doubles after `GROWTH_INTERVAL` consecutive steps without an overflow, and halves at each overflow. As a power of
+    two it changes only gradients that would underflow or overflow.
 
     Attributes
     ----------
     scale : float
-    good : int
+    good_steps : int
         Consecutive steps without an overflow since the scale last changed.
-    skipped : int
+    skipped_steps : int
         Steps skipped in the current epoch.
     """
 
     scale: float = 2.0**16
-    good: int = 0
-    skipped: int = 0
+    good_steps: int = 0
+    skipped_steps: int = 0
 
     def update(self, overflow: bool) -> None:
         """Update the scale after a step; `overflow` must be the same on all ranks.
@@ -109,24 +109,24 @@ class LossScaler:
             The scale would fall below 1: the gradients overflow at any scale.
         """
         if overflow:
-            self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+            self.scale, self.good_steps, self.skipped_steps = self.scale / 2, 0, self.skipped_steps + 1
             if self.scale < 1:
                 raise NonFiniteError(
                     "precision: float16: the loss scale has fallen below 1, and gradients still overflow; lower"
                     " the learning rate, normalise the data, or set precision: bfloat16"
                 ).on_all_ranks()
             return
-        self.good += 1
-        if self.good == INTERVAL:
-            self.scale, self.good = min(2 * self.scale, LARGEST), 0
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = min(2 * self.scale, MAX_SCALE), 0
 
     def begin_epoch(self) -> None:
         """Reset the count of skipped steps."""
-        self.skipped = 0
+        self.skipped_steps = 0
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+        return {"scale": self.scale, "good": self.good_steps, "skipped": self.skipped_steps}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`; ValueError with the reason if it is invalid."""
@@ -135,12 +135,12 @@ class LossScaler:
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
             raise ValueError("'loss_scale' has invalid counts")
-        if type(scale) not in (int, float) or not 1 <= scale <= LARGEST or math.frexp(scale)[0] != 0.5:
+        if type(scale) not in (int, float) or not 1 <= scale <= MAX_SCALE or math.frexp(scale)[0] != 0.5:
             raise ValueError("'loss_scale' is not a power of two of at least 1")
-        self.scale, self.good, self.skipped = float(scale), good, skipped
+        self.scale, self.good_steps, self.skipped_steps = float(scale), good, skipped
 
 
-INTERVAL = 2000
+GROWTH_INTERVAL = 2000
 """Consecutive steps without an overflow after which the scale doubles."""
-LARGEST = 2.0**127
+MAX_SCALE = 2.0**127
 """The largest scale of float32."""

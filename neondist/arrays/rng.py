@@ -17,21 +17,23 @@ import numpy as np
 
 from .namespace import namespace
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
-_LEVELS = 1 << 16
-_BLOCK = 1 << 14  # numbers at a time, which fit in the cache
+_SPLITMIX_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_FACTOR_2 = np.uint64(0x94D049BB133111EB)
+_MASK_64_BITS = (1 << 64) - 1
+_NORMAL_LEVELS = 1 << 16
+_BLOCK_SIZE = 1 << 14  # numbers at a time, which fit in the cache
 
 
 def key(*parts: int | str) -> int:
     """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
     state = 0
-    for part in parts:  # as `_mix`, in Python's integers: arrays of one number are ten times slower
-        z = (state + int(_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))) & _MASK
-        z = (z ^ z >> 30) * int(_MIX1) & _MASK
-        z = (z ^ z >> 27) * int(_MIX2) & _MASK
+    for part in parts:  # as `_mix_bits_in_place`, in Python's integers: arrays of one number are ten times slower
+        z = (
+            state + int(_SPLITMIX_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))
+        ) & _MASK_64_BITS
+        z = (z ^ z >> 30) * int(_MIX_FACTOR_1) & _MASK_64_BITS
+        z = (z ^ z >> 27) * int(_MIX_FACTOR_2) & _MASK_64_BITS
         state = z ^ z >> 31
     return state
 
@@ -43,18 +45,18 @@ def shuffled(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 def uniform(stream: int, index: Any) -> Any:
     """Return float64 numbers in [0, 1), one for each entry of `index` (uint64, any shape)."""
-    return (_bits(stream, namespace(index).asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53
+    return (_random_bits(stream, namespace(index).asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53
 
 
-def at_least(rate: float, stream: int, index: Any) -> Any:
+def uniform_at_least(rate: float, stream: int, index: Any) -> Any:
     """Return the mask `uniform(stream, index) >= rate` for rate in [0, 1), from the bits, in cache-sized blocks."""
     xp = namespace(index)
     index = xp.asarray(index, np.uint64)
     flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)
     out, least = chosen.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
-    for start in range(0, flat.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        xp.greater_equal(_bits(stream, flat[part]), least, out=out[part])
+    for start in range(0, flat.size, _BLOCK_SIZE):
+        part = slice(start, start + _BLOCK_SIZE)
+        xp.greater_equal(_random_bits(stream, flat[part]), least, out=out[part])
     return chosen
 
 
@@ -68,20 +70,20 @@ def normal(stream: int, index: Any) -> Any:
 
 def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
     """Return normal numbers at a quarter of the cost of `normal`: 2¹⁶ equally probable values within ±4.4."""
-    level = _bits(stream, index)
+    level = _random_bits(stream, index)
     level >>= np.uint64(48)
-    return _quantiles().take(level.view(np.int64))
+    return _normal_quantiles().take(level.view(np.int64))
 
 
 @cache
-def _quantiles() -> np.ndarray:
+def _normal_quantiles() -> np.ndarray:
     from statistics import NormalDist  # a slow import
 
-    lower = np.array([NormalDist().inv_cdf((at + 0.5) / _LEVELS) for at in range(_LEVELS // 2)])
+    lower = np.array([NormalDist().inv_cdf((at + 0.5) / _NORMAL_LEVELS) for at in range(_NORMAL_LEVELS // 2)])
     return np.concatenate([lower, -lower[::-1]])
 
 
-def box_index(shape: Sequence[int], slices: Sequence[slice], xp: Any = np) -> Any:
+def row_major_indices(shape: Sequence[int], slices: Sequence[slice], xp: Any = np) -> Any:
     """Return the row-major indices, in an array of `shape`, of the cells that `slices` selects: uint64 of `xp`."""
     index = xp.zeros((1,) * len(shape), np.uint64)
     stride = 1
@@ -92,18 +94,20 @@ def box_index(shape: Sequence[int], slices: Sequence[slice], xp: Any = np) -> An
     return index
 
 
-def _bits(stream: int, index: Any) -> Any:
-    return _mix((index + np.uint64(1)).reshape(-1) * _GAMMA + np.uint64(stream)).reshape(index.shape)
+def _random_bits(stream: int, index: Any) -> Any:
+    return _mix_bits_in_place((index + np.uint64(1)).reshape(-1) * _SPLITMIX_GAMMA + np.uint64(stream)).reshape(
+        index.shape
+    )
 
 
-def _mix(z: Any) -> Any:
+def _mix_bits_in_place(bits: Any) -> Any:
     """Mix the bits in place, and return them."""
-    right_shift, shifted = namespace(z).right_shift, z >> np.uint64(30)
-    z ^= shifted
-    z *= _MIX1
-    right_shift(z, np.uint64(27), out=shifted)
-    z ^= shifted
-    z *= _MIX2
-    right_shift(z, np.uint64(31), out=shifted)
-    z ^= shifted
-    return z
+    right_shift, shifted = namespace(bits).right_shift, bits >> np.uint64(30)
+    bits ^= shifted
+    bits *= _MIX_FACTOR_1
+    right_shift(bits, np.uint64(27), out=shifted)
+    bits ^= shifted
+    bits *= _MIX_FACTOR_2
+    right_shift(bits, np.uint64(31), out=shifted)
+    bits ^= shifted
+    return bits

@@ -6,11 +6,11 @@ PyTorch's kernels, for operations that are not compiled. cupy: kernels over CuPy
 read device_tables; cupy_torch: together with PyTorch's. gpus: GPUs of this machine.
 """
 
-from .backend import Availability, Backend, available, backend_name, check_backend, get_backend, precision_note
-from .cells import Normalisation, compiled
+from .backend import Availability, Backend, available, backend_name, get_backend, memory_per_rank, precision_note
+from .cells import Normalisation, load_compiled_kernels
 from .kernels import Kernels
 
 __all__ = [
-    "Availability", "Backend", "Kernels", "Normalisation", "available", "backend_name", "check_backend", "compiled",
-    "get_backend", "precision_note",
+    "Availability", "Backend", "Kernels", "Normalisation", "available", "backend_name", "get_backend",
+    "load_compiled_kernels", "memory_per_rank", "precision_note",
 ]  # fmt: skip

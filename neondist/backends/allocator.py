@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of mallopt(3)
-_DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc cannot report the current values
+_GLIBC_DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc cannot report the current values
 
 
 def keep_freed_memory() -> Callable[[], None]:
@@ -25,14 +25,14 @@ def keep_freed_memory() -> Callable[[], None]:
     libc.mallopt(_TRIM_THRESHOLD, -1)
 
     def restore() -> None:
-        for name, value in _DEFAULTS.items():
+        for name, value in _GLIBC_DEFAULTS.items():
             libc.mallopt(name, value)
         libc.malloc_trim(0)
 
     return restore
 
 
-def give_back_freed(above: int) -> None:
+def release_cached_memory(above: int) -> None:
     """Return freed memory to the system if this process holds more than `above` bytes.
 
     PyTorch's aligned blocks leave gaps too small for the next block of their size, so that cached memory grows beyond

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from . import gpus
 from .host import HostKernels
 from .kernels import Kernels
@@ -50,7 +50,7 @@ class Backend:
         """Return a new contiguous array of this backend with the values of a NumPy array."""
         return self.xp.array(array, dtype, order="C")
 
-    def real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
+    def as_real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
         """Return a caller's array as a contiguous array of this backend: the array itself if it is one, or a copy.
 
         Raises
@@ -89,7 +89,7 @@ def available() -> list[Availability]:
     return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always available")]
 
 
-@checked
+@type_checked
 def get_backend(name: str | Backend = "auto") -> Backend:
     """Return the backend of a name; ConfigError lists the choices.
 
@@ -102,9 +102,9 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     """
     if isinstance(name, Backend):
         return name
-    name = _preferred() if name == "auto" else name
-    if name in _MAKERS:
-        return _MAKERS[name]()
+    name = _preferred_name() if name == "auto" else name
+    if name in _BACKEND_FACTORIES:
+        return _BACKEND_FACTORIES[name]()
     backend = getattr(sys.modules.get(name), "backend", None)
     if isinstance(backend, Backend):
         return backend
@@ -112,16 +112,16 @@ def get_backend(name: str | Backend = "auto") -> Backend:
         raise ConfigError(f"backend '{name}': the module has no nd.Backend named `backend`; define one")
     if "." in name:
         raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
-    raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
+    raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_BACKEND_FACTORIES])}")
 
 
 def backend_name(name: str | Backend) -> str:
     """Return the name of a backend, without creating its kernels if possible."""
-    name = _preferred() if name == "auto" else name
-    return name if isinstance(name, str) and name in _MAKERS else get_backend(name).name
+    name = _preferred_name() if name == "auto" else name
+    return name if isinstance(name, str) and name in _BACKEND_FACTORIES else get_backend(name).name
 
 
-def check_backend(name: str | Backend) -> Callable[[int], int | None]:
+def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
     """Return a function of the number of ranks on this machine: bytes that each may use for arrays, None if unknown.
 
     No GPU is started: it would keep memory for this process, which may have none of the ranks.
@@ -131,16 +131,16 @@ def check_backend(name: str | Backend) -> Callable[[int], int | None]:
     ConfigError
         As of `get_backend`.
     """
-    if name == "cupy" or (name == "auto" and _preferred() == "cupy"):
-        _check_cupy()
-        return gpus.most_room
-    return get_backend(name).kernels.room
+    if name == "cupy" or (name == "auto" and _preferred_name() == "cupy"):
+        _require_cupy()
+        return gpus.max_memory_per_rank
+    return get_backend(name).kernels.available_memory
 
 
-def _preferred() -> str:
+def _preferred_name() -> str:
     """Return the name of the backend that `auto` selects."""
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
-    return host if gpus.find_problem() else "cupy"
+    return host if gpus.find_cupy_problem() else "cupy"
 
 
 def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
@@ -174,7 +174,7 @@ def _torch_availability() -> Availability:
     return Availability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
-def _torch() -> Backend:
+def _make_torch_backend() -> Backend:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"backend 'torch' is {_torch_availability().reason}, or use backend 'numpy'")
     from .torch import TorchKernels
@@ -183,25 +183,25 @@ def _torch() -> Backend:
 
 
 def _cupy_availability() -> Availability:
-    problem = gpus.find_problem()
-    return Availability("cupy", not problem, problem or gpus.describe())
+    problem = gpus.find_cupy_problem()
+    return Availability("cupy", not problem, problem or gpus.describe_gpus())
 
 
-def _check_cupy() -> None:
-    if problem := gpus.find_problem():
+def _require_cupy() -> None:
+    if problem := gpus.find_cupy_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
 
 
-def _cupy() -> Backend:
-    _check_cupy()
+def _make_cupy_backend() -> Backend:
+    _require_cupy()
     from . import cupy, cupy_torch
 
-    table = cupy_torch.CudaTorchKernels if cupy_torch.usable() else cupy.CupyKernels
-    return Backend("cupy", table(gpus.load()))
+    table = cupy_torch.CudaTorchKernels if cupy_torch.is_usable() else cupy.CupyKernels
+    return Backend("cupy", table(gpus.load_cupy()))
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {
-    "torch": _torch,
+_BACKEND_FACTORIES: dict[str, Callable[[], Backend]] = {
+    "torch": _make_torch_backend,
     "numpy": lambda: Backend("numpy", HostKernels()),
-    "cupy": _cupy,
+    "cupy": _make_cupy_backend,
 }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_THREADED_COPY = 1 << 15  # numbers; smaller copies are faster on one thread
+_MIN_THREADED_COPY = 1 << 15  # numbers; smaller copies are faster on one thread
 
 
 class Normalisation(NamedTuple):
@@ -106,35 +106,35 @@ class CellKernels:
         There is no cancellation for large means. Without cells both are 0.
         """
         count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
-        mean = self._sums(x, by_sample) / count
-        from_mean = x - self._by_cell(mean, x.ndim)
-        return mean, self._sums(from_mean * from_mean, by_sample)
+        mean = self._group_sums(x, by_sample) / count
+        from_mean = x - self._broadcast_over_cells(mean, x.ndim)
+        return mean, self._group_sums(from_mean * from_mean, by_sample)
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
         """Write the normalised cells into y; x and y of any strides."""
-        mean, scale, shift = (self._by_cell(numbers, x.ndim) for numbers in norm[:3])
+        mean, scale, shift = (self._broadcast_over_cells(numbers, x.ndim) for numbers in norm[:3])
         self.xp.subtract(x, mean, out=y)
         y *= scale
         y += shift
         if norm.clip:
             self.relu(y, y)
 
-    def normalise_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
+    def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group, (groups, C).
 
         dz is the gradient before clipping.
         """
-        dz, by_sample = self._before_clip(x, dy, norm), len(norm.mean) != 1
-        along = dz * (x - self._by_cell(norm.mean, x.ndim))
-        return self._sums(dz, by_sample), self._sums(along, by_sample)
+        dz, by_sample = self._gradient_before_clip(x, dy, norm), len(norm.mean) != 1
+        along = dz * (x - self._broadcast_over_cells(norm.mean, x.ndim))
+        return self._group_sums(dz, by_sample), self._group_sums(along, by_sample)
 
-    def normalise_back(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
-        through, along, offset = (self._by_cell(numbers, x.ndim) for numbers in factors)
-        own = (x - self._by_cell(norm.mean, x.ndim)) * along + offset
-        self.xp.add(self._before_clip(x, dy, norm) * through, own, out=dx)
+        through, along, offset = (self._broadcast_over_cells(numbers, x.ndim) for numbers in factors)
+        own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * along + offset
+        self.xp.add(self._gradient_before_clip(x, dy, norm) * through, own, out=dx)
 
-    def norm_numbers(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
+    def scale_and_shift(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale and shift of each channel, and the scale before it was learned, all (C,).
 
         Parameters
@@ -145,10 +145,10 @@ class CellKernels:
         root = 1 / self.xp.sqrt(var + var.dtype.type(eps))
         return mean, learned[0] * root, learned[1].copy(), root
 
-    def batch_numbers(
+    def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
-        """Return the `norm_numbers` of a batch, and take it into the running mean and the running variance.
+        """Return the `scale_and_shift` of a batch, and take it into the running mean and the running variance.
 
         Parameters
         ----------
@@ -158,25 +158,25 @@ class CellKernels:
         count, (mean, squares) = moments[0], moments[1:].reshape(2, -1)
         for kept, new in zip(running, (mean, squares / self.xp.maximum(count - 1, 1)), strict=True):
             kept += momentum * (new - kept)
-        return self.norm_numbers(mean.copy(), squares / count, learned, eps)
+        return self.scale_and_shift(mean.copy(), squares / count, learned, eps)
 
-    def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Return the factors of `normalise_back`, (C,) each, from the gradients of gamma and beta (2 C,)."""
+    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+        """Return the factors of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""
         along, offset = (sums / count).reshape(2, -1)
         through = gamma * root
         return through, -through * root * along, -through * offset
 
-    def _before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
+    def _gradient_before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
         if not norm.clip:
             return dy
         z = self.xp.empty(x.shape, x.dtype)
         self.normalise(x, norm._replace(clip=False), z)
         return dy * (z > 0)
 
-    def _sums(self, x: Any, by_sample: bool) -> Any:
+    def _group_sums(self, x: Any, by_sample: bool) -> Any:
         return self.sample_sum(x) if by_sample else self.channel_sum(x)[None]
 
-    def _by_cell(self, numbers: Any, ndim: int) -> Any:
+    def _broadcast_over_cells(self, numbers: Any, ndim: int) -> Any:
         """Return (groups, C) in a shape that broadcasts with cells (N, *spatial, C)."""
         return numbers.reshape(len(numbers), *(1,) * (ndim - 2), numbers.shape[-1])
 
@@ -187,36 +187,36 @@ class CompiledCells(CellKernels):
     Attributes
     ----------
     compiled : module or None
-    threads, start : int
+    threads, gomp_address : int
         Number of threads, and the address of GOMP_parallel, which starts them; 0 if it is missing.
     """
 
-    threads, start = 1, 0
+    threads, gomp_address = 1, 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled = compiled()
+        self.compiled = load_compiled_kernels()
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`."""
-        if source.size < _THREADED_COPY or not self._run("clip", source, target):
+        if source.size < _MIN_THREADED_COPY or not self._run_compiled("clip", source, target):
             super().copy(source, target)
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y."""
-        if not self._run("clip", z, y, low=0):
+        if not self._run_compiled("clip", z, y, low=0):
             super().relu(z, y)
 
     def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
         """Return dy where y is positive, in dz."""
         dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
-        return dz if self._run("clip_back", y, dy, dz, low=0) else super().relu_backward(y, dy, dz)
+        return dz if self._run_compiled("clip_back", y, dy, dz, low=0) else super().relu_backward(y, dy, dz)
 
     def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip: bool = False) -> None:
         """Write the sum of all parts into y."""
         first, *rest = parts
         for at, part in enumerate(rest, start=1):
-            if not self._run("add", first, part, y, low=0 if clip and at == len(rest) else -inf):
+            if not self._run_compiled("add", first, part, y, low=0 if clip and at == len(rest) else -inf):
                 super().add(parts, y, clip)
                 return
             first = y
@@ -226,44 +226,50 @@ class CompiledCells(CellKernels):
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels."""
         sums = np.empty((1, 1, x.shape[-1]))
-        return sums[0, 0].astype(x.dtype) if self._run("total", x, sums=sums) else super().channel_sum(x)
+        return sums[0, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().channel_sum(x)
 
     def sample_sum(self, x: np.ndarray) -> np.ndarray:
         """Return each sample's sum over its cells."""
         sums = np.empty((len(x), 1, x.shape[-1]))
-        return sums[:, 0].astype(x.dtype) if self._run("total", x, sums=sums) else super().sample_sum(x)
+        return sums[:, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().sample_sum(x)
 
     def moments(self, x: np.ndarray, by_sample: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return means and sums of squared differences from them."""
         sums = np.empty((len(x) if by_sample else 1, 2, x.shape[-1]))
-        if not self._run("moments", x, sums=sums):
+        if not self._run_compiled("moments", x, sums=sums):
             return super().moments(x, by_sample)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
     def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run("normalise", x, y, by=norm[:3], low=_lower_bound(norm)):
+        if not self._run_compiled("normalise", x, y, group_numbers=norm[:3], low=_lower_bound(norm)):
             super().normalise(x, norm, y)
 
-    def normalise_sums(self, x: np.ndarray, dy: np.ndarray, norm: Normalisation) -> tuple[np.ndarray, np.ndarray]:
+    def normalise_gradient_sums(
+        self, x: np.ndarray, dy: np.ndarray, norm: Normalisation
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
         sums = np.empty((len(norm.mean), 2, x.shape[-1]))
-        if not self._run("normalise_sums", x, dy, by=norm[:3], sums=sums, low=_lower_bound(norm)):
-            return super().normalise_sums(x, dy, norm)
+        if not self._run_compiled("normalise_sums", x, dy, group_numbers=norm[:3], sums=sums, low=_lower_bound(norm)):
+            return super().normalise_gradient_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
-    def normalise_back(
+    def normalise_backward(
         self, x: np.ndarray, dy: np.ndarray, norm: Normalisation, factors: Sequence[np.ndarray], dx: np.ndarray
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
-        if not self._run("normalise_back", x, dy, dx, by=(*norm[:3], *factors), low=_lower_bound(norm)):
-            super().normalise_back(x, dy, norm, factors, dx)
+        if not self._run_compiled(
+            "normalise_back", x, dy, dx, group_numbers=(*norm[:3], *factors), low=_lower_bound(norm)
+        ):
+            super().normalise_backward(x, dy, norm, factors, dx)
 
-    def _run(self, kernel: str, *arrays: np.ndarray, by: Any = None, sums: Any = None, low: float = -inf) -> bool:
+    def _run_compiled(
+        self, kernel: str, *arrays: np.ndarray, group_numbers: Any = None, sums: Any = None, low: float = -inf
+    ) -> bool:
         if self.compiled is None:
             return False
-        by = None if by is None else np.array(by, arrays[0].dtype)
-        done: bool = self.compiled.run(kernel, arrays, by, sums, low, self.threads, self.start)
+        group_numbers = None if group_numbers is None else np.array(group_numbers, arrays[0].dtype)
+        done: bool = self.compiled.run(kernel, arrays, group_numbers, sums, low, self.threads, self.gomp_address)
         return done
 
 
@@ -272,7 +278,7 @@ def _lower_bound(norm: Normalisation) -> float:
 
 
 @cache
-def compiled() -> Any:
+def load_compiled_kernels() -> Any:
     """Return the compiled kernels; None if neondist was installed without a C compiler."""
     try:
         return import_module("neondist.backends._cells")

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .rows import VECTOR, Args, Rows, as_triple
+from .rows import VECTOR_BYTES, ConvArgs, RowConvolution, as_triple
 
 Ints = Sequence[int]
-_CHANNELS, _CELLS = 8, 128  # measured: the smallest for which it is faster
-_MOST = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
-_TAPS = 512  # cells of a depthwise convolution's window, at most
-FORWARD, WEIGHTS, INPUT = range(3)
+_MIN_CHANNELS, _MIN_CELLS = 8, 128  # measured: the smallest for which it is faster
+_MAX_WEIGHTS = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
+_MAX_DEPTHWISE_TAPS = 512  # cells of a depthwise convolution's window, at most
+FORWARD, WEIGHT_GRADIENT, INPUT_GRADIENT = range(3)
 
 
-class CompiledConvolution(Rows):
+class CompiledConvolution(RowConvolution):
     """Convolution of NumPy's arrays into a given array; falls back to the table where it is not compiled.
 
     Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Inputs
@@ -26,40 +26,42 @@ class CompiledConvolution(Rows):
     to 8 times those of direct sums, 1e-6 to 2e-6 of the outputs.
     """
 
-    def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
+    def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
         """Return whether a compiled kernel applies to a convolution of, or back to, x with weights of this shape."""
-        return super().compiles(x, shape, groups) or self.is_depthwise(x, shape, groups)
+        return super().has_compiled_kernel(x, shape, groups) or self.uses_depthwise_kernel(x, shape, groups)
 
-    def is_depthwise(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
+    def uses_depthwise_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
         """Return whether the depthwise kernel applies."""
         *kernel, inner, outer = shape
         return (
             inner == 1 < groups == outer
-            and outer * x.itemsize >= VECTOR
-            and prod(kernel) <= _TAPS
+            and outer * x.itemsize >= VECTOR_BYTES
+            and prod(kernel) <= _MAX_DEPTHWISE_TAPS
             and x.ndim > 3
-            and prod(x.shape[:-1]) >= _CELLS
+            and prod(x.shape[:-1]) >= _MIN_CELLS
             and hasattr(self.compiled, "depthwise")
         )
 
-    def transforms(self, x: np.ndarray, shape: Ints, args: Args) -> bool:
+    def uses_winograd_kernel(self, x: np.ndarray, shape: Ints, args: ConvArgs) -> bool:
         """Return whether the Winograd kernel applies."""
         (*kernel, inner, outer), (stride, dilation, groups) = shape, args
         return (
             tuple(kernel[-2:]) in ((3, 3), (5, 5))
             and prod(stride) * prod(dilation) * groups == 1
-            and min(inner, outer) >= _CHANNELS
-            and prod(shape) <= _MOST
-            and prod(x.shape[:-1]) >= _CELLS
+            and min(inner, outer) >= _MIN_CHANNELS
+            and prod(shape) <= _MAX_WEIGHTS
+            and prod(x.shape[:-1]) >= _MIN_CELLS
             and hasattr(self.compiled, "winograd")
         )
 
-    def filter_each(self, kind: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints) -> np.ndarray | None:
+    def filter_with_shared_window(
+        self, pass_kind: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints
+    ) -> np.ndarray | None:
         """Return every channel's convolution with one window (*kernel), or the gradient of its input, given dy as x.
 
         Parameters
         ----------
-        kind : FORWARD or INPUT
+        pass_kind : FORWARD or INPUT
         out : extent of the result
 
         Returns
@@ -70,41 +72,42 @@ class CompiledConvolution(Rows):
         weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out, channels), x.dtype)
         weights[...] = window[..., None, None]
         args = stride, (1,) * len(stride), channels
-        return y if hasattr(self.compiled, "depthwise") and self._depthwise(kind, x, weights, y, None, args) else None
+        done = hasattr(self.compiled, "depthwise") and self._try_depthwise(pass_kind, x, weights, y, None, args)
+        return y if done else None
 
-    def _convolve(
-        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: Args, before: Ints = ()
+    def _try_convolve(
+        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: ConvArgs, pad: Ints = ()
     ) -> bool:
         if args[2] > 1:
-            return self._depthwise(FORWARD, x, np.ascontiguousarray(weights), y, bias, args)
-        transforms = self.transforms(x, weights.shape, args)
-        if transforms and self._transform(False, x, weights, y, bias, before):
+            return self._try_depthwise(FORWARD, x, np.ascontiguousarray(weights), y, bias, args)
+        transforms = self.uses_winograd_kernel(x, weights.shape, args)
+        if transforms and self._try_winograd(False, x, weights, y, bias, pad):
             return True
-        return super()._convolve(x, weights, y, bias, args, before)
+        return super()._try_convolve(x, weights, y, bias, args, pad)
 
-    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: Args, crop: Ints) -> bool:
+    def _try_grad_input(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: ConvArgs, crop: Ints) -> bool:
         if args[2] > 1:
-            return self._depthwise(INPUT, dy, np.ascontiguousarray(weights), dx, None, args, crop)
-        return super()._convolve_back(dy, weights, dx, args, crop)
+            return self._try_depthwise(INPUT_GRADIENT, dy, np.ascontiguousarray(weights), dx, None, args, crop)
+        return super()._try_grad_input(dy, weights, dx, args, crop)
 
-    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: Args) -> bool:
+    def _try_grad_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: ConvArgs) -> bool:
         if args[2] > 1:
-            return bool(dy.size) and self._depthwise(WEIGHTS, x, gradient, dy, None, args)
-        if self.transforms(x, gradient.shape, args) and dy.size and self._transform(True, x, gradient, dy):
+            return bool(dy.size) and self._try_depthwise(WEIGHT_GRADIENT, x, gradient, dy, None, args)
+        if self.uses_winograd_kernel(x, gradient.shape, args) and dy.size and self._try_winograd(True, x, gradient, dy):
             return True
-        return super()._sum_weights(x, dy, gradient, args)
+        return super()._try_grad_weights(x, dy, gradient, args)
 
-    def _transform(
-        self, back: bool, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: Any = None, before: Ints = ()
+    def _try_winograd(
+        self, backward: bool, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: Any = None, pad: Ints = ()
     ) -> bool:
-        ends = as_triple(before, 0)
-        done: bool = self.compiled.winograd(back, x, weights, y, bias, ends, self.threads, self.start)
+        ends = as_triple(pad, 0)
+        done: bool = self.compiled.winograd(backward, x, weights, y, bias, ends, self.threads, self.gomp_address)
         return done
 
-    def _depthwise(
-        self, kind: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, args: Args, before: Ints = ()
+    def _try_depthwise(
+        self, pass_kind: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, args: ConvArgs, pad: Ints = ()
     ) -> bool:
         """Write the convolution of x into y, the gradient of weights into w, or that of the input, given dy as x."""
-        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(before, 0)
-        done: bool = self.compiled.depthwise(kind, x, w, y, bias, *steps, self.threads, self.start)
+        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0)
+        done: bool = self.compiled.depthwise(pass_kind, x, w, y, bias, *steps, self.threads, self.gomp_address)
         return done

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from .windows import Sides, all_windows, blocks, cropped, offsets, out_extent
+from .windows import Sides, all_windows, crop_sides, output_extent, split_into_blocks, window_cells
 
 Ints = Sequence[int]
 
@@ -22,7 +22,7 @@ class Convolution:
     #: Gathered numbers at a time: half a MiB of float32 stays in the second-level cache
     block = 1 << 17
     #: The same where weights are not shared
-    unshared = 1 << 20
+    unshared_block = 1 << 20
 
     def conv_forward(
         self,
@@ -39,45 +39,31 @@ class Convolution:
         `zeros` is the number of zero cells at the ends of every axis of x, which need no products.
         """
         kernel, channels = weights.shape[:-2], weights.shape[-1]
-        out = out_extent(x.shape[1:-1], kernel, stride, dilation)
+        out = output_extent(x.shape[1:-1], kernel, stride, dilation)
         y = self.xp.empty((len(x), *out, channels), x.dtype)
-        matrix = _matrix(weights, groups)
-        for block, columns in self._gathered(x, kernel, stride, dilation, groups):
+        matrix = _weights_by_group(weights, groups)
+        for block, columns in self._window_blocks(x, kernel, stride, dilation, groups):
             part = y[block]
             if groups == 1:
                 self.xp.matmul(columns[0], matrix[0], out=part.reshape(-1, channels))
             else:
-                part[...] = _join(columns @ matrix, part.shape)
+                part[...] = _join_groups(columns @ matrix, part.shape)
             if bias is not None:  # while the block is in the cache
                 part += bias
         return y
 
     def conv_backward_weights(
-        self,
-        x: Any,
-        dy: Any,
-        kernel: Ints,
-        stride: Ints,
-        dilation: Ints,
-        groups: int,
-        zeros: Sides | None = None,
+        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides | None = None
     ) -> Any:
         """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zeros` as in `conv_forward`."""
         inner, outer = x.shape[-1] // groups, dy.shape[-1] // groups
         total = self.xp.zeros((groups, prod(kernel) * inner, outer), x.dtype)
-        for block, columns in self._gathered(x, kernel, stride, dilation, groups):
-            total += columns.transpose(0, 2, 1) @ _divide(dy[block], groups)
+        for block, columns in self._window_blocks(x, kernel, stride, dilation, groups):
+            total += columns.transpose(0, 2, 1) @ _split_groups(dy[block], groups)
         return total.transpose(1, 0, 2).reshape(*kernel, inner, groups * outer)
 
     def conv_backward_input(
-        self,
-        dy: Any,
-        weights: Any,
-        extent: Ints,
-        stride: Ints,
-        dilation: Ints,
-        groups: int,
-        crop: Sides | None = None,
+        self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without the cells of `crop` at the ends of every axis.
 
@@ -86,50 +72,52 @@ class Convolution:
         """
         kernel, inner = weights.shape[:-2], weights.shape[-2]
         dx = self.xp.zeros((len(dy), *extent, inner * groups), dy.dtype)
-        turned = _matrix(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
+        turned = (
+            _weights_by_group(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
+        )
         per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
         span = dilation[0] * (kernel[0] - 1) + 1
-        for samples, rows in blocks(len(dy), dy.shape[1:-1], per_row, self.block):
+        for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], per_row, self.block):
             part = dy[samples, rows]
-            by_group = _divide(part, groups)
+            by_group = _split_groups(part, groups)
             target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
-            for at, (_, cells) in enumerate(offsets(kernel, stride, dilation, part.shape[1:-1])):
-                target[cells] += _join(by_group @ turned[at], (*part.shape[:-1], inner * groups))
-        return cropped(dx, crop)
+            for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, part.shape[1:-1])):
+                target[cells] += _join_groups(by_group @ turned[at], (*part.shape[:-1], inner * groups))
+        return crop_sides(dx, crop)
 
-    def local_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
+    def unshared_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
         """Return the unshared convolution (N, *out, C_out); weights (*out, *kernel, C_in, C_out)."""
         ndim = x.ndim - 2
         y = self.xp.empty((len(x), *weights.shape[:ndim], weights.shape[-1]), x.dtype)
-        for rows, columns, matrix in self._gathered_apart(x, weights, stride):
+        for rows, columns, matrix in self._unshared_window_blocks(x, weights, stride):
             y[:, rows] = self.xp.moveaxis(columns @ matrix, -2, 0)
         return y
 
-    def local_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
+    def unshared_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
         """Return the gradient of the unshared weights, of the shape of `weights`."""
         gradient = self.xp.zeros_like(weights)
-        for rows, columns, _ in self._gathered_apart(x, weights, stride):
+        for rows, columns, _ in self._unshared_window_blocks(x, weights, stride):
             part = columns.swapaxes(-1, -2) @ self.xp.moveaxis(dy[:, rows], 0, -2)
             gradient[rows] = part.reshape(gradient[rows].shape)
         return gradient
 
-    def local_backward_input(self, dy: Any, weights: Any, extent: Ints, stride: Ints) -> Any:
+    def unshared_backward_input(self, dy: Any, weights: Any, extent: Ints, stride: Ints) -> Any:
         """Return the gradient of x (N, *extent, C_in)."""
         ndim, xp = dy.ndim - 2, self.xp
         kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
         dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
         length = prod(kernel) * channels
-        for _, rows in blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared_block):
             matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
             block_shape = matrix.shape[:ndim]
             columns = matrix.reshape(*block_shape, length, -1) @ by_cell
             columns = columns.reshape(*block_shape, *kernel, channels, len(dy))
             part = dx[rows.start * stride[0] :]
-            for place, (_, *cells) in offsets(kernel, stride, (1,) * ndim, block_shape):
+            for place, (_, *cells) in window_cells(kernel, stride, (1,) * ndim, block_shape):
                 part[tuple(cells)] += columns[(slice(None),) * ndim + place]
         return xp.ascontiguousarray(xp.moveaxis(dx, -1, 0))
 
-    def _gathered(
+    def _window_blocks(
         self, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int
     ) -> Iterator[tuple[tuple[slice, slice], Any]]:
         """Yield (index into N and the first output axis, windows (groups, cells, kernel * C_in / groups)) by blocks."""
@@ -144,7 +132,7 @@ class Convolution:
         out = windows.shape[2 : 2 + len(kernel)]
         length = prod(kernel) * inner
         scratch = xp.empty(0, x.dtype)
-        for block in blocks(len(x), out, prod(out[1:]) * length * groups, self.block):
+        for block in split_into_blocks(len(x), out, prod(out[1:]) * length * groups, self.block):
             part = windows[(slice(None), *block)]
             if part.size > scratch.size:
                 scratch = xp.empty(part.size, x.dtype)
@@ -152,26 +140,26 @@ class Convolution:
             xp.copyto(columns, part)
             yield block, columns.reshape(groups, -1, length)
 
-    def _gathered_apart(self, x: Any, weights: Any, stride: Ints) -> Iterator[tuple[slice, Any, Any]]:
+    def _unshared_window_blocks(self, x: Any, weights: Any, stride: Ints) -> Iterator[tuple[slice, Any, Any]]:
         """Yield (rows, windows (rows, ..., N, kernel * C_in), weights (rows, ..., kernel * C_in, C_out))."""
         ndim = x.ndim - 2
         out, length = weights.shape[:ndim], prod(weights.shape[ndim:-1])
         windows = self.xp.moveaxis(all_windows(x, weights.shape[ndim : 2 * ndim], stride, (1,) * ndim), 0, ndim)
-        for _, rows in blocks(1, out, prod(out[1:]) * len(x) * length, self.unshared):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(x) * length, self.unshared_block):
             part = windows[rows]
             columns = part.reshape(*part.shape[: ndim + 1], length)
             yield rows, columns, weights[rows].reshape(*part.shape[:ndim], length, weights.shape[-1])
 
 
-def _matrix(weights: Any, groups: int) -> Any:
+def _weights_by_group(weights: Any, groups: int) -> Any:
     """Return the weights as (groups, kernel * C_in / groups, C_out / groups)."""
     return weights.reshape(-1, groups, weights.shape[-1] // groups).transpose(1, 0, 2)
 
 
-def _divide(dy: Any, groups: int) -> Any:
+def _split_groups(dy: Any, groups: int) -> Any:
     """Return (N, *out, C_out) as (groups, cells, C_out / groups)."""
     return dy.reshape(-1, groups, dy.shape[-1] // groups).transpose(1, 0, 2)
 
 
-def _join(parts: Any, shape: Ints) -> Any:
+def _join_groups(parts: Any, shape: Ints) -> Any:
     return parts.transpose(1, 0, 2).reshape(shape)

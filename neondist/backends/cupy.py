@@ -13,6 +13,8 @@ from .device_kernels import (
     ADD_BOXES,
     BATCH_FACTORS,
     BATCH_NUMBERS,
+    C_TYPES,
+    C_TYPES_BY_SIZE,
     CELL_SUMS,
     COPY_EACH,
     DEPTHWISE,
@@ -26,24 +28,22 @@ from .device_kernels import (
     MOMENTS,
     NORMALISE,
     NORMALISE_BACK,
-    NUMBERS,
     ROUND_BFLOAT16,
     SUMS,
-    WORDS,
-    typed,
+    specialise_source,
 )
 from .device_tables import box_table, cell_table, copy_table, depthwise_table, pool_table
-from .kernels import Graph, Kernels
+from .kernels import CapturedGraph, Kernels
 from .narrow import NarrowProducts
-from .windows import Sides, cropped, out_extent
+from .windows import Sides, crop_sides, output_extent
 
 Ints = Sequence[int]
 
-_THREADS, _BLOCKS = 256, 4096
+_THREADS_PER_BLOCK, _MAX_BLOCKS = 256, 4096
 """threads of a block, and blocks of a launch, at most"""
-_TABLES = 1024
+_MAX_CACHED_TABLES = 1024
 """device tables in the cache, at most"""
-_LANES, _FOLD, _LAST_LANES = 1 << 18, 32, 64
+_MAX_LANES, _LANES_PER_THREAD, _MAX_LAST_LANES = 1 << 18, 32, 64
 """partial sums of a reduction, how many of them one thread adds up, and the most in the last step"""
 
 
@@ -58,17 +58,17 @@ class CupyKernels(Kernels):
         Of the operands of products.
     """
 
-    packs = True
+    packs_copies = True
     # a launch costs as much as a million numbers: few large blocks, whose memory no plan includes
-    strip, block, unshared, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+    strip, block, unshared_block, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
     #: Numbers from which on indices have 64 bits
-    wide = 1 << 30
+    int64_threshold = 1 << 30
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         super().__init__(cupy)
         self.precision = precision
-        self._compiled: dict[tuple[str, str, str], Any] = {}
-        self._tables = lru_cache(_TABLES)(self._on_device)
+        self._compiled_kernels: dict[tuple[str, str, str], Any] = {}
+        self._cached_upload = lru_cache(_MAX_CACHED_TABLES)(self._upload_table)
         self._captured_tables: list[list[Any]] = []  # tables of the graphs being captured
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
@@ -87,21 +87,23 @@ class CupyKernels(Kernels):
         shapes, size = [target.shape for _, target in pairs], pairs[0][0].itemsize
         ends = [(source.data.ptr, target.data.ptr) for source, target in pairs]
         rank = max(map(len, shapes))
-        table = copy_table(ends, shapes, [(_steps(source), _steps(target)) for source, target in pairs], rank)
-        self._launch(COPY_EACH, WORDS[size], "copy_each", sum(map(prod, shapes)), self._table(table), rank)
+        table = copy_table(ends, shapes, [(_strides(source), _strides(target)) for source, target in pairs], rank)
+        self._launch(
+            COPY_EACH, C_TYPES_BY_SIZE[size], "copy_each", sum(map(prod, shapes)), self._cached_table(table), rank
+        )
 
     def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
         """Add each part to its box of an array, all in one launch."""
         pairs = [(box, self.xp.ascontiguousarray(part)) for box, part in zip(boxes, parts, strict=True) if part.size]
         if not pairs:
             return
-        if str(array.dtype) not in NUMBERS or any(part.dtype != array.dtype for _, part in pairs):
+        if str(array.dtype) not in C_TYPES or any(part.dtype != array.dtype for _, part in pairs):
             super().add_boxes(array, boxes, parts)
             return
         shapes = [part.shape for _, part in pairs]
-        table = box_table(_steps(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
-        arguments = array, self._table(table), len(pairs)
-        self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *arguments, array.ndim)
+        table = box_table(_strides(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
+        arguments = array, self._cached_table(table), len(pairs)
+        self._launch(ADD_BOXES, C_TYPES[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *arguments, array.ndim)
 
     def conv_forward(
         self,
@@ -115,55 +117,50 @@ class CupyKernels(Kernels):
     ) -> Any:
         """Return the valid convolution of x with the weights, plus bias: depthwise in one launch, without the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
-        shape = len(x), *out_extent(x.shape[1:-1], kernel, stride, dilation), channels
-        if groups != x.shape[-1] or groups == 1 or not self._has_kernel(x.dtype, kernel, shape):
+        shape = len(x), *output_extent(x.shape[1:-1], kernel, stride, dilation), channels
+        if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
-        y, pool = self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _steps(x))
-        table, index = self._places(depthwise_table(pool_table(*pool), dilation, channels), x, y)
+        y, pool = (self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _strides(x)))
+        table, index = self._device_table(depthwise_table(pool_table(*pool), dilation, channels), x, y)
         arguments = x, self.xp.ascontiguousarray(weights), y, table
-        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *arguments, index=index)
+        self._launch(DEPTHWISE, C_TYPES[str(x.dtype)], "depthwise", y.size, *arguments, index_type=index)
         return y if bias is None else self.xp.add(y, bias, out=y)
 
     def conv_backward_input(
-        self,
-        dy: Any,
-        weights: Any,
-        extent: Ints,
-        stride: Ints,
-        dilation: Ints,
-        groups: int,
-        crop: Sides | None = None,
+        self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without the cells of `crop`: depthwise in one launch."""
         kernel, shape = weights.shape[:-2], (len(dy), *extent, groups * weights.shape[-2])
-        if groups != shape[-1] or groups == 1 or not self._has_kernel(dy.dtype, kernel, (*shape, dy.size)):
+        if groups != shape[-1] or groups == 1 or not self._has_window_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         dx = self.xp.empty(shape, dy.dtype)
-        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _steps(dx))
-        table, index = self._places(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
+        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _strides(dx))
+        table, index = self._device_table(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
         arguments = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
-        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index=index)
-        return cropped(dx, crop)
+        self._launch(DEPTHWISE_BACK, C_TYPES[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index_type=index)
+        return crop_sides(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and the places, in one launch."""
-        out, xp = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
-        if not self._has_kernel(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+        out, xp = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
+        if not self._has_window_kernel(x.dtype, kernel, (len(x), *out, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
         best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
-        table, index = self._places(pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x)), x, best)
-        self._launch(MAX_POOL, NUMBERS[str(x.dtype)], "max_pool", best.size, x, best, place, table, index=index)
+        table, index = self._device_table(
+            pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _strides(x)), x, best
+        )
+        self._launch(MAX_POOL, C_TYPES[str(x.dtype)], "max_pool", best.size, x, best, place, table, index_type=index)
         return best, place
 
-    def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+    def max_pool_backward(self, dy: Any, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x, in one launch; deterministic: each cell adds up its own contributions."""
         shape = len(dy), *extent, dy.shape[-1]
-        if not self._has_kernel(dy.dtype, kernel, (*shape, dy.size)):
-            return super().max_pool_backward(dy, place, extent, kernel, stride)
+        if not self._has_window_kernel(dy.dtype, kernel, (*shape, dy.size)):
+            return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
-        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx))
-        (table, index), number = self._places(pool, dx, dy), NUMBERS[str(dy.dtype)]
-        self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, place, dx, table, index=index)
+        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _strides(dx))
+        (table, index), number = self._device_table(pool, dx, dy), C_TYPES[str(dy.dtype)]
+        self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, max_positions, dx, table, index_type=index)
         return dx
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
@@ -171,64 +168,67 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, y):
             super().normalise(x, norm, y)
             return
-        numbers, (shares, threads, index) = self._numbers(norm[:3], x), self._shares((x, y), len(norm.mean))
+        numbers, (shares, threads, index) = (
+            self._contiguous_numbers(norm[:3], x),
+            self._thread_shares((x, y), len(norm.mean)),
+        )
         arguments = x, *numbers, y, *shares, int(norm.clip)
-        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", threads, *arguments, index=index)
+        self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index)
 
-    def normalise_back(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
         if not self._has_cell_kernel(x, dy, dx):
-            super().normalise_back(x, dy, norm, factors, dx)
+            super().normalise_backward(x, dy, norm, factors, dx)
             return
-        numbers = self._numbers((*norm[:3], *factors), x)
-        shares, threads, index = self._shares((x, dy, dx), len(norm.mean))
+        numbers = self._contiguous_numbers((*norm[:3], *factors), x)
+        shares, threads, index = self._thread_shares((x, dy, dx), len(norm.mean))
         arguments = x, dy, *numbers, dx, *shares, int(norm.clip)
-        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", threads, *arguments, index=index)
+        self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,)."""
-        return self._sums_of(SUMS, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
+        return self._reduce_sums(SUMS, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
 
     def sample_sum(self, x: Any) -> Any:
         """Return each sample's sum over its cells, (N, C)."""
-        return self._sums_of(SUMS, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
+        return self._reduce_sums(SUMS, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
         """Return means and sums of squared differences from them."""
         if not self._has_cell_kernel(x):
             return super().moments(x, by_sample)
-        mean, squares = self._sums_of(MOMENTS, x, by_sample=by_sample)
+        mean, squares = self._reduce_sums(MOMENTS, x, by_sample=by_sample)
         return mean, squares
 
-    def normalise_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
+    def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group."""
         if not self._has_cell_kernel(x, dy):
-            return super().normalise_sums(x, dy, norm)
-        numbers = self._numbers(norm[:3], x)
-        first, second = self._sums_of(GRADIENTS, x, numbers, dy, len(norm.mean) != 1, clip=norm.clip)
+            return super().normalise_gradient_sums(x, dy, norm)
+        numbers = self._contiguous_numbers(norm[:3], x)
+        first, second = self._reduce_sums(GRADIENTS, x, numbers, dy, len(norm.mean) != 1, clip=norm.clip)
         return first, second
 
-    def batch_numbers(
+    def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `norm_numbers` of a batch, and take it into the running mean and variance, in one launch."""
         if not self._has_cell_kernel(moments, *running, *learned):
-            return super().batch_numbers(moments, running, learned, momentum, eps)
+            return super().batch_scale_and_shift(moments, running, learned, momentum, eps)
         result, scalars = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
         arguments = moments, *running, *learned, result, *scalars
-        self._launch(BATCH_NUMBERS, NUMBERS[str(moments.dtype)], "batch_numbers", result[0].size, *arguments)
+        self._launch(BATCH_NUMBERS, C_TYPES[str(moments.dtype)], "batch_numbers", result[0].size, *arguments)
         return result[0], result[1], result[2], result[3]
 
-    def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Return the factors of `normalise_back`, in one launch."""
+    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+        """Return the factors of `normalise_backward`, in one launch."""
         if not self._has_cell_kernel(sums, count, gamma, root):
-            return super().batch_factors(sums, count, gamma, root)
+            return super().batch_gradient_factors(sums, count, gamma, root)
         result = self.xp.empty((3, len(gamma)), sums.dtype)
         arguments = sums, count, gamma, root, result
-        self._launch(BATCH_FACTORS, NUMBERS[str(sums.dtype)], "batch_factors", result[0].size, *arguments)
+        self._launch(BATCH_FACTORS, C_TYPES[str(sums.dtype)], "batch_factors", result[0].size, *arguments)
         return result[0], result[1], result[2]
 
-    def _sums_of(
+    def _reduce_sums(
         self,
         kind: int,
         x: Any,
@@ -246,22 +246,24 @@ class CupyKernels(Kernels):
         """
         groups, count = len(x) if by_sample else 1, 1 if kind == SUMS else 2
         arrays = x, x if dy is None else dy
-        shares, threads, index = self._shares(arrays, groups)
-        (table, rank, _, lanes), width, number = shares, groups * x.shape[-1], NUMBERS[str(x.dtype)]
+        shares, threads, index = self._thread_shares(arrays, groups)
+        (table, rank, _, lanes), width, number = shares, groups * x.shape[-1], C_TYPES[str(x.dtype)]
         sums = self.xp.empty((count, lanes, width), "f8")
         arguments = *arrays, *(*numbers, x, x, x)[:3], sums, *shares, kind, int(clip)
-        self._launch(CELL_SUMS, number, "cell_sums", threads, *arguments, index=index)
-        while lanes > _LAST_LANES:
-            into = -(-lanes // _FOLD)
+        self._launch(CELL_SUMS, number, "cell_sums", threads, *arguments, index_type=index)
+        while lanes > _MAX_LAST_LANES:
+            into = -(-lanes // _LANES_PER_THREAD)
             folded = self.xp.empty((count, into, width), "f8")
-            self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, into, width, index=index)
+            self._launch(
+                FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, into, width, index_type=index
+            )
             sums, lanes = folded, into
         result = self.xp.empty((count, groups, x.shape[-1]), x.dtype)
         if kind == MOMENTS:
             arguments = sums, x, result, table, rank, lanes, x.size // width
-            self._launch(LAST_MOMENTS, number, "last_moments", width, *arguments, index=index)
+            self._launch(LAST_MOMENTS, number, "last_moments", width, *arguments, index_type=index)
         else:
-            self._launch(LAST_SUMS, number, "last_sums", result.size, sums, result, lanes, width, index=index)
+            self._launch(LAST_SUMS, number, "last_sums", result.size, sums, result, lanes, width, index_type=index)
         return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
@@ -269,19 +271,19 @@ class CupyKernels(Kernels):
         if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
             return super().round_operand(x, precision)
         y = self.xp.empty(x.shape, x.dtype)
-        shares, threads, index = self._shares((x, y), 1)
-        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *shares, index=index)
+        shares, threads, index = self._thread_shares((x, y), 1)
+        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *shares, index_type=index)
         return y
 
-    def _has_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+    def _has_window_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
         """Return whether a kernel supports these windows and the output is not empty."""
-        return str(dtype) in NUMBERS and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
+        return str(dtype) in C_TYPES and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
 
     def _has_cell_kernel(self, *arrays: Any) -> bool:
         kinds = {str(array.dtype) for array in arrays}
-        return len(kinds) == 1 and kinds <= NUMBERS.keys() and arrays[0].size > 0
+        return len(kinds) == 1 and kinds <= C_TYPES.keys() and arrays[0].size > 0
 
-    def _numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
+    def _contiguous_numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
         """Return the numbers (groups, C) as contiguous arrays of the dtype of `like`."""
         shape = len(numbers[0]), like.shape[-1]
         ready = [array.shape == shape and array.dtype == like.dtype and array.flags.c_contiguous for array in numbers]
@@ -290,71 +292,75 @@ class CupyKernels(Kernels):
             for array, is_ready in zip(numbers, ready, strict=True)
         ]
 
-    def _shares(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
+    def _thread_shares(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
         """Return how the cells of arrays of one shape are divided among threads.
 
         That is: (the table, its number of axes, of groups and of lanes); the threads; and the type of the table in C.
         """
         like = arrays[0]
-        numbers = cell_table(like.shape, list(map(_steps, arrays)), groups > 1)
-        table, index = self._places(numbers, *arrays)
+        numbers = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
+        table, index = self._device_table(numbers, *arrays)
         width = groups * like.shape[-1]
-        lanes = max(1, min(like.size, _LANES) // width)
+        lanes = max(1, min(like.size, _MAX_LANES) // width)
         return (table, len(numbers) // (1 + len(arrays)), groups, lanes), lanes * width, index
 
-    def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
+    def _device_table(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
         """Return a table on the device, and its type in C, wide enough for indices into these arrays."""
-        spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _steps(a), strict=True)) for a in arrays]
-        index = "int" if max(spans) < self.wide else "long long"
-        return self._table(table, index), index
+        spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _strides(a), strict=True)) for a in arrays]
+        index = "int" if max(spans) < self.int64_threshold else "long long"
+        return self._cached_table(table, index), index
 
-    def _launch(self, source: str, number: str, name: str, total: int, *args: Any, index: str = "long long") -> None:
+    def _launch(
+        self, source: str, c_type: str, name: str, total: int, *args: Any, index_type: str = "long long"
+    ) -> None:
         """Launch a kernel for `total` numbers, the last of its arguments."""
-        kernel = self._compiled.get((name, number, index))
+        kernel = self._compiled_kernels.get((name, c_type, index_type))
         if kernel is None:
-            kernel = self.xp.RawKernel(typed(source, number, index), name)
-            self._compiled[name, number, index] = kernel
+            kernel = self.xp.RawKernel(specialise_source(source, c_type, index_type), name)
+            self._compiled_kernels[name, c_type, index_type] = kernel
         arguments = [self.xp.int64(argument) if isinstance(argument, int) else argument for argument in (*args, total)]
-        kernel((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
+        kernel((min(-(-total // _THREADS_PER_BLOCK), _MAX_BLOCKS),), (_THREADS_PER_BLOCK,), tuple(arguments))
 
-    def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
+    def capture(
+        self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
+    ) -> tuple[Any, CapturedGraph]:
         """Return a function's result and a graph of its launches, which keeps the host data that they read."""
         self._captured_tables.append([])
         try:
-            result, launches = self._captured(function, after)
+            result, launches = self._capture_launches(function, previous_graph)
         finally:
             kept = self._captured_tables.pop()
-        return result, Graph(launches, kept)
+        return result, CapturedGraph(launches, kept)
 
-    def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result, and an object with `replay`."""
         raise NotImplementedError
 
-    def _table(self, table: tuple[int, ...], index: str = "long long") -> Any:
+    def _cached_table(self, table: tuple[int, ...], index_type: str = "long long") -> Any:
         """Return a table on the device, cached: the launches of every step need the same ones."""
-        on_device = self._tables(table, index)
+        on_device = self._cached_upload(table, index_type)
         for kept in self._captured_tables:
             kept.append(on_device)
         return on_device
 
-    def _on_device(self, table: tuple[int, ...], index: str) -> Any:
-        return self.xp.array(table, self.xp.int32 if index == "int" else self.xp.int64)
+    def _upload_table(self, table: tuple[int, ...], index_type: str) -> Any:
+        return self.xp.array(table, self.xp.int32 if index_type == "int" else self.xp.int64)
 
-    def room(self, ranks: int) -> int | None:
+    def available_memory(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
         runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
         free, _ = runtime.memGetInfo()
         sharing = -(-ranks // runtime.getDeviceCount())
         return int(free) // sharing + int(pool.free_bytes())
 
-    def give_back_freed(self, above: int) -> None:
+    def release_cached_memory(self, above: int) -> None:
         """Free the cached blocks of CuPy's pool for other ranks on the same GPU."""
         pool = self.xp.get_default_memory_pool()
         if pool.total_bytes() > above:
             pool.free_all_blocks()
 
 
-def _steps(array: Any) -> list[int]:
+def _strides(array: Any) -> list[int]:
     """Return an array's strides in elements."""
     return [stride // array.itemsize for stride in array.strides]
 

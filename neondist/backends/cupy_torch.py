@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arrays.precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
-from .kernels import Graph, Kernels
+from .kernels import CapturedGraph, Kernels
 from .torch import NarrowTorchTable, TorchTable
 
 Ints = Sequence[int]
@@ -24,7 +24,7 @@ class CupyTorchKernels(TorchTable, CupyKernels):
     its gradient is not deterministic.
     """
 
-    small = 0
+    min_numbers = 0
     max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
     max_pool_back_into = CupyKernels.max_pool_back_into
 
@@ -34,19 +34,19 @@ class CupyTorchKernels(TorchTable, CupyKernels):
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks of them: CuPy's call of cuBLAS cannot be captured."""
-        return super().matmul(a, b) if self.torch is None else self.torch.matmul(a, b)
+        return super().matmul(a, b) if self.torch_calls is None else self.torch_calls.matmul(a, b)
 
-    def _arranged(self, x: Any, weights: Any) -> Any:
+    def _reorder_weights(self, x: Any, weights: Any) -> Any:
         return weights
 
-    def _convolves(self, x: Any, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
-        return x.ndim > 3 and 0 not in (x.size, *out) and self.torch is not None
+    def _prefers_torch_conv(self, x: Any, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
+        return x.ndim > 3 and 0 not in (x.size, *out) and self.torch_calls is not None
 
-    def _pools(self, x: Any, out: Ints) -> bool:
-        return self._convolves(x, out)
+    def _prefers_torch_pool(self, x: Any, out: Ints) -> bool:
+        return self._prefers_torch_conv(x, out)
 
 
-def usable() -> bool:
+def is_usable() -> bool:
     """Return whether PyTorch is built for CUDA and finds a GPU."""
     try:
         import torch
@@ -66,7 +66,7 @@ class CudaTorchKernels(CupyTorchKernels):
         'tf32' lets cuDNN use TF32 in convolutions.
     """
 
-    tf32 = captures = True
+    tf32 = supports_capture = True
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         import torch
@@ -79,9 +79,9 @@ class CudaTorchKernels(CupyTorchKernels):
         self._cudnn: Any = torch.backends.cudnn
         before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(torch_allocator(cupy, torch, device))
-        self._closing.callback(cupy.cuda.set_allocator, before)
+        self._cleanup.callback(cupy.cuda.set_allocator, before)
         flags = torch.backends.cudnn.set_flags(_benchmark=True, _allow_tf32=precision.name == "tf32")
-        self._closing.callback(torch.backends.cudnn.set_flags, *flags)
+        self._cleanup.callback(torch.backends.cudnn.set_flags, *flags)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision."""
@@ -91,20 +91,20 @@ class CudaTorchKernels(CupyTorchKernels):
         kind = NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels
         return kind(self.xp, precision)
 
-    def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
-        graph, pool = self._cuda.CUDAGraph(), None if after is None else after.launches.pool()
+        graph, pool = self._cuda.CUDAGraph(), None if previous_graph is None else previous_graph.library_graph.pool()
         with ExitStack() as during:
             during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # of this thread alone
             during.enter_context(self.xp.cuda.ExternalStream(self._cuda.current_stream().cuda_stream))
             return function(), graph
 
-    def room(self, ranks: int) -> int | None:
+    def available_memory(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
         kept = self._cuda.memory_reserved() - self._cuda.memory_allocated()
-        return (super().room(ranks) or 0) + int(kept)
+        return (super().available_memory(ranks) or 0) + int(kept)
 
-    def give_back_freed(self, above: int) -> None:
+    def release_cached_memory(self, above: int) -> None:
         """Free the cached blocks of the pool."""
         if self._cuda.memory_reserved() > above:
             self._cuda.empty_cache()
@@ -113,7 +113,7 @@ class CudaTorchKernels(CupyTorchKernels):
 class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
     """PyTorch's convolutions of 16 bits; matrix products are those of float32."""
 
-    def _is_fast(self, calls: Any) -> bool:
+    def _has_fast_instructions(self, calls: Any) -> bool:
         return True  # on tensor cores since Volta, bfloat16 since Ampere
 
 

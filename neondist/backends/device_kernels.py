@@ -1,19 +1,19 @@
 """Kernels of a GPU as text in CUDA C, which CuPy compiles at first use.
 
 T is the type of the numbers, INDEX that of counts and indices, for which 32 bits are several times faster: see
-`typed`. Threads iterate over the numbers of a launch in grid-sized steps.
+`specialise_source`. Threads iterate over the numbers of a launch in grid-sized steps.
 """
 
 from __future__ import annotations
 
-NUMBERS = {"float32": "float", "float64": "double"}
+C_TYPES = {"float32": "float", "float64": "double"}
 """types of C that kernels compute with, by dtype"""
-WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+C_TYPES_BY_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """types by size in bytes, for copies"""
-AXES = 8
+MAX_AXES = 8
 """most axes of an array"""
 
-_PREFIX = """
+_SOURCE_PREFIX = """
 #ifndef KERNEL
 #define KERNEL extern "C" __global__
 #endif
@@ -189,7 +189,7 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
 """
 """Gradient of x (N, *extent, C_in); the same table"""
 
-_SHARES = """
+_SHARE_SETUP = """
     const INDEX first = groups > 1, channels = table[rank - 1], width = (INDEX)groups * channels;
     const INDEX inner = rank - 2 >= first ? table[rank - 2] : 1;
     INDEX cells = inner;
@@ -202,10 +202,10 @@ Arrays may be the same: each cell is read and then written by one thread only.
 """
 
 
-def _by_shares(kernel: str, numbers: str, arrays: int, body: str, after: str = "") -> str:
+def _kernel_by_shares(kernel: str, numbers: str, arrays: int, body: str, after: str = "") -> str:
     """Return a kernel that runs `body` for each cell, at index at[a] of array a."""
     return f"""
-KERNEL void {kernel} {{{_SHARES}
+KERNEL void {kernel} {{{_SHARE_SETUP}
     for EACH(i, total) {{
         const INDEX of = i % width, begin = i / width * each, end = begin + each < cells ? begin + each : cells;
         {numbers}
@@ -235,7 +235,7 @@ KERNEL void {kernel} {{{_SHARES}
 """
 
 
-NORMALISE = _by_shares(
+NORMALISE = _kernel_by_shares(
     """normalise(const T *__restrict__ x, const T *mean, const T *scale, const T *shift, T *__restrict__ y,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long clip,
                       long long total)""",
@@ -246,7 +246,7 @@ NORMALISE = _by_shares(
 )
 """(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of x and y"""
 
-NORMALISE_BACK = _by_shares(
+NORMALISE_BACK = _kernel_by_shares(
     """normalise_back(const T *__restrict__ x, const T *__restrict__ dy, const T *mean, const T *scale, const T *shift,
                            const T *through, const T *along, const T *offset, T *__restrict__ dx,
                            const INDEX *table, long long rank,
@@ -260,7 +260,7 @@ NORMALISE_BACK = _by_shares(
 """through * dz + along * (x - mean) + offset, dz being the gradient before clipping; the table: shape, strides of
 x, dy and dx"""
 
-CELL_SUMS = _by_shares(
+CELL_SUMS = _kernel_by_shares(
     """cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long kind,
                       long long clip, long long total)""",
@@ -355,7 +355,7 @@ KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T
 """
 """Factors (3, C) of the gradient through the batch statistics, from the gradients of gamma and beta (2, C)"""
 
-ROUND_BFLOAT16 = _by_shares(
+ROUND_BFLOAT16 = _kernel_by_shares(
     """round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
                            long long groups, long long lanes, long long total)""",
     "",
@@ -367,6 +367,6 @@ ROUND_BFLOAT16 = _by_shares(
 """Bits of float32 numbers, rounded to the nearest bfloat16; the table: shape, strides of x and y"""
 
 
-def typed(source: str, number: str, index: str = "long long") -> str:
+def specialise_source(source: str, c_type: str, index_type: str = "long long") -> str:
     """Return the source of a kernel for numbers and counts of the given types of C."""
-    return f"typedef {number} T;\ntypedef {index} INDEX;\n#define AXES {AXES}\n{_PREFIX}{source}"
+    return f"typedef {c_type} T;\ntypedef {index_type} INDEX;\n#define AXES {MAX_AXES}\n{_SOURCE_PREFIX}{source}"

@@ -10,19 +10,19 @@ Ints = Sequence[int]
 
 
 def copy_table(
-    ends: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
+    addresses: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
 ) -> tuple[int, ...]:
     """Return the table of `copy_each`.
 
     Parameters
     ----------
-    ends : addresses of each pair of arrays
+    addresses : addresses of each pair of arrays
     shapes : of each pair, not empty
     strides : of both, in elements
     rank : of the largest shape
     """
     table: list[int] = []
-    for end, pair, shape, pair_strides in zip(accumulate(map(prod, shapes)), ends, shapes, strides, strict=True):
+    for end, pair, shape, pair_strides in zip(accumulate(map(prod, shapes)), addresses, shapes, strides, strict=True):
         table += [end, *pair, *(1,) * (rank - len(shape)), *shape]
         for steps in pair_strides:
             table += [*(0,) * (rank - len(shape)), *steps]
@@ -30,18 +30,18 @@ def copy_table(
 
 
 def box_table(
-    strides: Ints, parts: Sequence[int], boxes: Sequence[Sequence[slice]], shapes: Sequence[Ints]
+    strides: Ints, part_addresses: Sequence[int], boxes: Sequence[Sequence[slice]], shapes: Sequence[Ints]
 ) -> tuple[int, ...]:
     """Return the table of `add_boxes`, for boxes that are not empty.
 
     Parameters
     ----------
     strides : of the array, in elements
-    parts : the address of each box's numbers, in a row
+    part_addresses : the address of each box's numbers, in a row
     boxes, shapes : position of each box in the array, with or without steps
     """
     table = [*strides]
-    for end, part, box, shape in zip(accumulate(map(prod, shapes)), parts, boxes, shapes, strict=True):
+    for end, part, box, shape in zip(accumulate(map(prod, shapes)), part_addresses, boxes, shapes, strict=True):
         table += [end, part, *(cut.start for cut in box), *shape, *(cut.step or 1 for cut in box)]
     return tuple(table)
 

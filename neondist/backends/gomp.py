@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 @cache
-def gomp_parallel() -> int:
+def gomp_parallel_address() -> int:
     """Return the address of GOMP_parallel in PyTorch's libgomp, else in GCC's; 0 if there is none.
 
     Its idle threads spin, so that other threads would share their cores: after an operation of PyTorch, two Python
     threads are as slow as one, and these 1.7 times faster. PyTorch is not imported.
     """
-    for path in _libraries():
+    for path in _libgomp_paths():
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value or 0
         except (OSError, AttributeError):
@@ -24,7 +24,7 @@ def gomp_parallel() -> int:
     return 0
 
 
-def _libraries() -> Iterator[str]:
+def _libgomp_paths() -> Iterator[str]:
     spec = importlib.util.find_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         yield from map(str, (Path(folder) / "lib").glob("libgomp*.so*"))

@@ -10,15 +10,15 @@ from typing import Any
 from ..system.job import local_rank
 from ..version import installed_distributions
 
-_INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
+_INSTALL_COMMAND = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 """Codes of the CUDA runtime; the first also where no driver is installed."""
 
 
-def find_problem() -> str:
+def find_cupy_problem() -> str:
     """Return the reason why CuPy is not usable here, with the remedy; '' if it is usable."""
     if importlib.util.find_spec("cupy") is None:
-        return f"not installed; {_INSTALL}"
+        return f"not installed; {_INSTALL_COMMAND}"
     packages = installed_distributions("cupy")
     if len(packages) > 1:
         return f"{' and '.join(packages)} are installed together, but conflict; uninstall all but one of them"
@@ -42,7 +42,7 @@ def find_problem() -> str:
     return "" if count else "no GPU is visible; see nvidia-smi, and the variable CUDA_VISIBLE_DEVICES"
 
 
-def describe() -> str:
+def describe_gpus() -> str:
     """Return the versions and devices, of a CuPy that can be used."""
     cupy = importlib.import_module("cupy")
     runtime, names = cupy.cuda.runtime, []
@@ -53,7 +53,7 @@ def describe() -> str:
     return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
 
 
-def most_room(ranks: int) -> int:
+def max_memory_per_rank(ranks: int) -> int:
     """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine could have; starts none."""
     runtime = importlib.import_module("cupy").cuda.runtime
     count = runtime.getDeviceCount()
@@ -61,7 +61,7 @@ def most_room(ranks: int) -> int:
     return int(least) // -(-ranks // count)
 
 
-def load() -> Any:
+def load_cupy() -> Any:
     """Return CuPy, which must be usable, on this rank's GPU.
 
     GPUs are assigned round-robin by local rank, so that several ranks may share one.

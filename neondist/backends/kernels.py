@@ -15,30 +15,38 @@ import numpy as np
 
 from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError
-from ..system.memory import room_for_each
+from ..system.memory import free_bytes_per_rank
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
-from .windows import Sides, StripAccumulator, clear_sides, clear_skipped, cropped, strided_cells, strips
+from .windows import (
+    Sides,
+    StripAccumulator,
+    clear_sides,
+    clear_unstrided_cells,
+    crop_sides,
+    split_into_strips,
+    strided_index,
+)
 
 Ints = Sequence[int]
 
 
-class Graph(NamedTuple):
+class CapturedGraph(NamedTuple):
     """Captured launches that a device replays together.
 
     Attributes
     ----------
-    launches : the library's graph
+    library_graph : the library's graph
     kept : arrays that the launches read, kept alive with the graph
     """
 
-    launches: Any
+    library_graph: Any
     kept: Sequence[Any]
 
     def replay(self) -> None:
         """Start the launches on the device's current stream."""
-        self.launches.replay()
+        self.library_graph.replay()
 
 
 class Kernels(CellKernels, Convolution, Pooling):
@@ -53,25 +61,25 @@ class Kernels(CellKernels, Convolution, Pooling):
     #: Numbers of a strip: smaller strips compute more overlap, larger ones exceed the cache
     strip = 1 << 16
     #: Whether many small copies cost more than one, so that messages are packed and unpacked together
-    packs = False
+    packs_copies = False
     #: Whether convolutions can have operands of TF32
     tf32: bool = False
     #: Exceptions raised when an array cannot be allocated
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
     #: Whether launches can be captured in a graph and replayed
-    captures = False
+    supports_capture = False
 
     def __init__(self, xp: Any = np) -> None:
         self.xp = xp
-        self._closing = ExitStack()
+        self._cleanup = ExitStack()
 
     def close(self) -> None:
         """Undo the kernels' changes to this process, such as the number of threads."""
-        self._closing.close()
+        self._cleanup.close()
 
-    def room(self, ranks: int) -> int | None:
+    def available_memory(self, ranks: int) -> int | None:
         """Return the bytes that each of `ranks` ranks on this machine may still allocate; None if unknown."""
-        return room_for_each(ranks)
+        return free_bytes_per_rank(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels for products with operands of a precision; these kernels are closed unless they are the same.
@@ -100,10 +108,12 @@ class Kernels(CellKernels, Convolution, Pooling):
         """Return the product of two matrices, or stacks of them, as operands of the precision."""
         return self.matmul(a, b)
 
-    def give_back_freed(self, above: int) -> None:
+    def release_cached_memory(self, above: int) -> None:
         """Return cached memory to the system, if this process holds more bytes than a limit."""
 
-    def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
+    def capture(
+        self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
+    ) -> tuple[Any, CapturedGraph]:
         """Return a function's result and a graph of its launches; none runs before `replay`.
 
         Arrays that the function reads must stay in place while the graph exists; numbers of the host are frozen.
@@ -111,7 +121,7 @@ class Kernels(CellKernels, Convolution, Pooling):
 
         Parameters
         ----------
-        after : Graph, optional
+        previous_graph : Graph, optional
             The graph that is always replayed before this one; shares its memory.
         """
         raise NotImplementedError
@@ -142,11 +152,13 @@ class Kernels(CellKernels, Convolution, Pooling):
         """
         kernel = weights.shape[:-2]
         if prod(kernel) == 1 < prod(stride):
-            x, stride, outside = x[strided_cells(stride)], (1,) * len(stride), None
+            x, stride, outside = x[strided_index(stride)], (1,) * len(stride), None
         conv_args = stride, dilation, groups
         rows, *columns = outside or ((0, 0),) * len(kernel)
-        for strip in strips(x, y, kernel, stride, dilation, self._conv_strip(x, y, weights, stride, dilation)):
-            zeros = strip.outside(rows, x), *columns
+        for strip in split_into_strips(
+            x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
+        ):
+            zeros = strip.zero_rows(rows, x), *columns
             finish(self.conv_forward(x[strip.view], weights, *conv_args, bias, zeros), y[strip.out])
 
     def conv_back_into(
@@ -158,11 +170,11 @@ class Kernels(CellKernels, Convolution, Pooling):
         stride: Ints,
         dilation: Ints,
         groups: int,
-        begin: Callable[[tuple], Any],
+        output_gradient: Callable[[tuple], Any],
         outside: Sides | None = None,
-        weighted: bool = True,
-        clears: bool = False,
-        biased: bool = True,
+        needs_weights: bool = True,
+        clip_negative: bool = False,
+        needs_bias: bool = True,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
 
@@ -172,75 +184,77 @@ class Kernels(CellKernels, Convolution, Pooling):
             With any strides; it may be x itself. None: not needed.
         dy : array (N, *out, C_out)
             Only its shape is used.
-        begin : callable
-            `begin(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
+        output_gradient : callable
+            `output_gradient(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero; their values in dx are unspecified.
-        weighted : bool
+        needs_weights : bool
             False: gradients of weights and bias are not needed, and zero.
-        clears : bool
+        clip_negative : bool
             Whether dx is set to zero where x is not positive.
-        biased : bool
+        needs_bias : bool
             False: the gradient of the bias is not needed, and zero.
         """
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
-            cells, passed = strided_cells(stride), dx if dx is None else (dx, stride)
+            cells, passed = strided_index(stride), dx if dx is None else (dx, stride)
             dx, x, stride, outside = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inside = None if dx is None else clear_sides(dx, (rows, *columns))
         accumulator = None
         if inside is not None:
-            write = self._writing(inside, cropped(x, (rows, *columns)) if clears else None)
+            write = self._gradient_writer(inside, crop_sides(x, (rows, *columns)) if clip_negative else None)
             accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
-        for strip in strips(x, dy, kernel, stride, dilation, self._conv_strip(x, dy, weights, stride, dilation)):
-            dz, seen = begin(strip.out), x[strip.view]
+        for strip in split_into_strips(
+            x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)
+        ):
+            dz, seen = output_gradient(strip.out), x[strip.view]
             conv_args = stride, dilation, groups
-            zeros = strip.outside(rows, x), *columns
-            if weighted:
+            zeros = strip.zero_rows(rows, x), *columns
+            if needs_weights:
                 part = self.conv_backward_weights(seen, dz, kernel, *conv_args, zeros)
                 by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
-            if weighted and biased:
+            if needs_weights and needs_bias:
                 by_bias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *conv_args, zeros))
         if passed is not None:
-            clear_skipped(*passed)
+            clear_unstrided_cells(*passed)
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
-    def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+    def _gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         """Return a function that writes a part of a gradient into dx, zero where x is not positive."""
         if x is None:
             return lambda part, index: self.copy(part, dx[index])
         return lambda part, index: self.relu_backward(x[index], part, dx[index])
 
-    def _conv_strip(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
+    def _conv_strip_size(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
         """Return the numbers of a strip: more where the overlap, or the cost of weights per strip, would matter."""
         step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))
 
-    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clip_negative: bool = False) -> Any:
         """Write the maxima into y, of any strides, strip by strip; return their positions per strip.
 
         Parameters
         ----------
-        clears : bool
+        clip_negative : bool
             Whether the backward pass drops the gradient of maxima that are not positive.
         """
         places = []
-        for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
+        for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
             best, place = self.max_pool(x[strip.view], kernel, stride)
             self.copy(best, y[strip.out])
-            places.append((place, best > 0 if clears else None))
+            places.append((place, best > 0 if clip_negative else None))
         return places
 
-    def max_pool_back_into(self, dx: Any, dy: Any, places: Any, kernel: Ints, stride: Ints) -> None:
+    def max_pool_back_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
-        accumulator = StripAccumulator(dx, dy, self._writing(dx), stride[0])
-        cut = strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
-        for strip, (place, positive) in zip(cut, places, strict=True):
+        accumulator = StripAccumulator(dx, dy, self._gradient_writer(dx), stride[0])
+        cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
+        for strip, (place, positive) in zip(cut, max_positions, strict=True):
             extent, part = dx[strip.view].shape[1:-1], dy[strip.out]
             part = part if positive is None else part * positive
             accumulator.add(strip, self.max_pool_backward(part, place, extent, kernel, stride))

@@ -33,35 +33,21 @@ class NarrowProducts(Kernels):
         zeros: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
-        x, weights, bias = self._operand(x), self._operand(weights), None if bias is None else self._operand(bias)
-        return self._operand(super().conv_forward(x, weights, stride, dilation, groups, bias, zeros))
+        x, weights, bias = self._round(x), self._round(weights), None if bias is None else self._round(bias)
+        return self._round(super().conv_forward(x, weights, stride, dilation, groups, bias, zeros))
 
     def conv_backward_input(
-        self,
-        dy: Any,
-        weights: Any,
-        extent: Ints,
-        stride: Ints,
-        dilation: Ints,
-        groups: int,
-        crop: Sides | None = None,
+        self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
-        dy, weights = self._operand(dy), self._operand(weights)
-        return self._operand(super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop))
+        dy, weights = self._round(dy), self._round(weights)
+        return self._round(super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop))
 
     def conv_backward_weights(
-        self,
-        x: Any,
-        dy: Any,
-        kernel: Ints,
-        stride: Ints,
-        dilation: Ints,
-        groups: int,
-        zeros: Sides | None = None,
+        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides | None = None
     ) -> Any:
         """Return the gradient of the weights, not rounded, since it is accumulated."""
-        x, dy = self._operand(x), self._operand(dy)
+        x, dy = self._round(x), self._round(dy)
         return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
 
     def conv_into(self, *args: Any) -> None:
@@ -74,7 +60,7 @@ class NarrowProducts(Kernels):
 
     def product(self, a: Any, b: Any) -> Any:
         """Return the matrix product, not rounded, since ranks sum their parts."""
-        return self.matmul(self._operand(a), self._operand(b))
+        return self.matmul(self._round(a), self._round(b))
 
     @property
     def exact(self) -> Kernels:
@@ -83,10 +69,10 @@ class NarrowProducts(Kernels):
         kernels.precision = FLOAT32
         return kernels
 
-    def _operand(self, array: Any) -> Any:
+    def _round(self, array: Any) -> Any:
         return self.round_operand(array, self.precision) if self.precision.narrow else array
 
-    def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+    def _gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         if x is None:
-            return super()._writing(dx)
-        return lambda part, index: self.relu_backward(self._operand(x[index]), part, dx[index])
+            return super()._gradient_writer(dx)
+        return lambda part, index: self.relu_backward(self._round(x[index]), part, dx[index])

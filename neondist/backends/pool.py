@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
-from .windows import offsets, out_extent
+from .windows import output_extent, window_cells
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
@@ -23,41 +23,41 @@ class Pooling:
         Ties therefore do not depend on tiles. The encoding of places is private to these kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
-        out = out_extent(x.shape[1:-1], kernel, stride, ones)
+        out = output_extent(x.shape[1:-1], kernel, stride, ones)
         shape = (len(x), *out, x.shape[-1])
         best = xp.full(shape, -inf, x.dtype)
         place = xp.zeros(shape, xp.uint8 if prod(kernel) <= 256 else xp.int32)
-        for at, (_, cells) in enumerate(offsets(kernel, stride, ones, out)):
+        for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, out)):
             value = x[cells]
             if at:
                 place[value > best] = at
             xp.maximum(best, value, out=best)
         return best, place
 
-    def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+    def max_pool_backward(self, dy: Any, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x (N, *extent, C), which is passed to the first maximum of each window."""
         dx = self.xp.zeros((len(dy), *extent, dy.shape[-1]), dy.dtype)
         ones = (1,) * len(kernel)
         apart = all(s >= k for s, k in zip(stride, kernel, strict=True))
-        for at, (_, cells) in enumerate(offsets(kernel, stride, ones, dy.shape[1:-1])):
+        for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, dy.shape[1:-1])):
             if apart:
-                self.xp.multiply(dy, place == at, out=dx[cells])
+                self.xp.multiply(dy, max_positions == at, out=dx[cells])
             else:
-                dx[cells] += dy * (place == at)
+                dx[cells] += dy * (max_positions == at)
         return dx
 
     def window_sum(self, x: Any, kernel: Ints, stride: Ints) -> Any:
         """Return the sum over every window, one axis after the other (a box is separable)."""
         for axis, (k, s) in enumerate(zip(kernel, stride, strict=True), start=1):
             n = max(0, (x.shape[axis] - k) // s + 1)
-            parts = [x[_along(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] for i in range(k)]
+            parts = [x[_axis_index(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] for i in range(k)]
             total = parts[0].copy()
             for part in parts[1:]:
                 total += part
             x = total
         return x
 
-    def window_spread(self, dy: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+    def window_sum_adjoint(self, dy: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the adjoint of `window_sum`: every window's value added to each of its cells."""
         for axis in range(len(kernel), 0, -1):
             k, s, n = kernel[axis - 1], stride[axis - 1], dy.shape[axis]
@@ -65,7 +65,7 @@ class Pooling:
             shape[axis] = extent[axis - 1]
             dx = self.xp.zeros(shape, dy.dtype)
             for i in range(k):
-                dx[_along(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] += dy
+                dx[_axis_index(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] += dy
             dy = dx
         return dy
 
@@ -73,23 +73,23 @@ class Pooling:
         """Return the valid correlation of every channel with the product of `taps`, a vector for each spatial axis."""
         for axis, weights in enumerate(taps, start=1):
             n = max(0, x.shape[axis] - len(weights) + 1)
-            total = x[_along(axis, slice(0, n))] * weights[0]
+            total = x[_axis_index(axis, slice(0, n))] * weights[0]
             for i, weight in enumerate(weights[1:], start=1):
-                total += x[_along(axis, slice(i, i + n))] * weight
+                total += x[_axis_index(axis, slice(i, i + n))] * weight
             x = total
         return x
 
-    def separable_spread(self, dy: Any, extent: Ints, taps: Taps) -> Any:
+    def separable_filter_adjoint(self, dy: Any, extent: Ints, taps: Taps) -> Any:
         """Return the adjoint of `separable_filter`, (N, *extent, C), axes in the opposite order."""
         for axis in range(len(taps), 0, -1):
             n, shape = dy.shape[axis], list(dy.shape)
             shape[axis] = extent[axis - 1]
             dx = self.xp.zeros(shape, dy.dtype)
             for i, weight in enumerate(taps[axis - 1]):
-                dx[_along(axis, slice(i, i + n))] += dy * weight
+                dx[_axis_index(axis, slice(i, i + n))] += dy * weight
             dy = dx
         return dy
 
 
-def _along(axis: int, cells: slice) -> tuple[slice, ...]:
+def _axis_index(axis: int, cells: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, cells)

@@ -10,18 +10,18 @@ import numpy as np
 
 from .cells import CompiledCells
 from .kernels import Kernels
-from .windows import Sides, clear_sides, cropped, out_extent, strips
+from .windows import Sides, clear_sides, crop_sides, output_extent, split_into_strips
 
 Ints = Sequence[int]
-Args = tuple[Ints, Ints, int]
+ConvArgs = tuple[Ints, Ints, int]
 """stride, dilation and groups of a convolution"""
-_PIECES = 128  # of a window, at most, as _rows.h has them
-VECTOR = 32  # bytes: a product of fewer columns leaves lanes idle
-_FACTOR = 1 << 20  # numbers of a product's second factor: reordering more takes too long
-_ROW = 16  # outputs: sums over fewer would be written as often as they are added to
+_MAX_WINDOW_PIECES = 128  # of a window, at most, as _rows.h has them
+VECTOR_BYTES = 32  # bytes: a product of fewer columns leaves lanes idle
+_MAX_SECOND_FACTOR = 1 << 20  # numbers of a product's second factor: reordering more takes too long
+_MIN_OUTPUTS = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
-class Rows(CompiledCells, Kernels):
+class RowConvolution(CompiledCells, Kernels):
     """Convolution of NumPy's arrays, row by row, with any stride and dilation; falls back to the table.
 
     A row of a window is one piece of memory, so that a row of outputs is a product of matrices. Strided gradients of
@@ -42,10 +42,10 @@ class Rows(CompiledCells, Kernels):
         if len(stride) == 1:
             sides = zeros and ((0, 0), *zeros)
             return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias, sides)[:, 0]
-        if self.compiles(x, weights.shape, groups):
-            out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
+        if self.has_compiled_kernel(x, weights.shape, groups):
+            out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
             y = np.empty((len(x), *out, weights.shape[-1]), x.dtype)
-            if self._convolve(x, weights, y, bias, (stride, dilation, groups)):
+            if self._try_convolve(x, weights, y, bias, (stride, dilation, groups)):
                 return y
         return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
 
@@ -63,11 +63,11 @@ class Rows(CompiledCells, Kernels):
         if len(stride) == 1:
             args = (1, *extent), (1, *stride), (1, *dilation), groups, crop and ((0, 0), *crop)
             return self.conv_backward_input(dy[:, None], weights[None], *args)[:, 0]
-        if self.compiles(dy, weights.shape, groups):
+        if self.has_compiled_kernel(dy, weights.shape, groups):
             sides = crop or ((0, 0),) * len(stride)
             inside = [max(0, n - sum(ends)) for n, ends in zip(extent, sides, strict=True)]
             dx = np.empty((len(dy), *inside, weights.shape[-2] * groups), dy.dtype)
-            if self._convolve_back(dy, weights, dx, (stride, dilation, groups), [before for before, _ in sides]):
+            if self._try_grad_input(dy, weights, dx, (stride, dilation, groups), [before for before, _ in sides]):
                 return dx
         return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
 
@@ -86,9 +86,9 @@ class Rows(CompiledCells, Kernels):
             args = (1, *kernel), (1, *stride), (1, *dilation), groups, zeros and ((0, 0), *zeros)
             return self.conv_backward_weights(x[:, None], dy[:, None], *args)[0]
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
-        if self.compiles(x, shape, groups):
+        if self.has_compiled_kernel(x, shape, groups):
             gradient = np.empty(shape, x.dtype)
-            if self._sum_weights(x, dy, gradient, (stride, dilation, groups)):
+            if self._try_grad_weights(x, dy, gradient, (stride, dilation, groups)):
                 return gradient
         return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
 
@@ -105,10 +105,11 @@ class Rows(CompiledCells, Kernels):
         outside: Sides | None = None,
     ) -> None:
         """Write finish(convolution plus bias) into y, in place."""
-        done, args = self.compiles(x, weights.shape, groups), (stride, dilation)
-        for strip in strips(x, y, weights.shape[:-2], *args, self._conv_strip(x, y, weights, *args)) if done else ():
+        done, args = self.has_compiled_kernel(x, weights.shape, groups), (stride, dilation)
+        size = self._conv_strip_size(x, y, weights, *args)
+        for strip in split_into_strips(x, y, weights.shape[:-2], *args, size) if done else ():
             part = y[strip.out]
-            done = self._convolve(x[strip.view], weights, part, bias, (*args, groups))
+            done = self._try_convolve(x[strip.view], weights, part, bias, (*args, groups))
             if not done:
                 break
             finish(part, part)
@@ -124,11 +125,11 @@ class Rows(CompiledCells, Kernels):
         stride: Ints,
         dilation: Ints,
         groups: int,
-        begin: Callable[[tuple], np.ndarray],
+        output_gradient: Callable[[tuple], np.ndarray],
         outside: Sides | None = None,
-        weighted: bool = True,
-        clears: bool = False,
-        biased: bool = True,
+        needs_weights: bool = True,
+        clip_negative: bool = False,
+        needs_bias: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, and write that of x into dx.
 
@@ -136,103 +137,114 @@ class Rows(CompiledCells, Kernels):
         """
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
         pointwise = prod(kernel) == 1 < prod(stride)  # which the table turns into stride 1
-        if pointwise or not (self.compiles(x, weights.shape, groups) and dy.size):
-            return super().conv_back_into(dx, x, dy, weights, *args, begin, outside, weighted, clears, biased)
+        if pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
+            return super().conv_back_into(
+                dx, x, dy, weights, *args, output_gradient, outside, needs_weights, clip_negative, needs_bias
+            )
         sides, step, reach = outside or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inside = None if dx is None else clear_sides(dx, sides)
         (skipped, _), *columns = sides
-        for strip in strips(x, dy, kernel, *args[:2], self._conv_strip(x, dy, weights, *args[:2])):
+        for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
             rows, done = strip.rows, True
             first = max(0, rows.start - reach // step) if inside is not None else rows.start
-            dz = begin((strip.samples, slice(first, rows.stop)))
-            if weighted:
+            dz = output_gradient((strip.samples, slice(first, rows.stop)))
+            if needs_weights:
                 own = dz[:, rows.start - first :]
                 by_weights += self.conv_backward_weights(x[strip.view], own, kernel, *args)
-                by_bias += self.channel_sum(own) if biased else 0
+                by_bias += self.channel_sum(own) if needs_bias else 0
             if inside is not None:
-                stop = None if strip.last else max(0, rows.stop * step - skipped)
+                stop = None if strip.is_last else max(0, rows.stop * step - skipped)
                 rows = slice(max(0, rows.start * step - skipped), stop)
                 place = inside[strip.samples, rows]
-                target = np.empty(place.shape, place.dtype) if clears else place
+                target = np.empty(place.shape, place.dtype) if clip_negative else place
                 before = rows.start + skipped - first * step, *(side for side, _ in columns)
-                done = self._convolve_back(dz, weights, target, args, before)
-                if done and clears:
-                    self.relu_backward(cropped(x, sides)[strip.samples, rows], target, place)
+                done = self._try_grad_input(dz, weights, target, args, before)
+                if done and clip_negative:
+                    self.relu_backward(crop_sides(x, sides)[strip.samples, rows], target, place)
             if not done:
-                return super().conv_back_into(dx, x, dy, weights, *args, begin, outside, weighted, clears, biased)
+                return super().conv_back_into(
+                    dx, x, dy, weights, *args, output_gradient, outside, needs_weights, clip_negative, needs_bias
+                )
         return by_weights, by_bias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product, by the threads of the other kernels: NumPy's would wait for them (both spin)."""
-        several = self.start and a.ndim == b.ndim == 2 and len(b) and b.size <= _FACTOR
-        result = self._product(a, b) if several and hasattr(self.compiled, "convolve") else None
+        several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR
+        result = self._try_product(a, b) if several and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result
 
-    def _product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    def _try_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
         transposed = a.strides[0] == a.itemsize < a.strides[1]
         rows = len(b) if transposed else len(a)
         shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
-        if rows < _ROW or b.shape[1] * b.itemsize < VECTOR or not (transposed or a.strides[1] == a.itemsize):
+        if (
+            rows < _MIN_OUTPUTS
+            or b.shape[1] * b.itemsize < VECTOR_BYTES
+            or not (transposed or a.strides[1] == a.itemsize)
+        ):
             return None
         args, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
         y = np.empty((a.shape[0], b.shape[1]), a.dtype)
         if transposed:
-            done = self._sum_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], args)
+            done = self._try_grad_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], args)
         else:
-            done = self._convolve(a.reshape(*cut, len(b)), b[None, None], y.reshape(*cut, b.shape[1]), None, args)
+            done = self._try_convolve(a.reshape(*cut, len(b)), b[None, None], y.reshape(*cut, b.shape[1]), None, args)
         return y if done else None
 
-    def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
+    def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
         """Return whether a compiled kernel applies to a convolution of, or back to, x with weights of this shape."""
         return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
 
-    def _convolve(
-        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: Args, before: Ints = ()
+    def _try_convolve(
+        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: ConvArgs, pad: Ints = ()
     ) -> bool:
-        """Write a convolution into y; cells outside of x, of which windows see `before`, are zero.
+        """Write a convolution into y; cells outside of x, of which windows see `pad`, are zero.
 
         False: these arrays are not supported.
         """
-        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(before, 0), self.threads, self.start
+        steps = (as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0), self.threads, self.gomp_address)
         done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
         return done
 
-    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: Args, crop: Ints) -> bool:
+    def _try_grad_input(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: ConvArgs, crop: Ints) -> bool:
         """Write the gradient of x but for `crop` cells before dx into dx; False: these arrays are not supported."""
         stride, dilation, _ = args
         joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
-        many = prod(weights.shape[: -3 if joined else -2]) > _PIECES  # checked before anything is written
+        many = prod(weights.shape[: -3 if joined else -2]) > _MAX_WINDOW_PIECES  # checked before anything is written
         if many or any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
             return False
         axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
         transposed = weights.swapaxes(-1, -2)
-        for phase in product(*(_phases(*axis) for axis in axes)):
+        for phase in product(*(_backward_phases(*axis) for axis in axes)):
             cells, seen, before = zip(*phase, strict=True)
             part, part_weights = dx[(slice(None), *cells)], transposed[seen]
             if 0 in part_weights.shape:
                 part[...] = 0
-            elif not self._convolve(dy, part_weights, part, None, ((1,) * len(stride), dilation, 1), before):
+            elif not self._try_convolve(dy, part_weights, part, None, ((1,) * len(stride), dilation, 1), before):
                 return False
         return True
 
-    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: Args) -> bool:
+    def _try_grad_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: ConvArgs) -> bool:
         """Write the gradient of the weights; False: another kernel is faster, or these arrays are not supported."""
         (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, args
         if prod(kernel) * prod(stride) == 1:
-            if aligned(x) and not aligned(dy):
+            if is_aligned(x) and not is_aligned(dy):
                 transposed = np.empty((*kernel, outer, inner), x.dtype)
-                done = self._sum_weights(dy, x, transposed, args)
+                done = self._try_grad_weights(dy, x, transposed, args)
                 gradient[...] = transposed.swapaxes(-1, -2)
                 return done
             if x.flags.c_contiguous and dy.flags.c_contiguous:  # rows as long as possible
                 x, dy = (cells.reshape(len(cells), 1, prod(cells.shape[1:-1]), cells.shape[-1]) for cells in (x, dy))
                 gradient, stride, dilation = gradient.reshape(1, 1, inner, outer), (1, 1), (1, 1)
         if not (
-            hasattr(self.compiled, "weights") and dy.shape[-2] >= _ROW and aligned(dy) and x.strides[-1] == x.itemsize
+            hasattr(self.compiled, "weights")
+            and dy.shape[-2] >= _MIN_OUTPUTS
+            and is_aligned(dy)
+            and x.strides[-1] == x.itemsize
         ):
             return False
-        steps = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.start
+        steps = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.gomp_address
         if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == inner * x.itemsize):
             return bool(self.compiled.weights(x, dy, gradient, *steps))
         column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is in pieces
@@ -243,17 +255,19 @@ class Rows(CompiledCells, Kernels):
         return True
 
 
-def as_triple(numbers: Ints, missing: int) -> tuple[int, ...]:
-    """Return numbers for planes, rows and columns, `missing` for absent axes."""
-    return *(missing,) * (3 - len(numbers)), *numbers
+def as_triple(values: Ints, default: int) -> tuple[int, ...]:
+    """Return numbers for planes, rows and columns, `default` for absent axes."""
+    return *(default,) * (3 - len(values)), *values
 
 
-def aligned(cells: np.ndarray) -> bool:
+def is_aligned(cells: np.ndarray) -> bool:
     """Return whether the channels are contiguous and a multiple of the vector length."""
-    return cells.shape[-1] * cells.itemsize % VECTOR == 0 and cells.strides[-1] == cells.itemsize
+    return cells.shape[-1] * cells.itemsize % VECTOR_BYTES == 0 and cells.strides[-1] == cells.itemsize
 
 
-def _phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
+def _backward_phases(
+    extent: int, kernel: int, step: int, dilation: int, crop: int
+) -> Iterator[tuple[slice, slice, int]]:
     """Yield, for each phase of the stride, its cells of dx, the kernel cells that see them, and the offset in dy."""
     for first in range(min(step, extent)):
         skipped, start = divmod(first + crop, step)

@@ -13,10 +13,10 @@ import torch
 
 from ..arrays.namespace import namespace
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def tensor(array: Any) -> torch.Tensor:
+def to_tensor(array: Any) -> torch.Tensor:
     """Return a tensor over the array's memory; a copy if it is read-only or has negative strides, which torch rejects.
 
     A device's array is converted by DLPack, ordered on its current stream.
@@ -33,13 +33,13 @@ def array_like(like: Any, result: torch.Tensor) -> Any:
     return result.numpy() if isinstance(like, np.ndarray) else namespace(like).from_dlpack(result)
 
 
-def channels_first(x: Any) -> torch.Tensor:
+def to_channels_first(x: Any) -> torch.Tensor:
     """Return (N, *spatial, C) as a tensor (N, C, *spatial)."""
     last = x.ndim - 1
-    return tensor(x.transpose(0, last, *range(1, last)))  # NumPy moves axes faster than torch
+    return to_tensor(x.transpose(0, last, *range(1, last)))  # NumPy moves axes faster than torch
 
 
-def channels_last(like: Any, y: torch.Tensor) -> Any:
+def to_channels_last(like: Any, y: torch.Tensor) -> Any:
     """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy where torch kept the order.
 
     The namespace is that of `like`.
@@ -48,21 +48,21 @@ def channels_last(like: Any, y: torch.Tensor) -> Any:
     return namespace(like).ascontiguousarray(result)
 
 
-def empty(samples: int, extent: Sequence[int], channels: int, like: torch.Tensor) -> torch.Tensor:
+def empty_channels_last(samples: int, extent: Sequence[int], channels: int, like: torch.Tensor) -> torch.Tensor:
     """Return a new tensor (N, C, *extent), channels-last in memory."""
     return torch.empty((samples, *extent, channels), dtype=like.dtype, device=like.device).movedim(-1, 1)
 
 
-def kernels(weights: Any) -> torch.Tensor:
+def weights_to_tensor(weights: Any) -> torch.Tensor:
     """Return (*kernel, C_in / groups, C_out) as a tensor (C_out, C_in / groups, *kernel), channels-last in memory.
 
     The small copy makes the gradient of the input 1.5 to 1.8 times faster than strides that oneDNN must reorder.
     """
     last = weights.ndim - 1
-    moved = tensor(weights.transpose(last, last - 1, *range(last - 1)))
-    return moved.contiguous(memory_format=FORMATS[moved.ndim])
+    moved = to_tensor(weights.transpose(last, last - 1, *range(last - 1)))
+    return moved.contiguous(memory_format=MEMORY_FORMATS[moved.ndim])
 
 
 def matmul(a: Any, b: Any) -> Any:
     """Return the product of matrices, or of stacks of them."""
-    return array_like(a, torch.matmul(tensor(a), tensor(b)))
+    return array_like(a, torch.matmul(to_tensor(a), to_tensor(b)))

@@ -9,37 +9,33 @@ from math import prod
 import numpy as np
 import torch
 
-from .torch_arrays import array_like, channels_first, channels_last, kernels, tensor
-from .windows import Sides, blocks, cropped, unreached
+from .torch_arrays import array_like, to_channels_first, to_channels_last, to_tensor, weights_to_tensor
+from .windows import Sides, crop_sides, split_into_blocks, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
-_WORTH = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
-_SMALL = 20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
-_BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
+_MAX_PRODUCT_SHARE = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
+_MAX_SMALL_VOLUME = (
+    20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
+)
+_GATHER_BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
 
 
-def takes(x: np.ndarray) -> bool:
+def onednn_supports(x: np.ndarray) -> bool:
     """Return whether oneDNN supports such arrays of the host."""
     return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
 def forward(
-    x: np.ndarray,
-    weights: np.ndarray,
-    stride: Ints,
-    dilation: Ints,
-    groups: int,
-    bias: np.ndarray | None,
-    zeros: Sides,
+    x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None, zeros: Sides
 ) -> np.ndarray:
     """Return the convolution plus bias (N, *out, C_out); the bias costs no pass of its own."""
-    x, padding = _unpadded(x, weights.shape[:-2], stride, dilation, zeros)
-    seen, kernel, none = channels_first(x), kernels(weights), (0,) * len(stride)
-    added = None if bias is None else tensor(bias)
-    if takes(x):
-        return channels_last(x, torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
-    return channels_last(x, _aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
+    x, padding = _remove_zero_padding(x, weights.shape[:-2], stride, dilation, zeros)
+    seen, kernel, none = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
+    added = None if bias is None else to_tensor(bias)
+    if onednn_supports(x):
+        return to_channels_last(x, torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
+    return to_channels_last(x, _aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
 
 
 def backward_input(
@@ -51,68 +47,70 @@ def backward_input(
     computed (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
     cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
-    unseen = unreached(extent, weights.shape[:-2], stride, dilation)
-    gradient, kernel = channels_first(dy), kernels(weights)
-    if takes(dy):
+    unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
+    gradient, kernel = to_channels_first(dy), weights_to_tensor(weights)
+    if onednn_supports(dy):
         transposed = torch.ops.mkldnn._convolution_transpose_pointwise
         dx = transposed(gradient, kernel, None, cut, unseen, stride, dilation, groups, "none", [], "")
     else:
         dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
     left = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
-    return cropped(channels_last(dy, dx), left)
+    return crop_sides(to_channels_last(dy, dx), left)
 
 
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `arranged`.
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `reorder_weights`.
 
     PyTorch uses slow kernels for 1 x 1 with one thread and few samples: rows become samples.
     """
     many = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
     if many and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return weights_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
+        return weight_gradient_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
     padding: Ints = (0,) * len(stride)
     if prod(kernel) * prod(stride) == 1:
         x, dy = (cells.reshape(-1, *(1,) * (len(kernel) - 1), *cells.shape[-2:]) for cells in (x, dy))
     else:
-        axis = _to_halve(x, dy)
+        axis = _axis_to_halve(x, dy)
         sides = [(0, 0) if at == axis else two for at, two in enumerate(zeros, start=1)]
-        x, padding = _unpadded(x, kernel, stride, dilation, sides)
+        x, padding = _remove_zero_padding(x, kernel, stride, dilation, sides)
         if axis:
-            x, dy = _halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
+            x, dy = _split_in_halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
     none, only = (0,) * len(stride), (False, True, False)
-    seen = channels_first(x)
+    seen = to_channels_first(x)
     like = seen.new_empty((dy.shape[-1], x.shape[-1] // groups, *kernel))
     _, gradient, _ = _aten.convolution_backward(
-        channels_first(dy), seen, like, None, stride, padding, dilation, False, none, groups, only
+        to_channels_first(dy), seen, like, None, stride, padding, dilation, False, none, groups, only
     )
     return array_like(x, gradient.movedim((0, 1), (-1, -2)))
 
 
-def arranged(weights: np.ndarray) -> np.ndarray:
+def reorder_weights(weights: np.ndarray) -> np.ndarray:
     """Return the weights in oneDNN's memory order, reordered once and not for each strip."""
     *_, channels = shape = weights.shape
-    rows = tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
+    rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
     return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
 
 
-def in_order(gradient: np.ndarray) -> np.ndarray:
-    """Return a gradient in the order of `arranged` as a contiguous array."""
+def restore_weight_order(gradient: np.ndarray) -> np.ndarray:
+    """Return a gradient in the order of `reorder_weights` as a contiguous array."""
     if gradient.flags.c_contiguous:
         return gradient
-    rows = tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)
+    rows = to_tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)
     return array_like(gradient, rows.t().contiguous().reshape(gradient.shape))
 
 
-def _unpadded(x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides) -> tuple[np.ndarray, Ints]:
+def _remove_zero_padding(
+    x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides
+) -> tuple[np.ndarray, Ints]:
     """Return x without zeros at both ends, and oneDNN's padding in their place, whose products it skips."""
-    padding = _padding(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
-    return (cropped(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
+    padding = _removable_zeros(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
+    return (crop_sides(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
 
 
 @lru_cache
-def _padding(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: Ints) -> Ints:
+def _removable_zeros(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: Ints) -> Ints:
     """Return the zeros at both ends whose removal is worth a copy of x."""
     padding, left = [], 1.0
     for n, k, s, d, z in zip(extent, kernel, stride, dilation, zeros, strict=True):
@@ -120,17 +118,17 @@ def _padding(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: In
         spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # windows, of each cell of the kernel
         padding.append(p)
         left *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
-    return tuple(padding) if left < _WORTH else (0,) * len(kernel)
+    return tuple(padding) if left < _MAX_PRODUCT_SHARE else (0,) * len(kernel)
 
 
-def _to_halve(x: np.ndarray, dy: np.ndarray) -> int:
+def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
     """Return the axis along which to split a single small volume into two samples, or 0: PyTorch's kernel is slow."""
-    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _SMALL or not takes(x):
+    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME or not onednn_supports(x):
         return 0
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
 
 
-def _halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_in_halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a single volume as two samples, whose views overlap by the span of a window."""
     rows = dy.shape[axis]
     count = -(-rows // 2)
@@ -145,7 +143,7 @@ def _halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> t
     return halves, np.concatenate([first, second])
 
 
-def weights_by_gemm(
+def weight_gradient_by_gemm(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in, C_out), groups being 1, by GEMM.
@@ -161,10 +159,10 @@ def weights_by_gemm(
     """
     (first, *_), step, apart = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]
-    windows = _windows(tensor(x), kernel, stride, dilation)
-    rows_of_dy = tensor(dy).transpose(0, 1)  # (rows, N, ...)
+    windows = _row_windows(to_tensor(x), kernel, stride, dilation)
+    rows_of_dy = to_tensor(dy).transpose(0, 1)  # (rows, N, ...)
     total = torch.zeros((first, channels, length), dtype=rows_of_dy.dtype)
-    for samples, rows in blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _BLOCK):
+    for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _GATHER_BLOCK):
         part = rows_of_dy[rows, samples].reshape(rows.stop - rows.start, -1, channels)
         lo = max(zeros[0], rows.start * step)
         hi = min(len(windows) - zeros[1], (rows.stop - 1) * step + apart * (first - 1) + 1)
@@ -184,7 +182,7 @@ def weights_by_gemm(
     return total.transpose(1, 2).reshape(*kernel, x.shape[-1], channels).numpy()
 
 
-def _windows(x: torch.Tensor, kernel: Ints, stride: Ints, dilation: Ints) -> torch.Tensor:
+def _row_windows(x: torch.Tensor, kernel: Ints, stride: Ints, dilation: Ints) -> torch.Tensor:
     """Return x (N, *spatial, C) as a view (rows, N, *out[1:], *kernel[1:], C)."""
     for axis, (k, s, d) in enumerate(zip(kernel[1:], stride[1:], dilation[1:], strict=True), start=2):
         x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]

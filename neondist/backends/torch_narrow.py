@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .torch_arrays import channels_first, channels_last, kernels, tensor
-from .windows import Sides, cropped, unreached
+from .torch_arrays import to_channels_first, to_channels_last, to_tensor, weights_to_tensor
+from .windows import Sides, crop_sides, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
@@ -28,7 +28,7 @@ def is_fast(dtype: str) -> bool:
 
 def rounded(dtype: str, array: np.ndarray) -> np.ndarray:
     """Return a new contiguous array of float32 with the nearest numbers of a dtype."""
-    return np.ascontiguousarray(tensor(array).to(getattr(torch, dtype)).float().numpy())
+    return np.ascontiguousarray(to_tensor(array).to(getattr(torch, dtype)).float().numpy())
 
 
 def forward(
@@ -36,10 +36,10 @@ def forward(
 ) -> np.ndarray:
     """Return the valid convolution plus bias (N, *out, C_out)."""
     kind, none = getattr(torch, dtype), (0,) * len(stride)
-    added = None if bias is None else tensor(bias).to(kind)
-    seen, kernel = channels_first(x).to(kind), kernels(weights).to(kind)
+    added = None if bias is None else to_tensor(bias).to(kind)
+    seen, kernel = to_channels_first(x).to(kind), weights_to_tensor(weights).to(kind)
     y = _aten.convolution(seen, kernel, added, stride, none, dilation, False, none, groups)
-    return channels_last(x, y.float())
+    return to_channels_last(x, y.float())
 
 
 def backward_input(
@@ -54,7 +54,7 @@ def backward_input(
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution."""
     kind, none = getattr(torch, dtype), (0,) * len(stride)
-    unseen = unreached(extent, weights.shape[:-2], stride, dilation)
-    gradient, kernel = channels_first(dy).to(kind), kernels(weights).to(kind)
+    unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
+    gradient, kernel = to_channels_first(dy).to(kind), weights_to_tensor(weights).to(kind)
     dx = _aten.convolution(gradient, kernel, None, stride, none, dilation, True, unseen, groups)
-    return cropped(channels_last(dy, dx.float()), crop)
+    return crop_sides(to_channels_last(dy, dx.float()), crop)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..arrays.namespace import namespace
-from .torch_arrays import channels_first, channels_last, empty
-from .windows import boxes
+from .torch_arrays import empty_channels_last, to_channels_first, to_channels_last
+from .windows import factor_box
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
@@ -19,60 +19,60 @@ _aten = torch.ops.aten
 def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, torch.Tensor]:
     """Return the maxima, and torch's indices of each first maximum in its channel's image."""
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
-    y, place = pool(channels_first(x), kernel, stride)
-    return channels_last(x, y), place
+    y, place = pool(to_channels_first(x), kernel, stride)
+    return to_channels_last(x, y), place
 
 
-def max_backward(dy: np.ndarray, place: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+def max_backward(dy: np.ndarray, max_positions: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the gradient of x, which is passed to the first maximum of each window."""
     dx = namespace(dy).empty((len(dy), *extent, dy.shape[-1]), dy.dtype)
-    max_backward_into(dx, dy, place, kernel, stride)
+    max_backward_into(dx, dy, max_positions, kernel, stride)
     return dx
 
 
-def max_backward_into(dx: np.ndarray, dy: np.ndarray, place: torch.Tensor, kernel: Ints, stride: Ints) -> None:
+def max_backward_into(dx: np.ndarray, dy: np.ndarray, max_positions: torch.Tensor, kernel: Ints, stride: Ints) -> None:
     """Write the gradient of x into a contiguous array."""
-    gradient, target = channels_first(dy), channels_first(dx)
+    gradient, target = to_channels_first(dy), to_channels_first(dx)
     back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     none, ones = (0,) * len(kernel), (1,) * len(kernel)
     # only the shape of x is used
-    back.grad_input(gradient, target, kernel, stride, none, ones, False, place, grad_input=target)
+    back.grad_input(gradient, target, kernel, stride, none, ones, False, max_positions, grad_input=target)
 
 
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
-    sums = channels_first(x)
-    for box, step in boxes(kernel, stride):
+    sums = to_channels_first(x)
+    for box, step in factor_box(kernel, stride):
         sums = _convolve_channels(sums, _ones(box), step)
-    return channels_last(x, sums)
+    return to_channels_last(x, sums)
 
 
-def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+def window_sum_adjoint(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the adjoint of `window_sum`, for images."""
-    gradient = channels_first(dy)
+    gradient = to_channels_first(dy)
     if max(stride) == 1:
-        for box, step in reversed(boxes(kernel, stride)):
+        for box, step in reversed(factor_box(kernel, stride)):
             gradient = _convolve_channels(gradient, _ones(box), step, transposed=True)
-        return channels_last(dy, gradient)
-    dx = empty(len(dy), extent, dy.shape[-1], gradient)
+        return to_channels_last(dy, gradient)
+    dx = empty_channels_last(len(dy), extent, dy.shape[-1], gradient)
     _aten.avg_pool2d_backward.grad_input(gradient, dx, kernel, stride, (0, 0), False, True, 1, grad_input=dx)
-    return channels_last(dy, dx)
+    return to_channels_last(dy, dx)
 
 
 def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
     """Return the valid correlation with the product of `taps`, one axis after the other."""
-    y = channels_first(x)
-    for weights in _along_axes(taps):
+    y = to_channels_first(x)
+    for weights in _axis_filters(taps):
         y = _convolve_channels(y, weights, (1,) * len(taps))
-    return channels_last(x, y)
+    return to_channels_last(x, y)
 
 
-def separable_spread(dy: np.ndarray, taps: Taps) -> np.ndarray:
+def separable_filter_adjoint(dy: np.ndarray, taps: Taps) -> np.ndarray:
     """Return the adjoint of `separable_filter`, axes in the opposite order."""
-    gradient = channels_first(dy)
-    for weights in reversed(_along_axes(taps)):
+    gradient = to_channels_first(dy)
+    for weights in reversed(_axis_filters(taps)):
         gradient = _convolve_channels(gradient, weights, (1,) * len(taps), transposed=True)
-    return channels_last(dy, gradient)
+    return to_channels_last(dy, gradient)
 
 
 def _convolve_channels(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _ones(box: Ints) -> torch.Tensor:
     return torch.ones(tuple(box))
 
 
-def _along_axes(taps: Taps) -> list[torch.Tensor]:
+def _axis_filters(taps: Taps) -> list[torch.Tensor]:
     """Return each axis' taps as weights over all axes."""
     return [
         torch.tensor(weights, dtype=torch.float64).reshape([-1 if a == axis else 1 for a in range(len(taps))])

@@ -20,18 +20,18 @@ Sides = Sequence[tuple[int, int]]
 """cells before and after, for every axis"""
 
 
-def out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
+def output_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
     """Return how many windows fit on every axis, never negative."""
-    return _out_extent(tuple(extent), tuple(kernel), tuple(stride), tuple(dilation))
+    return _output_extent(tuple(extent), tuple(kernel), tuple(stride), tuple(dilation))
 
 
 @lru_cache
-def _out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
+def _output_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
     axes = zip(extent, kernel, stride, dilation, strict=True)
     return tuple(max(0, (n - d * (k - 1) - 1) // s + 1) for n, k, s, d in axes)
 
 
-def unreached(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[int]:
+def unreached_cells(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[int]:
     """Return how many cells at the end of every axis no window reaches."""
     axes = zip(extent, kernel, stride, dilation, strict=True)
     return [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]
@@ -39,7 +39,7 @@ def unreached(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[
 
 def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
     """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), read-only."""
-    out = out_extent(x.shape[1:-1], kernel, stride, dilation)
+    out = output_extent(x.shape[1:-1], kernel, stride, dilation)
     spatial = x.strides[1:-1]
     steps = [b * s for b, s in zip(spatial, stride, strict=True)] + [
         b * d for b, d in zip(spatial, dilation, strict=True)
@@ -48,7 +48,7 @@ def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
     return namespace(x).lib.stride_tricks.as_strided(x, shape, (x.strides[0], *steps, x.strides[-1]))
 
 
-def offsets(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[tuple[tuple[int, ...], tuple]]:
+def window_cells(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[tuple[tuple[int, ...], tuple]]:
     """Yield, for every cell of a window in row-major order, its place and the index of that cell in all windows."""
     for place in product(*map(range, kernel)):
         starts = [p * d for p, d in zip(place, dilation, strict=True)]
@@ -56,7 +56,7 @@ def offsets(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[t
         yield place, (slice(None), *spans)
 
 
-def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator[tuple[slice, slice]]:
+def split_into_blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator[tuple[slice, slice]]:
     """Cut (samples, out[0]) into even blocks of at most about `budget` cells: whole samples, or rows of one sample.
 
     `cells_per_row` is the size of one index of out[0].
@@ -69,16 +69,16 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
         return
     per_block = max(1, budget // cells_per_row)
     if per_block >= rows:
-        count = _even(samples, per_block // rows)
+        count = _even_block_size(samples, per_block // rows)
         for start in range(0, samples, count):
             yield slice(start, min(start + count, samples)), slice(0, rows)
         return
-    per_block = _even(rows, per_block)
+    per_block = _even_block_size(rows, per_block)
     for sample, start in product(range(samples), range(0, rows, per_block)):
         yield slice(sample, sample + 1), slice(start, min(start + per_block, rows))
 
 
-def _even(count: int, at_most: int) -> int:
+def _even_block_size(count: int, at_most: int) -> int:
     """Return the block size at which no block is much smaller than the others: kernels are slow on small ones."""
     return -(-count // -(-count // at_most))
 
@@ -88,8 +88,8 @@ class Strip(NamedTuple):
 
     samples: slice
     rows: slice
-    seen: slice
-    last: bool
+    view_rows: slice
+    is_last: bool
 
     @property
     def out(self) -> tuple[slice, slice]:
@@ -99,24 +99,24 @@ class Strip(NamedTuple):
     @property
     def view(self) -> tuple[slice, slice]:
         """Index into arrays of the view's shape."""
-        return self.samples, self.seen
+        return self.samples, self.view_rows
 
-    def outside(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
+    def zero_rows(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
         """Return how many of the view's `rows` first and last rows are the first and last that this strip sees."""
-        before, after = rows[0] - self.seen.start, self.seen.stop - (x.shape[1] - rows[1])
+        before, after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
         return max(0, before), max(0, after)
 
 
-def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: int) -> Iterator[Strip]:
-    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about `numbers` numbers."""
+def split_into_strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, strip_size: int) -> Iterator[Strip]:
+    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about `strip_size` numbers."""
     step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
     per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
-    for samples, rows in blocks(len(y), y.shape[1:-1], per_row, numbers):
+    for samples, rows in split_into_blocks(len(y), y.shape[1:-1], per_row, strip_size):
         seen = slice(rows.start * step, (rows.stop - 1) * step + span)
         yield Strip(samples, rows, seen, rows.stop == y.shape[1])
 
 
-def cropped(array: Any, sides: Sides | None) -> Any:
+def crop_sides(array: Any, sides: Sides | None) -> Any:
     """Return (N, *spatial, C) without `sides` cells at the ends of every axis."""
     if sides is None:
         return array
@@ -135,13 +135,13 @@ def clear_sides(dx: Any, sides: Sides) -> Any:
     return dx
 
 
-def strided_cells(stride: Ints) -> tuple[slice, ...]:
+def strided_index(stride: Ints) -> tuple[slice, ...]:
     """Return the index of the cells of (N, *spatial, C) that windows of one cell with a stride see."""
     return slice(None), *(slice(None, None, step) for step in stride)
 
 
-def clear_skipped(dx: Any, stride: Ints) -> None:
-    """Fill the cells between those of `strided_cells` with zeros."""
+def clear_unstrided_cells(dx: Any, stride: Ints) -> None:
+    """Fill the cells between those of `strided_index` with zeros."""
     for axis, step in enumerate(stride, start=1):
         whole = (slice(None),) * axis
         for first in range(1, step):
@@ -160,33 +160,35 @@ class StripAccumulator:
         `write(part, index)` writes a sum into dx[index].
     step : int
         Distance between windows, in rows of the view.
-    first : int
+    first_row : int
         The row of the view that is the first of dx. Strips have no rows before it, nor after the last.
     """
 
-    def __init__(self, dx: Any, dy: Any, write: Callable[[Any, tuple], None], step: int, first: int = 0) -> None:
-        self.dx, self.write, self.step, self.first = dx, write, step, first
-        self.done, self.rest = 0, None  # rows already written, and partial sums of the next ones
+    def __init__(self, dx: Any, dy: Any, write: Callable[[Any, tuple], None], step: int, first_row: int = 0) -> None:
+        self.dx, self.write, self.step, self.first_row = dx, write, step, first_row
+        self.rows_written, self.partial_sums = 0, None  # rows already written, and partial sums of the next ones
         if not dy.size:
             dx[...] = 0
 
     def add(self, strip: Strip, part: Any) -> None:
         """Add the gradient of the rows that a strip sees; strips must come in order."""
-        dx, start = self.dx[strip.samples], max(0, strip.seen.start - self.first)
+        dx, start = self.dx[strip.samples], max(0, strip.view_rows.start - self.first_row)
         stop = start + part.shape[1]
         if not strip.rows.start:
-            self.done, self.rest = 0, None
-        if self.rest is not None:
-            part[:, : self.rest.shape[1]] += self.rest
-        dx[:, self.done : start] = 0
-        self.done = stop if strip.last else min(stop, max(start, strip.rows.stop * self.step - self.first))
-        self.write(part[:, : self.done - start], (strip.samples, slice(start, self.done)))
-        self.rest = part[:, self.done - start :].copy() if self.done < stop else None
-        if strip.last:
+            self.rows_written, self.partial_sums = 0, None
+        if self.partial_sums is not None:
+            part[:, : self.partial_sums.shape[1]] += self.partial_sums
+        dx[:, self.rows_written : start] = 0
+        self.rows_written = (
+            stop if strip.is_last else min(stop, max(start, strip.rows.stop * self.step - self.first_row))
+        )
+        self.write(part[:, : self.rows_written - start], (strip.samples, slice(start, self.rows_written)))
+        self.partial_sums = part[:, self.rows_written - start :].copy() if self.rows_written < stop else None
+        if strip.is_last:
             dx[:, stop:] = 0
 
 
-def boxes(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
+def factor_box(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
     """Return the box, or one box for each axis where that is faster (measured from 7 x 7 on)."""
     if prod(kernel) < 49:
         return [(kernel, stride)]

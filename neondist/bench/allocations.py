@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-LARGE = 1 << 16
+MIN_COUNTED_BYTES = 1 << 16
 """bytes; smaller blocks are not counted"""
 
 
-PURPOSES = {
+PURPOSE_BY_OPERATOR = {
     "conv2d": "outputs of a strip, before the activation writes them into the next layer's view",
     "conv3d": "the same, of volumes",
     "mkldnn_convolution": "outputs of a strip, by oneDNN",
@@ -32,7 +32,7 @@ PURPOSES = {
 """purposes of the large blocks of each operator, which are unavoidable: the operator writes only to new memory"""
 
 
-class Allocated(NamedTuple):
+class OperatorAllocations(NamedTuple):
     """Large blocks that one operator of PyTorch has taken from its allocator."""
 
     operator: str
@@ -41,29 +41,29 @@ class Allocated(NamedTuple):
     total: int
 
 
-def allocations(call: Callable[[], object]) -> list[Allocated]:
+def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]:
     """Return allocations while `call` runs, by the operator that the backend has called; largest first.
 
     Scratch memory that oneDNN and MKL allocate themselves is not included.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with suppress_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = list(recorded.profiler.kineto_results.events())
     calls = [(event.start_ns(), event.end_ns(), event.name()) for event in events if event.name() != "[memory]"]
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for event in events:
-        if event.name() == "[memory]" and event.nbytes() >= LARGE:
+        if event.name() == "[memory]" and event.nbytes() >= MIN_COUNTED_BYTES:
             at = event.start_ns()
             outer = min((entry for entry in calls if entry[0] <= at <= entry[1]), default=(0, 0, ""))
             sizes[outer[2].removeprefix("aten::")].append(event.nbytes())
-    allocated = [Allocated(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
+    allocated = [OperatorAllocations(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
     return sorted(allocated, key=lambda entry: -entry.largest)
 
 
 @contextmanager
-def silent() -> Iterator[None]:
+def suppress_stderr() -> Iterator[None]:
     """Suppress the messages of the profiler's library, which writes to the standard error of the process."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

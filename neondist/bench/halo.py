@@ -12,13 +12,13 @@ import numpy as np
 from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
-from ..io.environment import environment
-from .rest import rest
+from ..io.environment import describe_environment
+from .rest import sleeping_barrier
 
 SAMPLES, CHANNELS = 8, 64
 EXTENTS = (16, 32, 64, 128, 256)
 ROUNDS = 15
-ROUND = 0.02
+ROUND_SECONDS = 0.02
 """seconds of one round of one contestant"""
 
 
@@ -28,11 +28,11 @@ def bench_halo(world: Transport, extents: tuple[int, ...] = EXTENTS) -> dict[str
     Images are (8, n, n, 64) float32. Seconds are medians over rounds, of the slowest rank.
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
-    sizes = [_size(grid, n) for n in extents]
-    return {"bench": "halo", **environment(grid), "sizes": sizes}
+    sizes = [_measure_size(grid, n) for n in extents]
+    return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 
-def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
+def _measure_size(grid: ProcessGrid, n: int) -> dict[str, Any]:
     array = GlobalArray(grid, (SAMPLES, n, n, CHANNELS), Window(3, padding=1), reuse=True)
     tile = np.ones(array.local_shape, np.float32)
     view = array.get_fprop_view(tile)
@@ -40,14 +40,14 @@ def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
     inside = [slice(o - v, o - v + m) for o, v, m in zip(array.own.lo, array.need.lo, array.own.shape, strict=True)]
     in_place = view[(slice(None), *inside)]
     source, target = np.ones((2, max(1, sent // 4)), np.float32)
-    contestants: dict[str, Callable[[], object]] = {
+    calls_by_name: dict[str, Callable[[], object]] = {
         "exchange": lambda: array.get_fprop_view(in_place),
         "with_tile": lambda: array.get_fprop_view(tile),
         "scatter_add": lambda: array.get_bprop_view(view),
-        "raw": _raw(grid.world, view.copy()),
+        "raw": _plain_mpi_exchange(grid.world, view.copy()),
         "memcpy": lambda: np.copyto(target, source),
     }
-    seconds = _times(grid.world, contestants)
+    seconds = _time_rounds(grid.world, calls_by_name)
     return {
         "shape": [SAMPLES, n, n, CHANNELS],
         "bytes_sent": max(grid.world.allgather(sent)),
@@ -57,25 +57,27 @@ def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
     }
 
 
-def _times(world: Transport, contestants: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def _time_rounds(world: Transport, calls_by_name: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     """Return every contestant's seconds per call for each round; each round runs all of them."""
     counts = {}
-    for name, call in contestants.items():
+    for name, call in calls_by_name.items():
         call()
-        counts[name] = max(1, int(ROUND / max(_timed(world, call, 3), 1e-7)))
-    rounds = [{name: _timed(world, call, counts[name]) for name, call in contestants.items()} for _ in range(ROUNDS)]
-    return {name: [seconds[name] for seconds in rounds] for name in contestants}
+        counts[name] = max(1, int(ROUND_SECONDS / max(_time_calls(world, call, 3), 1e-7)))
+    rounds = [
+        {name: _time_calls(world, call, counts[name]) for name, call in calls_by_name.items()} for _ in range(ROUNDS)
+    ]
+    return {name: [seconds[name] for seconds in rounds] for name in calls_by_name}
 
 
-def _timed(world: Transport, call: Callable[[], object], count: int) -> float:
-    rest(world)
+def _time_calls(world: Transport, call: Callable[[], object], count: int) -> float:
+    sleeping_barrier(world)
     begin = time.perf_counter()
     for _ in range(count):
         call()
     return max(world.allgather(time.perf_counter() - begin)) / count
 
 
-def _raw(world: Transport, view: np.ndarray) -> Callable[[], object]:
+def _plain_mpi_exchange(world: Transport, view: np.ndarray) -> Callable[[], object]:
     """Return the same exchange written in plain mpi4py: subarrays, receives first."""
     comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
     if comm is None or mpi is None:

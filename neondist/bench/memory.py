@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Return the resident memory now."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Reset the peak, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak() -> int:
+def peak_bytes() -> int:
     """Return the peak resident memory."""
     with contextlib.suppress(OSError, StopIteration):  # not Linux, where getrusage would include the parent's memory
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -12,87 +12,91 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..comm import ProcessGrid
 from ..observer import Observer
-from .allocations import silent
-from .module_report import KINDS
+from .allocations import suppress_stderr
+from .module_report import TIME_KINDS
 
-Shares = dict[str, dict[str, float]]
-"""'kinds': the share of each of KINDS; 'operators': the share of each operator among kernels, largest first"""
-_MARK = "neondist::"
-_KINDS = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
+TimeShares = dict[str, dict[str, float]]
+"""'kinds': the share of each of TIME_KINDS; 'operators': the share of each operator among kernels, largest first"""
+_MARK_PREFIX = "neondist::"
+_KIND_BY_EVENT = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
 """kinds of observed events"""
-_MOVES = """
+_MOVE_NAMES = """
 clone contiguous copy_ cat _to_copy to constant_pad_nd fill_ zero_ zeros zeros_like new_zeros empty empty_like
 empty_strided as_strided slice narrow reshape view _unsafe_view permute transpose t expand select split squeeze
 unsqueeze unbind flatten unflatten chunk roll flip stack repeat detach alias unfold_backward slice_backward
 select_backward as_strided_ resize_ pad index_select ones ones_like
 """
-MOVES = frozenset(f"aten::{name}" for name in _MOVES.split())
+MOVE_OPERATORS = frozenset(f"aten::{name}" for name in _MOVE_NAMES.split())
 """operators that make views and copies"""
-_WRAPPERS = """
+_WRAPPER_NAMES = """
 conv1d conv2d conv3d convolution _convolution convolution_backward convolution_backward_overrideable thnn_conv2d
 slow_conv3d conv_transpose2d conv_transpose3d linear matmul batch_norm _batch_norm_impl_index group_norm layer_norm
 instance_norm scaled_dot_product_attention einsum softmax gelu_ max_pool2d max_pool3d adaptive_avg_pool2d
 adaptive_avg_pool3d dropout relu6 silu_ upsample mean
 """
-WRAPPERS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
+WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPER_NAMES.split())
 """operators that only call the computing one, whose name is more specific"""
-COMPILED = frozenset({"_Convolution", "_ConvolutionBackward"})
+COMPILED_FUNCTIONS = frozenset({"_Convolution", "_ConvolutionBackward"})
 """functions of neondist.torch that call compiled kernels, which the profiler does not see"""
 
 
-class Marks(Observer):
+class ProfileMarks(Observer):
     """Marks the observed events of a grid in the profile."""
 
     def __init__(self) -> None:
-        self._open: list[record_function | None] = []
+        self._open_marks: list[record_function | None] = []
 
     def begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Begin a mark for an event of its own kind."""
-        mark = record_function(_MARK + what) if what in _KINDS else None
+        mark = record_function(_MARK_PREFIX + what) if what in _KIND_BY_EVENT else None
         if mark is not None:
             mark.__enter__()
-        self._open.append(mark)
+        self._open_marks.append(mark)
 
     def end(self, what: str, name: str, direction: str) -> None:
         """End the mark."""
-        mark = self._open.pop()
+        mark = self._open_marks.pop()
         if mark is not None:
             mark.__exit__(None, None, None)
 
 
-def shares_of(step: Callable[[], object], grid: ProcessGrid) -> Shares:
+def measure_time_shares(step: Callable[[], object], grid: ProcessGrid) -> TimeShares:
     """Return the breakdown of a step's time on this rank; call it on all ranks at the same time."""
-    with silent(), grid.observers.watched_by(Marks()), profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with (
+        suppress_stderr(),
+        grid.observers.watched_by(ProfileMarks()),
+        profile(activities=[ProfilerActivity.CPU]) as recorded,
+    ):
         begin = time.perf_counter()
         step()
         whole = time.perf_counter() - begin
     seconds, operators = Counter[str](), Counter[str]()
     for event in recorded.events() or ():
-        kind, name = classify(event)
+        kind, name = classify_event(event)
         seconds[kind] += event.self_cpu_time_total / 1e6
         if kind == "kernels":
             operators[name] += event.self_cpu_time_total / 1e6
     seconds["other"] += max(0.0, whole - seconds.total())  # type: ignore[assignment]
     whole = max(1e-9, seconds.total())
     return {
-        "kinds": {kind: seconds[kind] / whole for kind in KINDS},
+        "kinds": {kind: seconds[kind] / whole for kind in TIME_KINDS},
         "operators": {name.removeprefix("aten::"): taken / whole for name, taken in operators.most_common()},
     }
 
 
-def classify(event: Any) -> tuple[str, str]:
+def classify_event(event: Any) -> tuple[str, str]:
     """Return the kind of an event's own time, and its operator.
 
     The operator is the outermost one that is not a wrapper; events inside a mark have the kind of the mark.
     """
     name = ""
     while event is not None:
-        if event.name.startswith(_MARK):
-            return _KINDS[event.name.removeprefix(_MARK)], event.name
+        if event.name.startswith(_MARK_PREFIX):
+            return _KIND_BY_EVENT[event.name.removeprefix(_MARK_PREFIX)], event.name
         operator = "::" in event.name and "autograd::" not in event.name
-        if operator and not (name and event.name in WRAPPERS):
+        if operator and not (name and event.name in WRAPPER_OPERATORS):
             name = event.name
-        elif event.name in COMPILED:
+        elif event.name in COMPILED_FUNCTIONS:
             name = name or "neondist::convolution"
         event = event.cpu_parent
-    return ("copies" if name in MOVES else "kernels" if name else "other"), name
+    return ("copies" if name in MOVE_OPERATORS else "kernels" if name else "other"), name

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..plan.report import Column, LayerTable, by
-from .suite_report import head_text, means_lines, ratio_text, reasons
-from .tables import bytes_text, markdown, seconds_text
+from ..plan.report import Column, LayerTable, join_extents
+from .suite_report import failure_lines, head_text, means_lines, ratio_text
+from .tables import bytes_text, markdown_table, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Results = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
-KINDS = ("kernels", "messages", "copies", "sums", "other")
+TIME_KINDS = ("kernels", "messages", "copies", "sums", "other")
 """operators that compute; waiting inside MPI; views of tiles and operators that move data; reductions over ranks and
 their preparation; Python, autograd and dispatch"""
-TOP = 3
+SHOWN_OPERATORS = 3
 """operators per row"""
-SIDES = {"ranks": "a rank", "eager": "one process"}
+SIDE_LABELS = {"ranks": "a rank", "eager": "one process"}
 LEGEND = (
     "A training step in float32 with PyTorch's default memory layout and, on all sides, an allocator that keeps freed"
     " memory; * marks the faster of PyTorch's variants. ÷ best: ratio to that variant in the same round, median and"
     " range over the rounds. memory: peak of a process above its memory before the module was created. first step:"
     " includes distributing or compiling."
 )
-SHARES = (
+BREAKDOWN_LEGEND = (
     "Breakdown of the step time above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
     " messages: inside MPI, including waiting for other ranks; copies: views of tiles and operators that move data;"
     " sums: reductions over ranks and their preparation; other: Python, autograd and dispatch."
@@ -40,26 +40,33 @@ def module_table(results: Results) -> RenderableType:
 
     tables = [
         LayerTable([Column(head, [row[at] for row in rows], right=at > left) for at, head in enumerate(heads)], left=7)
-        for (heads, rows), left in ((_steps(results), 1), (_breakdown(results), 1))
+        for (heads, rows), left in ((_step_time_table(results), 1), (_breakdown_table(results), 1))
         if rows
     ]
-    parts = [part for table, text in zip(tables, (LEGEND, SHARES), strict=False) for part in (table, Text(), text, "")]
-    return Group(Text(head_text(results), style="bold"), Text(), *parts, *map(Text, _lines(results)))
+    parts = [
+        part
+        for table, text in zip(tables, (LEGEND, BREAKDOWN_LEGEND), strict=False)
+        for part in (table, Text(), text, "")
+    ]
+    return Group(Text(head_text(results), style="bold"), Text(), *parts, *map(Text, _note_lines(results)))
 
 
 def module_markdown(results: Results) -> str:
     """Return the results in Markdown."""
-    steps, places = _steps(results), _breakdown(results)
-    parts = [f"{head_text(results)}.", markdown(*steps), "\n".join(f"* {line}" for line in _lines(results)), LEGEND]
-    parts += [markdown(*places), SHARES] if places[1] else []
+    steps, places = _step_time_table(results), _breakdown_table(results)
+    parts = [
+        f"{head_text(results)}.", markdown_table(*steps), "\n".join(f"* {line}" for line in _note_lines(results)),
+        LEGEND,
+    ]  # fmt: skip
+    parts += [markdown_table(*places), BREAKDOWN_LEGEND] if places[1] else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _lines(results: Results) -> list[str]:
-    return [*means_lines(results), *results["notes"], *reasons(results)]
+def _note_lines(results: Results) -> list[str]:
+    return [*means_lines(results), *results["notes"], *failure_lines(results)]
 
 
-def _steps(results: Results) -> Table:
+def _step_time_table(results: Results) -> Table:
     sides, ranks_head = results["sides"], f"{results['ranks']} × {results['threads']}"
     compared = len(sides) > 1
     heads = ["model", "input", ranks_head, *sides[1:], *(["÷ best"] if compared else []), "memory"]
@@ -68,7 +75,7 @@ def _steps(results: Results) -> Table:
     rows = []
     for row in results["networks"]:
         measurements: Mapping[str, Results] = row["sides"]
-        cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
+        cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
         for side in sides:
             star = "*" * (side == row["best"] and len(sides) > 2)
             cells.append(seconds_text(measurements[side]["seconds"]) + star if side in measurements else "-")
@@ -82,15 +89,15 @@ def _steps(results: Results) -> Table:
     return heads, rows
 
 
-def _breakdown(results: Results) -> Table:
+def _breakdown_table(results: Results) -> Table:
     rows = []
     for row in results["networks"]:
-        for side, label in SIDES.items():
+        for side, label in SIDE_LABELS.items():
             measurement = row["sides"].get(side, {})
             if "kinds" not in measurement:
                 continue
-            seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:TOP]
-            times = [seconds_text(seconds * measurement["kinds"][kind]) for kind in KINDS]
+            seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:SHOWN_OPERATORS]
+            times = [seconds_text(seconds * measurement["kinds"][kind]) for kind in TIME_KINDS]
             top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in largest)
             rows.append([row["network"], label, *times, top])
-    return ["model", "", *KINDS, "most expensive operators"], rows
+    return ["model", "", *TIME_KINDS, "most expensive operators"], rows

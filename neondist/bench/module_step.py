@@ -15,17 +15,17 @@ from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError, NeondistError
 from ..torch.module.distributing import distribute
 from . import memory
-from .module_profile import Shares, shares_of
-from .public_models import EXTENTS
-from .rest import rest
+from .module_profile import TimeShares, measure_time_shares
+from .public_models import DEFAULT_EXTENTS
+from .rest import sleeping_barrier
 
-LEAST = 0.3
+MIN_TURN_SECONDS = 0.3
 """minimum seconds of a turn"""
-RATE = 1e-6
+LEARNING_RATE = 1e-6
 """learning rate: with larger ones, the loss of random targets diverges to NaN"""
 
 
-class ModuleStep:
+class TimedModuleStep:
     """A module that is trained on one batch: mean squares to random targets, SGD with momentum.
 
     Parameters
@@ -60,34 +60,34 @@ class ModuleStep:
             module = _create_module(factory)
             self.shape = tuple(shape or default_shape(module))
             image = torch.randn(self.shape)
-        self.run: Any = torch.compile(module) if side == "compile" else module
-        self.optimizer = torch.optim.SGD(module.parameters(), RATE, momentum=0.9)
-        self.loss_of: Any = _mean_square
-        self.cut: Any = lambda tensor: tensor
+        self.run_module: Any = torch.compile(module) if side == "compile" else module
+        self.optimizer = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
+        self.compute_loss: Any = _mean_square
+        self.scatter_target: Any = lambda tensor: tensor
         self.targets: list[torch.Tensor] = []
         begin = time.perf_counter()
         if side == "ranks":
-            self.run = distribute(module, self.shape, self.grid, compile=compiled)
-            image = self.run.scatter(image)
-            self.loss_of, self.cut = self._loss, self.run.scatter_target
+            self.run_module = distribute(module, self.shape, self.grid, compile=compiled)
+            image = self.run_module.scatter(image)
+            self.compute_loss, self.scatter_target = self._distributed_loss, self.run_module.scatter_target
         self.x = image
         with all_or_none(world):
-            self._first()
+            self._run_first_step()
         self.first_seconds = time.perf_counter() - begin
 
     def __call__(self) -> None:
         """Train once."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss_of(_tensors(self.run(self.x)), self.targets).backward()
+        self.compute_loss(_output_tensors(self.run_module(self.x)), self.targets).backward()
         self.optimizer.step()
 
-    def _first(self) -> None:
+    def _run_first_step(self) -> None:
         try:
-            outputs = _tensors(self.run(self.x))
+            outputs = _output_tensors(self.run_module(self.x))
             source = torch.Generator().manual_seed(1)
-            shapes = getattr(self.run, "output_shapes", [y.shape for y in outputs])
-            self.targets = [self.cut(torch.randn(tuple(shape), generator=source)) for shape in shapes]
-            self.loss_of(outputs, self.targets).backward()
+            shapes = getattr(self.run_module, "output_shapes", [y.shape for y in outputs])
+            self.targets = [self.scatter_target(torch.randn(tuple(shape), generator=source)) for shape in shapes]
+            self.compute_loss(outputs, self.targets).backward()
         except NeondistError:
             raise
         except Exception as error:  # from the module or a compiler
@@ -98,23 +98,23 @@ class ModuleStep:
             ) from error
         self.optimizer.step()
 
-    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        return self.run.loss(_mean_square, outputs, targets)
+    def _distributed_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        return self.run_module.loss(_mean_square, outputs, targets)
 
-    def seconds(self, steps: int) -> list[float]:
+    def time_steps(self, steps: int) -> list[float]:
         """Return the seconds of each step, of the slowest rank; collective."""
         taken = []
-        rest(self.grid.world)
+        sleeping_barrier(self.grid.world)
         for _ in range(steps):
             begin = time.perf_counter()
             self()
             taken.append(time.perf_counter() - begin)
         return [max(times) for times in zip(*self.grid.world.allgather(taken), strict=True)]
 
-    def shares(self) -> Shares:
+    def time_shares(self) -> TimeShares:
         """Return the breakdown of a step's time, the mean over the ranks; collective."""
-        rest(self.grid.world)
-        by_rank = self.grid.world.allgather(shares_of(self, self.grid))
+        sleeping_barrier(self.grid.world)
+        by_rank = self.grid.world.allgather(measure_time_shares(self, self.grid))
         kinds, operators = [one["kinds"] for one in by_rank], [one["operators"] for one in by_rank]
         means = {name: fmean(one.get(name, 0.0) for one in operators) for totals in operators for name in totals}
         return {
@@ -140,17 +140,17 @@ def measure_module(
         Minimum number of timed steps, after two that are not timed.
     profile : bool
         Add the breakdown of the time of one more step.
-    others : as of ModuleStep
+    others : as of TimedModuleStep
     """
-    empty = memory.resident()
-    memory.forget_peak()
-    step = ModuleStep(side, factory, shape, world, compiled)
-    (last,) = step.seconds(1)
-    taken = step.seconds(max(steps, round(LEAST / last)))
-    peaks = world.allgather(memory.peak() - empty)
+    empty = memory.resident_bytes()
+    memory.reset_peak()
+    step = TimedModuleStep(side, factory, shape, world, compiled)
+    (last,) = step.time_steps(1)
+    taken = step.time_steps(max(steps, round(MIN_TURN_SECONDS / last)))
+    peaks = world.allgather(memory.peak_bytes() - empty)
     details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_seconds))}
     if profile:
-        details |= step.shares()
+        details |= step.time_shares()
     return {
         "seconds": median(taken), "peak_bytes": max(peaks), "details": details, "batch_size": step.shape[0],
         "sample_shape": list(step.shape[1:]),
@@ -162,7 +162,7 @@ def default_shape(module: nn.Module) -> tuple[int, ...]:
     part: Any
     for part in module.modules():
         if hasattr(part, "in_channels") and hasattr(part, "dilation"):
-            return (1, part.in_channels, *EXTENTS[len(part.dilation)])
+            return (1, part.in_channels, *DEFAULT_EXTENTS[len(part.dilation)])
     raise ConfigError(f"{type(module).__name__} has no convolution to infer the input shape from; give --input N,C,H,W")
 
 
@@ -177,7 +177,7 @@ def _create_module(factory: Callable[[], Any]) -> nn.Module:
     return module.float().train()
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
+def _output_tensors(outputs: Any) -> list[torch.Tensor]:
     """Return the tensors among the outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 

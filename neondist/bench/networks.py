@@ -31,7 +31,7 @@ from ..train import FitExperiment
 Nodes = list[Node]
 
 
-class Case(NamedTuple):
+class NetworkCase(NamedTuple):
     """A network and its training data.
 
     Attributes
@@ -62,7 +62,7 @@ def _conv(channels: int, kernel: int = 3, stride: int = 1, dilation: int = 1) ->
     return ConvLayerDist(channels, kernel, stride, padding, dilation=dilation, activation=ReLU())
 
 
-def _normed(channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Nodes:
+def _conv_norm(channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Nodes:
     """Return a convolution and its batch norm."""
     conv = ConvLayerDist(channels, kernel, stride, kernel // 2, groups=groups, bias=False)
     return [conv, BatchNormLayerDist()]
@@ -72,17 +72,17 @@ def _relu() -> ActivationLayerDist:
     return ActivationLayerDist(ReLU())
 
 
-def _head(classes: int = 10) -> Nodes:
+def _classifier(classes: int = 10) -> Nodes:
     return [GlobalAvgPoolingLayerDist(), FCLayerDist(classes)]
 
 
-def _block(inputs: int, channels: int, stride: int = 1) -> Nodes:
+def _residual(inputs: int, channels: int, stride: int = 1) -> Nodes:
     """Return a basic block of a ResNet."""
-    skip = [] if inputs == channels and stride == 1 else _normed(channels, 1, stride)
-    return [Sum([[*_normed(channels, 3, stride), _relu(), *_normed(channels)], skip]), _relu()]
+    skip = [] if inputs == channels and stride == 1 else _conv_norm(channels, 1, stride)
+    return [Sum([[*_conv_norm(channels, 3, stride), _relu(), *_conv_norm(channels)], skip]), _relu()]
 
 
-def _levels(channels: int, below: int) -> Nodes:
+def _unet_levels(channels: int, below: int) -> Nodes:
     """Return a level of a U-Net, and those below."""
 
     def twice() -> Nodes:
@@ -91,15 +91,17 @@ def _levels(channels: int, below: int) -> Nodes:
 
     if not below:
         return twice()
-    down: Nodes = [MaxPoolingLayerDist(2), *_levels(2 * channels, below - 1), DeconvLayerDist(channels, 2, stride=2)]
+    down: Nodes = [
+        MaxPoolingLayerDist(2), *_unet_levels(2 * channels, below - 1), DeconvLayerDist(channels, 2, stride=2),
+    ]  # fmt: skip
     return [*twice(), Concat([[], down]), *twice()]
 
 
-def _separable(widths: Iterable[tuple[int, int, int]]) -> Nodes:
+def _separable_convs(widths: Iterable[tuple[int, int, int]]) -> Nodes:
     return [
         layer
         for inputs, channels, stride in widths
-        for layer in (*_normed(inputs, 3, stride, inputs), _relu(), *_normed(channels, 1), _relu())
+        for layer in (*_conv_norm(inputs, 3, stride, inputs), _relu(), *_conv_norm(channels, 1), _relu())
     ]
 
 
@@ -107,40 +109,53 @@ def _pool() -> MaxPoolingLayerDist:
     return MaxPoolingLayerDist(2)
 
 
-MAIN = {
-    "plain": Case(1, (2048, 2048, 3), lambda: [_conv(16), _conv(32, stride=2), _conv(64), _pool(), *_head()]),
-    "vgg": Case(1, (512, 512, 3), lambda: [_conv(64), _conv(64), _pool(), _conv(128), _conv(128), _pool(), *_head()]),
-    "mnist": Case(128, (28, 28, 1), lambda: [_conv(16, 5), _pool(), _conv(32, 5), _pool(), FCLayerDist(10)]),
-    "resnet": Case(
+MAIN_NETWORKS = {
+    "plain": NetworkCase(
+        1, (2048, 2048, 3), lambda: [_conv(16), _conv(32, stride=2), _conv(64), _pool(), *_classifier()]
+    ),
+    "vgg": NetworkCase(
+        1, (512, 512, 3), lambda: [_conv(64), _conv(64), _pool(), _conv(128), _conv(128), _pool(), *_classifier()]
+    ),
+    "mnist": NetworkCase(128, (28, 28, 1), lambda: [_conv(16, 5), _pool(), _conv(32, 5), _pool(), FCLayerDist(10)]),
+    "resnet": NetworkCase(
         4,
         (512, 512, 3),
         lambda: [
-            *(*_normed(64, 7, 2), _relu(), MaxPoolingLayerDist(3, 2, 1)),
-            *(*_block(64, 64), *_block(64, 64), *_block(64, 128, 2), *_block(128, 128), *_head()),
+            *(*_conv_norm(64, 7, 2), _relu(), MaxPoolingLayerDist(3, 2, 1)),
+            *(*_residual(64, 64), *_residual(64, 64), *_residual(64, 128, 2), *_residual(128, 128), *_classifier()),
         ],
     ),
-    "unet": Case(1, (1024, 1024, 3), lambda: [*_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
-    "vol": Case(1, (96, 96, 96, 4), lambda: [_conv(16), _conv(32, stride=2), _conv(32), _pool(), *_head()]),
+    "unet": NetworkCase(1, (1024, 1024, 3), lambda: [*_unet_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
+    "vol": NetworkCase(
+        1, (96, 96, 96, 4), lambda: [_conv(16), _conv(32, stride=2), _conv(32), _pool(), *_classifier()]
+    ),
 }
 """the networks of the tables in docs/measured.md"""
-OTHERS = {
-    "wide": Case(1, (512, 512, 8), lambda: [_conv(32, 5), _conv(64, 5, 2), _conv(64, 5), _pool(), *_head()]),
-    "dilated": Case(
+OTHER_NETWORKS = {
+    "wide": NetworkCase(
+        1, (512, 512, 8), lambda: [_conv(32, 5), _conv(64, 5, 2), _conv(64, 5), _pool(), *_classifier()]
+    ),
+    "dilated": NetworkCase(
         1, (512, 512, 3), lambda: [_conv(32), *(_conv(32, dilation=d) for d in (2, 4, 8)), ConvLayerDist(2, 1)], 2
     ),
-    "separable": Case(
+    "separable": NetworkCase(
         4,
         (256, 256, 3),
-        lambda: [*_normed(32, 3, 2), _relu(), *_separable([(32, 64, 1), (64, 128, 2), (128, 128, 1)]), *_head()],
+        lambda: [
+            *_conv_norm(32, 3, 2),
+            _relu(),
+            *_separable_convs([(32, 64, 1), (64, 128, 2), (128, 128, 1)]),
+            *_classifier(),
+        ],
     ),
-    "unet3d": Case(1, (64, 64, 64, 1), lambda: [*_levels(8, 2), ConvLayerDist(2, 1)], 2),
-    "lcn": Case(
+    "unet3d": NetworkCase(1, (64, 64, 64, 1), lambda: [*_unet_levels(8, 2), ConvLayerDist(2, 1)], 2),
+    "lcn": NetworkCase(
         16,
         (128, 128, 3),
         lambda: [LCNLayerDist(9), LocalFilteringLayerDist(8, 8, 4), L2PoolingLayerDist(3, 1), FCLayerDist(10)],
     ),
-    "deep": Case(1, (512, 512, 3), lambda: [*(_conv(8) for _ in range(24)), *_head()]),
+    "deep": NetworkCase(1, (512, 512, 3), lambda: [*(_conv(8) for _ in range(24)), *_classifier()]),
 }
 """networks of other kinds"""
-NETWORKS = MAIN | OTHERS
-GROUPS = {"main": tuple(MAIN), "others": tuple(OTHERS)}
+NETWORKS = MAIN_NETWORKS | OTHER_NETWORKS
+NETWORK_GROUPS = {"main": tuple(MAIN_NETWORKS), "others": tuple(OTHER_NETWORKS)}

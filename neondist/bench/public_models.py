@@ -23,13 +23,13 @@ class PublicModel(NamedTuple):
     arguments: Mapping[str, Any] = {}
 
 
-_VISION, _PARTS = "torchvision.models", "torchvision.models.segmentation"
+_VISION, _SEGMENTATION = "torchvision.models", "torchvision.models.segmentation"
 _NO_WEIGHTS = {"weights": None, "weights_backbone": None}
-_FNO = {"n_modes": (16, 16), "in_channels": 3, "out_channels": 1, "hidden_channels": 32}
+_FNO_ARGUMENTS = {"n_modes": (16, 16), "in_channels": 3, "out_channels": 1, "hidden_channels": 32}
 MODELS = {
     "efficientnet_b0": PublicModel("CNN", f"{_VISION}:efficientnet_b0", (1, 3, 256, 256)),
     "convnext_tiny": PublicModel("CNN", f"{_VISION}:convnext_tiny", (1, 3, 256, 256)),
-    "fcn_resnet50": PublicModel("segmentation", f"{_PARTS}:fcn_resnet50", (1, 3, 256, 256), _NO_WEIGHTS),
+    "fcn_resnet50": PublicModel("segmentation", f"{_SEGMENTATION}:fcn_resnet50", (1, 3, 256, 256), _NO_WEIGHTS),
     "unetplusplus": PublicModel(
         "segmentation", "segmentation_models_pytorch:UnetPlusPlus", (1, 3, 256, 256),
         {"encoder_name": "resnet18", "encoder_weights": None},
@@ -40,9 +40,9 @@ MODELS = {
     "vit_small": PublicModel("ViT", "timm:create_model", (1, 3, 224, 224), {"model_name": "vit_small_patch16_224"}),
     "swin_t": PublicModel("windows", f"{_VISION}:swin_t", (1, 3, 224, 224)),
     "gcvit_xxtiny": PublicModel("windows", "timm:create_model", (1, 3, 224, 224), {"model_name": "gcvit_xxtiny"}),
-    "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO),
-    "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO),
+    "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO_ARGUMENTS),
+    "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO_ARGUMENTS),
 }  # fmt: skip
 """two models of each of six families"""
-EXTENTS = {1: (4096,), 2: (224, 224), 3: (64, 64, 64)}
+DEFAULT_EXTENTS = {1: (4096,), 2: (224, 224), 3: (64, 64, 64)}
 """input extents of other modules, by the number of spatial axes of their first convolution"""

@@ -7,7 +7,7 @@ import time
 from ..comm import Transport
 
 
-def rest(world: Transport) -> None:
+def sleeping_barrier(world: Transport) -> None:
     """Wait for all ranks, sleeping; MPI's own barrier keeps its core busy."""
     comm = getattr(world, "comm", None)
     if comm is None:

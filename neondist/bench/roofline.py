@@ -12,24 +12,24 @@ import numpy as np
 from ..comm import Transport
 from ..models import Model
 from ..plan import LayerPlan
-from .rest import rest
+from .rest import sleeping_barrier
 
 REPEATS = 15
-SIDE = 1024
-COPIED = 1 << 26
+MATRIX_SIZE = 1024
+COPIED_BYTES = 1 << 26
 """bytes; more than the caches hold"""
 
 
-def peaks(model: Model, world: Transport) -> dict[str, float]:
+def measure_peaks(model: Model, world: Transport) -> dict[str, float]:
     """Return the peaks of all ranks together: flops per second of a matrix product, bytes per second of a copy."""
     kernels = model.leaves[0].kernels
-    a, b = np.ones((2, SIDE, SIDE), model.dtype)
-    source, target = np.ones((2, COPIED // 8))
-    product = _best(world, lambda: kernels.matmul(a, b))
-    copy = _best(world, lambda: np.copyto(target, source))
+    a, b = np.ones((2, MATRIX_SIZE, MATRIX_SIZE), model.dtype)
+    source, target = np.ones((2, COPIED_BYTES // 8))
+    product = _fastest_call(world, lambda: kernels.matmul(a, b))
+    copy = _fastest_call(world, lambda: np.copyto(target, source))
     return {
-        "flops_per_second": world.size * 2 * SIDE**3 / product,
-        "bytes_per_second": world.size * 2 * COPIED / copy,  # read and written
+        "flops_per_second": world.size * 2 * MATRIX_SIZE**3 / product,
+        "bytes_per_second": world.size * 2 * COPIED_BYTES / copy,  # read and written
     }
 
 
@@ -39,7 +39,10 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
     Bytes are those of its input, output and their gradients, each read or written once; recomputation is not counted.
     Sums over all ranks.
     """
-    work = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in model.compiled.units.items()}
+    work = {
+        name: _flops_and_bytes(plans, model.batch_size, model.dtype.itemsize)
+        for name, plans in model.compiled.layer_groups.items()
+    }
     extended = []
     for row in rows:
         extra: dict[str, Any] = {}
@@ -54,28 +57,28 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
     return extended
 
 
-def _work(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
+def _flops_and_bytes(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
     """Return flops and bytes of a step."""
-    inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].gradient
-    flops = sum(products(plan) * (3 if plan.gradient else 2) for plan in plans)
+    inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].needs_input_gradient
+    flops = sum(count_products(plan) * (3 if plan.needs_input_gradient else 2) for plan in plans)
     return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)
 
 
-def products(plan: LayerPlan) -> int:
+def count_products(plan: LayerPlan) -> int:
     """Return the multiplications of a sample's forward pass."""
-    weights = plan.trained.get("weights")
+    weights = plan.trained_parameters.get("weights")
     if weights is None:
         return 0
     image = plan.input_shape if plan.reverse else plan.output_shape
-    return (1 if weights.layout.cut else prod(image[:-1])) * prod(weights.shape)
+    return (1 if weights.layout.is_partitioned else prod(image[:-1])) * prod(weights.shape)
 
 
-def _best(world: Transport, call: Callable[[], object]) -> float:
+def _fastest_call(world: Transport, call: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several simultaneous calls on all ranks, of the slowest rank."""
     call()
     times = []
     for _ in range(REPEATS):
-        rest(world)
+        sleeping_barrier(world)
         begin = time.perf_counter()
         call()
         times.append(max(world.allgather(time.perf_counter() - begin)))

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..io.files import can_draw, make_folder, write_figure, write_text
-from .tables import bytes_text, markdown, seconds_text
+from ..io.files import has_matplotlib, make_folder, write_figure, write_text
+from .tables import bytes_text, markdown_table, seconds_text
 
 
 def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -68,20 +68,20 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return markdown(heads, cells)
+    return markdown_table(heads, cells)
 
 
-def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+def write_scaling_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write scaling.jsonl, scaling.md and, if matplotlib is there, scaling.png; return the files."""
     make_folder(folder)
     lines, table, picture = (folder / f"scaling.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     write_text(table, f"{title}\n\n{scaling_table(rows)}\n")
-    return [lines, table, *_draw(picture, rows, title)]
+    return [lines, table, *_draw_scaling(picture, rows, title)]
 
 
-def _draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    if not can_draw():
+def _draw_scaling(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+    if not has_matplotlib():
         return []
     from matplotlib.figure import Figure
 

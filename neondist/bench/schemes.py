@@ -15,13 +15,13 @@ from ..comm import Transport
 from ..config import dump
 from ..errors import ConfigError
 from ..halo import as_scheme
-from ..io.files import append, can_draw, make_folder, write_figure, write_text
+from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
 from ..terminal.console import emit
 from ..train import Record
 from ..train.inference.progress import first_rank_progress
-from .tables import markdown
+from .tables import markdown_table
 
-RESULTS = "results.jsonl"
+RESULTS_FILE = "results.jsonl"
 Row = dict[str, Any]
 
 
@@ -39,43 +39,45 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
         for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
-            results = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
+            results = {row["key"]: row for row in read_results(folder / RESULTS_FILE)} if world.rank == 0 else {}
             row = world.bcast(results.get(key))
             if row is None:
                 if progress is not None:
                     progress.begin(f"{description.scheme}, seed {description.seed}")
-                row = Record(key=key, scheme=description.scheme, seed=description.seed, **_run(experiment, world))
+                row = Record(
+                    key=key, scheme=description.scheme, seed=description.seed, **_train_and_summarise(experiment, world)
+                )
                 if world.rank == 0:
                     make_folder(folder)
-                    append(folder / RESULTS, json.dumps(row) + "\n")
+                    append_text(folder / RESULTS_FILE, json.dumps(row) + "\n")
             elif progress is not None:
                 progress.resumed += 1  # trained by an earlier command: excluded from the estimate of the time left
             if progress is not None:
-                error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
-                emit(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}")
+                error = f"{row.selection_split} error {100 * row.selection_value('error'):.2f} %"
+                emit(f"{row['scheme']}, {count_tiles(row)} tiles, seed {row['seed']}: {error}")
                 progress.add(1)
             rows.append(row)
     return rows
 
 
-def report(rows: Sequence[Record], folder: Path) -> str:
+def write_report(rows: Sequence[Record], folder: Path) -> str:
     """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
-    summary = summaries(rows)
+    summary = summarise_by_scheme(rows)
     table = schemes_table(summary)
     write_text(folder / "schemes.md", table + "\n")
-    plot(summary, folder / "schemes.png")
+    plot_error_over_bytes(summary, folder / "schemes.png")
     if len({row["tiles"] for row in summary}) > 1:
-        plot_tiles(summary, folder / "tiles.png")
+        plot_error_over_tiles(summary, folder / "tiles.png")
     return table
 
 
-def _run(experiment: Any, world: Transport) -> dict[str, Any]:
+def _train_and_summarise(experiment: Any, world: Transport) -> dict[str, Any]:
     grid = experiment.open_grid(world)
     history = experiment.run(grid, hooks=[]).history
     last = history[-1]
-    if last.selected("error") is None:
+    if last.selection_value("error") is None:
         raise ConfigError(
-            f"bench schemes compares classification errors, but the {last.selection} split has no classes"
+            f"bench schemes compares classification errors, but the {last.selection_split} split has no classes"
         ).on_all_ranks()  # they have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),
@@ -96,23 +98,23 @@ def read_results(file: Path) -> list[Record]:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return [Record.of(row) for row in rows if isinstance(row, dict) and "key" in row]
+    return [Record.upgrade(row) for row in rows if isinstance(row, dict) and "key" in row]
 
 
-def tiles_of(row: Record) -> int:
+def count_tiles(row: Record) -> int:
     """Return the number of tiles of an image."""
     return int(prod(row["grid"][1:]))
 
 
-def summaries(rows: Sequence[Record]) -> list[Row]:
+def summarise_by_scheme(rows: Sequence[Record]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
     A scheme is on the front if no other, on as many tiles, has both a lower mean error and fewer bytes.
     """
     summary = []
-    for tiles, scheme in dict.fromkeys((tiles_of(row), row["scheme"]) for row in rows):
-        group = [row for row in rows if (tiles_of(row), row["scheme"]) == (tiles, scheme)]
-        errors = [row.selected("error") for row in group]
+    for tiles, scheme in dict.fromkeys((count_tiles(row), row["scheme"]) for row in rows):
+        group = [row for row in rows if (count_tiles(row), row["scheme"]) == (tiles, scheme)]
+        errors = [row.selection_value("error") for row in group]
         summary.append(
             {
                 "tiles": tiles,
@@ -120,10 +122,10 @@ def summaries(rows: Sequence[Record]) -> list[Row]:
                 "exact": group[0]["exact"],
                 "formula": as_scheme(scheme).formula,
                 "runs": len(group),
-                "split": group[0].selection,
+                "split": group[0].selection_split,
                 "error": mean(errors),
                 "deviation": stdev(errors) if len(errors) > 1 else 0.0,
-                "loss": mean(row.selected("loss") for row in group),
+                "loss": mean(row.selection_value("loss") for row in group),
                 "bytes": mean(row["bytes_per_step"] for row in group),
                 "seconds": mean(row["seconds_per_epoch"] for row in group),
             }
@@ -157,22 +159,22 @@ def schemes_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return markdown(heads, cells)
+    return markdown_table(heads, cells)
 
 
-def plot(rows: Sequence[Row], file: Path) -> bool:
+def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
     """Plot error (mean and deviation) over bytes sent per step, a panel per number of tiles, the front as a line.
 
     Returns False without matplotlib.
     """
-    if not can_draw():
+    if not has_matplotlib():
         return False
     from matplotlib.figure import Figure
 
     counts = list(dict.fromkeys(row["tiles"] for row in rows))
     figure = Figure(figsize=(3 + 5 * len(counts), 4.5), layout="constrained")
     for axes, tiles in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
-        _front(axes, [row for row in rows if row["tiles"] == tiles])
+        _plot_pareto_front(axes, [row for row in rows if row["tiles"] == tiles])
         axes.set_title(f"{tiles} tiles")
     figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
     figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
@@ -181,7 +183,7 @@ def plot(rows: Sequence[Row], file: Path) -> bool:
     return True
 
 
-def _front(axes: Any, rows: Sequence[Row]) -> None:
+def _plot_pareto_front(axes: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         axes.errorbar(
             row["bytes"] / 1e3, 100 * row["error"], 100 * row["deviation"],
@@ -196,9 +198,9 @@ def _front(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlim(left=-least / 8)
 
 
-def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
+def plot_error_over_tiles(rows: Sequence[Row], file: Path) -> bool:
     """Plot error (mean and deviation) over the number of tiles, a line per scheme; False without matplotlib."""
-    if not can_draw():
+    if not has_matplotlib():
         return False
     from matplotlib.figure import Figure
 

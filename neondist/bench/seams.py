@@ -11,21 +11,21 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..geometry import Partition
-from ..io.files import can_draw, make_folder, write_figure, write_text
+from ..io.files import has_matplotlib, make_folder, write_figure, write_text
 from ..layers import Layer
 from ..models import Model
 from ..observer import Observer
-from .tables import markdown
+from .tables import markdown_table
 
-Profile = dict[str, list[float]]
+ErrorsByDistance = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
-SeamErrors = dict[str, dict[str, Profile]]
+SeamErrors = dict[str, dict[str, ErrorsByDistance]]
 """By scheme and layer."""
-SHOWN = 6
-KINDS = {"output": "output", "gradient of the input": "gradient"}
+SHOWN_DISTANCES = 6
+KIND_BY_ARRAY_NAME = {"output": "output", "gradient of the input": "gradient"}
 
 
-def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
+def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, ErrorsByDistance]:
     """Return the relative errors of outputs and input gradients of each layer with tiles; collective.
 
     An error is the mean absolute difference of all cells at a distance, over the mean absolute exact value of all
@@ -39,13 +39,15 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
         This rank's tiles of images; only schemes with a memory need more than the last.
     """
     approximate.load_state(exact.state())
-    profiles: dict[str, Profile] = {}
-    traced, compared = (_trace(model, batches, seed) for model in (exact, approximate))
+    profiles: dict[str, ErrorsByDistance] = {}
+    traced, compared = (_record_arrays(model, batches, seed) for model in (exact, approximate))
     for layer in exact.leaves:
         name = str(layer.name)
         shapes = {"output": layer.output_shape, "gradient": layer.input_shape}
         profiles[name] = {
-            kind: _profile(exact.grid, shape[:-1], *(_own(layer, kind, a[name, kind]) for a in (traced, compared)))
+            kind: _error_by_distance(
+                exact.grid, shape[:-1], *(_own_part(layer, kind, a[name, kind]) for a in (traced, compared))
+            )
             for kind, shape in shapes.items()
             if len(shape) > 1 and traced.get((name, kind)) is not None
             # overlapping input tiles each have a share of the gradient
@@ -54,7 +56,7 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
     return {name: profile for name, profile in profiles.items() if profile}
 
 
-class _Recorder(Observer):
+class _ArrayRecorder(Observer):
     """Copies of all outputs and input gradients of the last batch."""
 
     def __init__(self) -> None:
@@ -62,13 +64,13 @@ class _Recorder(Observer):
 
     def value(self, layer: Layer | None, name: str, array: Any) -> None:
         """Copy the array."""
-        if layer is not None and name in KINDS:
-            self.arrays[str(layer.name), KINDS[name]] = None if array is None else array.copy()
+        if layer is not None and name in KIND_BY_ARRAY_NAME:
+            self.arrays[str(layer.name), KIND_BY_ARRAY_NAME[name]] = None if array is None else array.copy()
 
 
-def _trace(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
+def _record_arrays(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
     """Return copies of all outputs and input gradients of the last batch, without changing weights."""
-    recorder, step = _Recorder(), model.step
+    recorder, step = _ArrayRecorder(), model.step
     try:
         with model.grid.observers.watched_by(recorder):
             for number, x in enumerate(batches):
@@ -82,7 +84,7 @@ def _trace(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, s
     return recorder.arrays
 
 
-def _own(layer: Layer, kind: str, array: Any) -> Any:
+def _own_part(layer: Layer, kind: str, array: Any) -> Any:
     """Return the part of an output that only this rank has; gradients are unchanged."""
     if kind == "gradient":
         return array
@@ -90,7 +92,7 @@ def _own(layer: Layer, kind: str, array: Any) -> Any:
     return array[(slice(None), *own.relative_to(layer.tile).slices)]
 
 
-def _profile(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:
+def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:
     distance = seam_distance(grid.partition(extent), grid.tile)
     longest = max(grid.world.allgather(int(distance.max(initial=-1)))) + 1
     sums = np.zeros((3, longest))
@@ -116,12 +118,18 @@ def seam_distance(partition: Partition, tile: int) -> np.ndarray:
     return np.where(nearest == far, 0, nearest) if partition.tiles == 1 else nearest
 
 
-def table(errors: SeamErrors) -> str:
+def seam_table(errors: SeamErrors) -> str:
     """Return the differences next to the seam and the first cells away from it, in Markdown."""
-    return markdown(
-        ["scheme", "layer", "kind", *(f"at {at}" for at in range(SHOWN))],
+    return markdown_table(
+        ["scheme", "layer", "kind", *(f"at {at}" for at in range(SHOWN_DISTANCES))],
         [
-            [f"`{scheme}`", layer, kind, *(f"{v:.1e}" for v in values[:SHOWN]), *[""] * (SHOWN - len(values))]
+            [
+                f"`{scheme}`",
+                layer,
+                kind,
+                *(f"{v:.1e}" for v in values[:SHOWN_DISTANCES]),
+                *[""] * (SHOWN_DISTANCES - len(values)),
+            ]
             for scheme, layers in errors.items()
             for layer, profile in layers.items()
             for kind, values in profile.items()
@@ -129,18 +137,18 @@ def table(errors: SeamErrors) -> str:
     )
 
 
-def write(folder: Path, errors: SeamErrors) -> list[Path]:
+def write_seam_report(folder: Path, errors: SeamErrors) -> list[Path]:
     """Write seams.json, seams.md and, if matplotlib is there, seams.png; return the files."""
     make_folder(folder)
     values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
     write_text(values, json.dumps(errors, indent=1) + "\n")
-    write_text(page, table(errors) + "\n")
-    return [values, page, *([picture] if plot(errors, picture) else [])]
+    write_text(page, seam_table(errors) + "\n")
+    return [values, page, *([picture] if plot_seam_errors(errors, picture) else [])]
 
 
-def plot(errors: SeamErrors, file: Path) -> bool:
+def plot_seam_errors(errors: SeamErrors, file: Path) -> bool:
     """Plot the profiles of all schemes, one row each, outputs left and gradients right; False without matplotlib."""
-    if not can_draw():
+    if not has_matplotlib():
         return False
     from matplotlib.figure import Figure
 

@@ -18,28 +18,28 @@ from ..comm import ProcessGrid
 from ..comm import agree as agree_on
 from ..data import Split
 from ..errors import UserError
-from ..io.environment import environment
+from ..io.environment import describe_environment
 from ..models import Model, ModelStep, TrainableModel, require_layers
 from ..plan import ModelPlan
-from ..runtime.observers.clock import KINDS, Clock
+from ..runtime.observers.clock import WORK_KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
 from . import memory
-from .allocations import allocations
-from .rest import rest
-from .roofline import peaks, roofline_rows
+from .allocations import measure_allocations
+from .rest import sleeping_barrier
+from .roofline import measure_peaks, roofline_rows
 from .torch_baseline import TorchBaseline
 
-WARM_UP = 2
-ROUND = 0.3
+WARM_UP_STEPS = 2
+ROUND_SECONDS = 0.3
 """seconds of a turn of one side"""
-TRACED = 3
+TRACED_STEPS = 3
 """steps"""
-READ, ROUNDS = 10, 5
+MIN_READ_STEPS, READ_ROUNDS = 10, 5
 """minimum steps of a turn with batches that are read, one of them ahead; and number of turns"""
-HALOS = "halo", "ring"
+HALO_KINDS = "halo", "ring"
 """kinds of messages that are reported for each layer"""
-CLOSE = {"float32": 1e-2, "float64": 1e-8}
+GRADIENT_TOLERANCES = {"float32": 1e-2, "float64": 1e-8}
 """relative tolerance of gradients: float32 sums have millions of terms"""
 
 
@@ -78,36 +78,36 @@ def bench_step(
     dict
         Contents of the JSON file: seconds are medians of the slowest rank; in 'layers', means over the ranks.
     """
-    model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
-    plan = model.within(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
+    model, dataset, empty = experiment.model, experiment.dataset, memory.resident_bytes()
+    plan = model.fit_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
     dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
     own_samples = batch[lo:hi]
     x, targets = dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
-    memory.forget_peak()
+    memory.reset_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
-    model.place(dataset.fields)
+    model.place_cost(dataset.fields)
     results = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
     results |= {"backend": get_backend(model.backend).name}
-    results |= environment(grid, dtype=str(model.dtype), seed=model.seed)
+    results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
-        rest(grid.world)
+        sleeping_barrier(grid.world)
         begin = time.perf_counter()
         for images, labels in itertools.islice(batches, count):
             model.train_batch(images, labels, batch_size=len(batch))
         return max(grid.world.allgather(time.perf_counter() - begin))
 
-    with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
-        train(WARM_UP)
-        count = max(1, round(ROUND / train(1)))
+    with _start_baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
+        train(WARM_UP_STEPS)
+        count = max(1, round(ROUND_SECONDS / train(1)))
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
     results |= {"seconds_per_step": step_seconds, "steps_per_second": 1 / step_seconds, "fastest_seconds": fastest}
-    whole = grid.world.allgather((memory.peak(), memory.peak() - empty))
+    whole = grid.world.allgather((memory.peak_bytes(), memory.peak_bytes() - empty))
     results |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
     if against:
         results["against"] = agreement | {
@@ -121,27 +121,27 @@ def bench_step(
         }
     if reading:
         with closing(_read_batches(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
-            turns = max(READ, steps)
-            pairs = [(train(turns, batches), train(turns)) for _ in range(ROUNDS)]
+            turns = max(MIN_READ_STEPS, steps)
+            pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
         ratios = [seconds / theirs for seconds, theirs in pairs]
         seconds = median(seconds for seconds, _ in pairs) / turns
         results["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _layer_rows(model, grid, lambda: train(count), count)
     if roofline:
         of_layers = require_layers(model, "roofline", "leave it out")
-        machine = peaks(of_layers, grid.world)
+        machine = measure_peaks(of_layers, grid.world)
         results, layers = results | {"machine": machine}, roofline_rows(of_layers, layers, machine)
         if results["backend"] == "torch":
-            allocated = allocations(lambda: train(1))
+            allocated = measure_allocations(lambda: train(1))
             results |= {"allocations": grid.world.bcast([entry._asdict() for entry in allocated])}
     if trace is not None:
-        write_trace(trace, grid, lambda: train(TRACED))
+        write_trace(trace, grid, lambda: train(TRACED_STEPS))
     return results | {"layers": layers}
 
 
 def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
     """Return labels, those of images repeated for each cell if the model has outputs per cell."""
-    cells = plan.label_cells
+    cells = plan.label_extent
     if targets.ndim > 1 or not cells:
         return targets
     whole = np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells))
@@ -159,7 +159,7 @@ def _read_batches(
 
 
 @contextmanager
-def _baseline(
+def _start_baseline(
     trained: TrainableModel, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
 ) -> Iterator[tuple[TorchBaseline | None, dict[str, Any]]]:
     """Start the PyTorch baseline on rank 0, and compare the loss and gradients of the initial weights."""
@@ -170,19 +170,21 @@ def _baseline(
     whole, state = model.gather_input(x), model.state()
     local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
     labels = model.output.gather(local)[..., 0]
-    loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, batch)[0])
+    loss, gradients = _gradients_without_dropout(
+        model, lambda: ModelStep(model).compute_gradients(x, targets, batch)[0]
+    )
     baseline, error, agreement = None, None, dict[str, Any]()
     try:
         try:
             if grid.rank == 0:
                 baseline = TorchBaseline(model, state, list(gradients), whole, labels.astype(np.int64), threads)
-                baseline_loss, worst, name = baseline.check(gradients)
-                tolerance = CLOSE[str(model.dtype)]
+                baseline_loss, worst, name = baseline.compare_gradients(gradients)
+                tolerance = GRADIENT_TOLERANCES[str(model.dtype)]
                 agree = abs(loss - baseline_loss) <= tolerance * abs(baseline_loss) and worst <= tolerance
                 agreement = {"loss": [loss, baseline_loss], "gradients_worst": worst, "worst_at": name, "agree": agree}
         except UserError as problem:
             error = problem
-        rest(grid.world)
+        sleeping_barrier(grid.world)
         agree_on(grid.world, error)
         yield baseline, grid.world.bcast(agreement)
     finally:
@@ -191,13 +193,13 @@ def _baseline(
 
 
 def _time_baseline(baseline: TorchBaseline | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
-    rest(grid.world)
-    seconds, peak, _ = baseline.time(count) if baseline else ([], 0, 0)
-    rest(grid.world)  # the broadcast would keep the cores of waiting ranks busy
+    sleeping_barrier(grid.world)
+    seconds, peak, _ = baseline.time_steps(count) if baseline else ([], 0, 0)
+    sleeping_barrier(grid.world)  # the broadcast would keep the cores of waiting ranks busy
     return grid.world.bcast((sum(seconds), peak))
 
 
-def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
+def _gradients_without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     """Return loss and gradients of a step without an update and without dropout, whose masks differ in PyTorch."""
     rates: list[tuple[Any, float]] = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
     state = model.state()
@@ -222,15 +224,15 @@ def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int
     for (name, kind), taken in clock.seconds.items():
         seconds[plan.row_of(name), kind] += taken  # type: ignore[assignment]
     for account, number in (model.ledger() - before).items():
-        if account.kind in HALOS:
+        if account.kind in HALO_KINDS:
             moved[plan.row_of(account.layer)] += number * account.nbytes
     observed = {row for row, _ in seconds}  # on one rank, a module's steps are not observed: the original module runs
     rows = list(dict.fromkeys([*(name for name in names if name in observed), *(row for row, _ in seconds)]))
-    own_seconds = {(row, kind): seconds[row, kind] / count for row in rows for kind in KINDS}
+    own_seconds = {(row, kind): seconds[row, kind] / count for row in rows for kind in WORK_KINDS}
     all_ranks = grid.world.allgather((own_seconds, moved))
     return [
         {"name": row, "class": names.get(row, "")}
-        | {kind: sum(times[row, kind] for times, _ in all_ranks) / grid.size for kind in KINDS}
+        | {kind: sum(times[row, kind] for times, _ in all_ranks) / grid.size for kind in WORK_KINDS}
         | {"bytes_sent": round(sum(bytes_.get(row, 0) for _, bytes_ in all_ranks) / count)}
         for row in rows
     ]

@@ -13,35 +13,35 @@ from ..comm import SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..models import require_layers
 from ..train import FitExperiment
-from .step import ROUND, WARM_UP, labels_for
+from .step import ROUND_SECONDS, WARM_UP_STEPS, labels_for
 from .torch_baseline import TorchBaseline
 
-WARM = {
+WARM_ALLOCATOR_ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 """settings with which the C library keeps freed memory, instead of requesting new pages in every step"""
-OURS = {"ranks": "a thread's share of the cores for each rank", "one": "one process with all cores"}
-THEIRS = {"eager": "eager, channels-last", "warm": "eager with a warm allocator", "compile": "torch.compile, warm"}
+NEONDIST_SIDES = {"ranks": "a thread's share of the cores for each rank", "one": "one process with all cores"}
+TORCH_SIDES = {"eager": "eager, channels-last", "warm": "eager with a warm allocator", "compile": "torch.compile, warm"}
 Results = dict[str, Any]
 
 
 @dataclass
-class Turns:
+class SideTurns:
     """Measurements of one side for a network.
 
     Attributes
     ----------
     seconds : of a step, in each round
     peaks : bytes of the largest process, in each round
-    problem : the reason, if it cannot be measured
+    failure_reason : the reason, if it cannot be measured
     extra : other results of the first round
     """
 
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    problem: str = ""
+    failure_reason: str = ""
     extra: Results = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ def bench_suite(
     Parameters
     ----------
     networks : names
-    sides : of OURS and THEIRS, in the order of a round
+    sides : of NEONDIST_SIDES and TORCH_SIDES, in the order of a round
     measure : function of a network, a side, and whether it is the first round
         Returns 'seconds' of a step and 'peak_bytes', in a new process, and 'details', if there are any, of that side. A
         side that raises ConfigError or LaunchError is skipped from then on, and its row has the reason.
@@ -67,52 +67,54 @@ def bench_suite(
         Called before each turn.
     """
     for network in networks:
-        turns = {side: Turns() for side in sides}
+        turns = {side: SideTurns() for side in sides}
         for count in range(rounds):
             for side, turn in turns.items():
-                if turn.problem:
+                if turn.failure_reason:
                     continue
                 announce(f"{network}: {side}, round {count + 1} of {rounds}")
                 try:
                     measurement = measure(network, side, count == 0)
                 except (ConfigError, LaunchError) as error:
-                    turn.problem = str(error)
+                    turn.failure_reason = str(error)
                     continue
                 turn.seconds.append(measurement.pop("seconds"))
                 turn.peaks.append(measurement.pop("peak_bytes"))
                 turn.extra = turn.extra or measurement
-        yield row_of(network, turns)
+        yield summarise_network(network, turns)
 
 
-def row_of(network: str, turns: Mapping[str, Turns]) -> Results:
+def summarise_network(network: str, turns: Mapping[str, SideTurns]) -> Results:
     """Return medians, and ratios of turns of the same round; 'memory' is of one process, or else of a rank."""
-    timed = {side: turn for side, turn in turns.items() if turn.seconds and not turn.problem}
+    timed = {side: turn for side, turn in turns.items() if turn.seconds and not turn.failure_reason}
     sides: Results = {
         side: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peaks)}
         | turn.extra.pop("details", {})
         for side, turn in timed.items()
     }
-    torch_seconds = {side: sides[side]["seconds"] for side in THEIRS if side in sides}
+    torch_seconds = {side: sides[side]["seconds"] for side in TORCH_SIDES if side in sides}
     best = min(torch_seconds, key=torch_seconds.__getitem__, default=None)
     ratios = {}
-    for side in OURS:
+    for side in NEONDIST_SIDES:
         if side in timed and best is not None:
             quotients = [a / b for a, b in zip(timed[side].seconds, timed[best].seconds, strict=True)]
             ratios[side] = {"ratio": median(quotients), "all": quotients}
     memory, own_side = None, sides.get("one", sides.get("ranks"))
     if own_side and "eager" in sides:
         memory = own_side["peak_bytes"] / sides["eager"]["peak_bytes"]
-    details = next((timed[side].extra for side in OURS if side in timed and timed[side].extra), {})
-    why = {side: turn.problem for side, turn in turns.items() if turn.problem}
+    details = next((timed[side].extra for side in NEONDIST_SIDES if side in timed and timed[side].extra), {})
+    why = {side: turn.failure_reason for side, turn in turns.items() if turn.failure_reason}
     return {"network": network, "sides": sides, "best": best, "ratios": ratios, "memory": memory, "why": why} | details
 
 
-def means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]) -> dict[str, Results]:
+def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]) -> dict[str, Results]:
     """Return the geometric means of the ratios over each group of networks, all of which must have been measured."""
     means_by_group = {}
     for group, names in groups.items():
         inside = [row for row in rows if row["network"] in names]
-        ratios = {side: [row["ratios"][side]["ratio"] for row in inside if side in row["ratios"]] for side in OURS}
+        ratios = {
+            side: [row["ratios"][side]["ratio"] for row in inside if side in row["ratios"]] for side in NEONDIST_SIDES
+        }
         ratios["memory"] = [row["memory"] for row in inside if row["memory"] is not None]
         complete = {kind: values for kind, values in ratios.items() if values and len(values) == len(names)}
         if complete:
@@ -140,21 +142,21 @@ class TorchSide:
         dataset.open(grid.with_tiles(plan.wide_tiles))
         batch = np.arange(experiment.batch_size) % len(dataset.train)
         self.model.build(dataset.sample_shape, len(batch), grid, plan)
-        self.model.place(dataset.fields)
+        self.model.place_cost(dataset.fields)
         targets = labels_for(plan, dataset.train.targets(batch))
         self.batch = dataset.train.images(batch, self.model.dtype), targets
         self.state, self.trained = self.model.state(), list(self.model.gradients())
 
     def measure(self, side: str, steps: int) -> Results:
         """Return the median seconds of at least `steps` steps of a new process, and its peak memory."""
-        settings = {**self.settings, **(WARM if side != "eager" else {})}
+        settings = {**self.settings, **(WARM_ALLOCATOR_ENV if side != "eager" else {})}
         other = TorchBaseline(self.model, self.state, self.trained, *self.batch, self.threads, settings)
         try:
             why = other.compile() if side == "compile" else ""
             if why:
                 raise ConfigError(why)
-            (*_, last), *_ = other.time(WARM_UP)
-            taken, _, peak = other.time(max(steps, round(ROUND / last)))
+            (*_, last), *_ = other.time_steps(WARM_UP_STEPS)
+            taken, _, peak = other.time_steps(max(steps, round(ROUND_SECONDS / last)))
         finally:
             other.close()
         return {"seconds": median(taken), "peak_bytes": peak}

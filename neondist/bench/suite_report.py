@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.files import write_figure
-from ..plan.report import Column, LayerTable, by
+from ..plan.report import Column, LayerTable, join_extents
 from ..terminal.console import counted
-from .suite import OURS, THEIRS
-from .tables import bytes_text, markdown, seconds_text, share_text
+from .suite import NEONDIST_SIDES, TORCH_SIDES
+from .tables import bytes_text, markdown_table, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,7 @@ LEGEND = (
     "÷ best: time of a step divided by that of PyTorch's fastest variant in the same round, median and range over the"
     " rounds; memory: peak of one whole process, including libraries"
 )
-ROOFLINE = (
+ROOFLINE_LEGEND = (
     "Time of each layer in a training step, and its speed as a percentage of its limit: the speed of matrix products"
     " (GEMM) or of copies, of all ranks together. Percentages above 100% occur where arrays stay in caches and where"
     " Winograd's algorithm needs fewer products; a dash marks layers whose work is done by another layer."
@@ -31,9 +31,9 @@ def suite_table(results: Results) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    heads, rows = _networks(results)
+    heads, rows = _network_table(results)
     columns = [Column(head, [row[at] for row in rows], right=at > 1) for at, head in enumerate(heads)]
-    lines = [*means_lines(results), *_notes(results)]
+    lines = [*means_lines(results), *_note_lines(results)]
     return Group(
         Text(head_text(results), style="bold"), Text(), LayerTable(columns, left=7), Text(),
         *map(Text, lines), Text(), Text(LEGEND, style="dim"),
@@ -44,13 +44,13 @@ def suite_markdown(results: Results) -> str:
     """Return the results in Markdown, with the roofline of each layer or segment of every network."""
     parts = [
         f"{head_text(results)}.",
-        markdown(*_networks(results)),
+        markdown_table(*_network_table(results)),
         "\n".join(f"* {line}" for line in means_lines(results)),
         LEGEND + ".",
     ]
-    parts += ["\n".join(f"* {note}" for note in _notes(results))]
-    details = [part for row in results["networks"] for part in _roofline(row)]
-    parts += ["## Layer by layer", ROOFLINE, *details] if details else []
+    parts += ["\n".join(f"* {note}" for note in _note_lines(results))]
+    details = [part for row in results["networks"] for part in _roofline_sections(row)]
+    parts += ["## Layer by layer", ROOFLINE_LEGEND, *details] if details else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -67,9 +67,9 @@ def head_text(results: Results) -> str:
     )
 
 
-def _networks(results: Results) -> tuple[list[str], list[list[str]]]:
+def _network_table(results: Results) -> tuple[list[str], list[list[str]]]:
     own_heads = {"ranks": f"{results['ranks']} × {results['threads']}", "one": f"1 × {results['cores']}"}
-    sides = [side for side in (*own_heads, *THEIRS) if side in results["sides"]]
+    sides = [side for side in (*own_heads, *TORCH_SIDES) if side in results["sides"]]
     own_sides = [side for side in own_heads if side in sides]
     compared = any(row["ratios"] for row in results["networks"])
     heads = ["network", "input", *(own_heads.get(side, side) for side in sides)]
@@ -77,7 +77,7 @@ def _networks(results: Results) -> tuple[list[str], list[list[str]]]:
     heads += ["memory", *(["eager memory", "memory ÷ eager"] if compared else [])]
     rows = []
     for row in results["networks"]:
-        cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
+        cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
         for side in sides:
             measurement = row["sides"].get(side)
             cells.append(seconds_text(measurement["seconds"]) + "*" * (side == row["best"]) if measurement else "-")
@@ -106,18 +106,18 @@ def means_lines(results: Results) -> list[str]:
     ]
 
 
-def _notes(results: Results) -> list[str]:
+def _note_lines(results: Results) -> list[str]:
     notes = list(results["notes"])
     if any(row["best"] for row in results["networks"]):
         notes.append(
             "PyTorch's variants: "
-            + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in results["sides"])
+            + "; ".join(f"{side}: {TORCH_SIDES[side]}" for side in TORCH_SIDES if side in results["sides"])
             + "; * marks the fastest"
         )
-    return notes + reasons(results)
+    return notes + failure_lines(results)
 
 
-def reasons(results: Results) -> list[str]:
+def failure_lines(results: Results) -> list[str]:
     """Return a line for each side of a network that could not be measured."""
     return [
         f"{row['network']}, {', '.join(side for side, reason in row['why'].items() if reason == problem)}: {problem}"
@@ -126,7 +126,7 @@ def reasons(results: Results) -> list[str]:
     ]
 
 
-def _roofline(row: Results) -> list[str]:
+def _roofline_sections(row: Results) -> list[str]:
     if "machine" not in row:
         return []
     machine = row["machine"]
@@ -139,10 +139,10 @@ def _roofline(row: Results) -> list[str]:
         speed, share = layer.get("flops_per_second"), layer.get("share_of_limit")
         speeds = [f"{speed / 1e9:.0f}" if speed else "", layer.get("limit", ""), share_text(share)]
         rows.append([layer["name"], *times, *speeds])
-    return [head, markdown(heads, rows)]
+    return [head, markdown_table(heads, rows)]
 
 
-def draw(file: Path, results: Results) -> None:
+def draw_suite(file: Path, results: Results) -> None:
     """Draw the ratios of all networks, and the rooflines with their layers."""
     from matplotlib.figure import Figure
 
@@ -175,22 +175,25 @@ def _draw_bars(axes: Any, results: Results) -> None:
         "one": f"1 process × {results['cores']} ÷ best",
         "memory": "memory ÷ eager",
     }
-    kinds = [kind for kind in labels if any(_value(row, kind) is not None for row in rows)]
+    kinds = [kind for kind in labels if any(_bar_height(row, kind) is not None for row in rows)]
     if not kinds:  # neondist alone
-        kinds, labels = [s for s in OURS if s in results["sides"]], {"ranks": "ranks, s", "one": "one process, s"}
+        kinds, labels = (
+            [s for s in NEONDIST_SIDES if s in results["sides"]],
+            {"ranks": "ranks, s", "one": "one process, s"},
+        )
         axes.set(yscale="log", title="a training step", ylabel="seconds")
     else:
         axes.axhline(1, color="k", linewidth=0.8)
         axes.set(title="a training step ÷ PyTorch's best", ylabel="ratio")
     width = 0.8 / max(1, len(kinds))
     for at, kind in enumerate(kinds):
-        values = [_value(row, kind, not results["compared"]) or 0 for row in rows]
+        values = [_bar_height(row, kind, not results["compared"]) or 0 for row in rows]
         axes.bar([x + (at - (len(kinds) - 1) / 2) * width for x in range(len(rows))], values, width, label=labels[kind])
     axes.set_xticks(range(len(rows)), labels=[row["network"] for row in rows], rotation=45, ha="right")
     axes.legend(fontsize="small")
 
 
-def _value(row: Results, kind: str, seconds: bool = False) -> float | None:
+def _bar_height(row: Results, kind: str, seconds: bool = False) -> float | None:
     if seconds:
         value = row["sides"].get(kind, {}).get("seconds")
     else:

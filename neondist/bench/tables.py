@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..plan.report import Column, LayerTable
-from ..runtime.observers.clock import KINDS
+from ..runtime.observers.clock import WORK_KINDS
 
-_BEYOND = 3.0  # caches alone do not exceed a limit by more
+_MAX_SHOWN_SHARE = 3.0  # caches alone do not exceed a limit by more
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
     rows = results["layers"]
     times = [
         Column(kind, [seconds_text(row[kind]) for row in rows], seconds_text(sum(row[kind] for row in rows)))
-        for kind in KINDS
+        for kind in WORK_KINDS
     ]
     table = LayerTable(
         [
@@ -32,22 +32,22 @@ def step_table(results: dict[str, Any]) -> RenderableType:
             Column(
                 "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
             ),
-            *_machine(results),
+            *_limit_columns(results),
         ],
         left=4,
     )
     head = "{ranks} ranks, backend {backend}, {dtype}, batches of {batch_size}".format(**results)
-    return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(results)))
+    return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary_lines(results)))
 
 
 def share_text(share: float | None) -> str:
     """Return the share of a limit; '-' far beyond it, where another layer does the work."""
     if share is None:
         return ""
-    return f"{share:.0%}" if share <= _BEYOND else "-"
+    return f"{share:.0%}" if share <= _MAX_SHOWN_SHARE else "-"
 
 
-def _machine(results: dict[str, Any]) -> list[Column]:
+def _limit_columns(results: dict[str, Any]) -> list[Column]:
     if "machine" not in results:
         return []
     shares = [row.get("share_of_limit") for row in results["layers"]]
@@ -57,7 +57,7 @@ def _machine(results: dict[str, Any]) -> list[Column]:
     ]
 
 
-def _summary(results: dict[str, Any]) -> list[str]:
+def _summary_lines(results: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
         f"step    {seconds_text(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
@@ -90,7 +90,7 @@ def _summary(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
 

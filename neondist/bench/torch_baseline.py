@@ -17,9 +17,9 @@ from .. import safe_path
 from ..config import dump
 from ..errors import ConfigError, LaunchError
 from ..models import Model
-from ..system.threads import VARIABLES
+from ..system.threads import THREAD_COUNT_VARIABLES
 
-LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
 
 class TorchBaseline:
@@ -58,32 +58,34 @@ class TorchBaseline:
     ) -> None:
         self.state = state
         self.folder = TemporaryDirectory(prefix="neondist-bench-")
-        self.place = Path(self.folder.name)
-        (self.place / "model.yaml").write_text(dump(model), encoding="utf-8")
-        (self.place / "trained.json").write_text(json.dumps(list(trained)), encoding="utf-8")
+        self.path = Path(self.folder.name)
+        (self.path / "model.yaml").write_text(dump(model), encoding="utf-8")
+        (self.path / "trained.json").write_text(json.dumps(list(trained)), encoding="utf-8")
         self._write("weights.npz", state)
         self._write("batch.npz", {"x": np.ascontiguousarray(x), "targets": targets})
         self.process = subprocess.Popen(
-            safe_path.command("neondist.bench.torch_twin", self.place),
+            safe_path.command("neondist.bench.torch_twin", self.path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_environment(os.environ, threads) | dict(settings or {}),
+            env=_baseline_environment(os.environ, threads) | dict(settings or {}),
         )
-        _unbind(self.process.pid, threads)
+        _use_all_cores(self.process.pid, threads)
 
-    def check(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
+    def compare_gradients(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
         """Return the loss of the initial weights, without dropout, and the worst gradient's error and name."""
-        loss, worst, name = self._ask("check", self._write("gradients.npz", {**self.state, **gradients}))
+        loss, worst, name = self._request(
+            "compare_gradients", self._write("gradients.npz", {**self.state, **gradients})
+        )
         return loss, worst, name
 
     def compile(self) -> str:
         """Use torch.compile from now on; return the problem, or ''."""
-        return str(self._ask("compile"))
+        return str(self._request("compile"))
 
-    def time(self, steps: int) -> tuple[list[float], int, int]:
+    def time_steps(self, steps: int) -> tuple[list[float], int, int]:
         """Return the seconds of each step, and the peak memory in bytes: above the empty process, and in total."""
-        seconds, above, peak = self._ask("time", steps)
+        seconds, above, peak = self._request("time_steps", steps)
         return seconds, above, peak
 
     def close(self) -> None:
@@ -92,11 +94,11 @@ class TorchBaseline:
         self.folder.cleanup()
 
     def _write(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
-        file = str(self.place / name)
+        file = str(self.path / name)
         np.savez(file, **arrays)  # type: ignore[arg-type]
         return file
 
-    def _ask(self, *request: Any) -> Any:
+    def _request(self, *request: Any) -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -114,14 +116,14 @@ class TorchBaseline:
         return reply["made"]
 
 
-def _unbind(process: int, threads: int) -> None:
+def _use_all_cores(process: int, threads: int) -> None:
     """Let the process of a rank bound to fewer cores use all cores that the ranks share."""
     if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) < threads:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process, os.sched_getaffinity(os.getppid()))
 
 
-def _environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
+def _baseline_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return an environment with the threads of all ranks together, and without their MPI job's variables."""
-    kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
-    return kept | dict.fromkeys(VARIABLES, str(threads))
+    kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    return kept | dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads))

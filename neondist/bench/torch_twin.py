@@ -24,14 +24,16 @@ from ..config import load_experiment
 from ..errors import ConfigError, UserError
 from ..models import Model
 from ..registry import serial_class
-from ..torch.convert.to_torch import SumOf, module_of
+from ..torch.convert.to_torch import SumModule, module_with_weights
 from . import memory
 
 Arrays = dict[str, np.ndarray]
-_FORMATS: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
-_FRESH = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, SumOf)
+_MEMORY_FORMAT_BY_NDIM: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
+_OUTPUT_UNUSED = (
+    nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, SumModule,
+)  # fmt: skip
 """modules whose backward pass does not use their output, so that a ReLU may overwrite it"""
-COSTS, OPTIMIZERS = ("CrossEntropy", "SoftmaxCrossEntropy"), ("SGD", "Adam")
+SUPPORTED_COSTS, SUPPORTED_OPTIMIZERS = ("CrossEntropy", "SoftmaxCrossEntropy"), ("SGD", "Adam")
 
 
 class TorchTwin:
@@ -55,26 +57,26 @@ class TorchTwin:
     """
 
     def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:
-        self.before = memory.resident()
-        memory.forget_peak()
-        _check_supported(model.cost, COSTS)
+        self.empty_process_bytes = memory.resident_bytes()
+        memory.reset_peak()
+        _check_supported(model.cost, SUPPORTED_COSTS)
         self.model, self.shape = model, x.shape[1:]
-        self.module = module_of(model, self.shape, state)
-        if x.ndim in _FORMATS:
-            self.module.to(memory_format=_FORMATS[x.ndim])  # type: ignore[call-overload]
+        self.module = module_with_weights(model, self.shape, state)
+        if x.ndim in _MEMORY_FORMAT_BY_NDIM:
+            self.module.to(memory_format=_MEMORY_FORMAT_BY_NDIM[x.ndim])  # type: ignore[call-overload]
         for part in self.module.modules():
             _set_inplace(part)
-        tensors = dict(zip(self._names(state), self.module.parameters(), strict=True))
+        tensors = dict(zip(self._parameter_names(state), self.module.parameters(), strict=True))
         for name, tensor in tensors.items():
             tensor.requires_grad_(name in trained)
         self.trained = {name: tensors[name] for name in trained}
         self.x, self.targets = torch.from_numpy(x).movedim(-1, 1), torch.from_numpy(targets)
-        self.optimizer = _optimizer(model, list(self.trained.values()))
-        self.run: Any = self.module
+        self.optimizer = _create_optimizer(model, list(self.trained.values()))
+        self.run_module: Any = self.module
 
     def compile(self) -> str:
         """Use torch.compile from now on; return the problem, or ''."""
-        self.run = torch.compile(self.module)
+        self.run_module = torch.compile(self.module)
         try:
             self.step()
         except Exception as error:  # compilers raise many types
@@ -84,13 +86,13 @@ class TorchTwin:
     def step(self, update: bool = True) -> float:
         """Train on the batch once and return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = functional.cross_entropy(self.run(self.x), self.targets)
+        loss = functional.cross_entropy(self.run_module(self.x), self.targets)
         loss.backward()
         if update:
             self.optimizer.step()
         return float(loss.detach())
 
-    def check(self, file: str) -> tuple[float, float, str]:
+    def compare_gradients(self, file: str) -> tuple[float, float, str]:
         """Return the loss, and the error and name of the gradient that differs most from a file; without dropout.
 
         No state changes. The file has all arrays of the model, with gradients in place of trained arrays.
@@ -105,23 +107,29 @@ class TorchTwin:
         self.module.load_state_dict(state_dict)
         with np.load(file) as arrays:
             state = dict(arrays)
-        references = dict(zip(self._names(state), module_of(self.model, self.shape, state).parameters(), strict=True))
+        references = dict(
+            zip(
+                self._parameter_names(state),
+                module_with_weights(self.model, self.shape, state).parameters(),
+                strict=True,
+            )
+        )
         gradients = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
         return loss, *worst_gradient({name: references[name].detach() for name in gradients}, gradients)
 
-    def time(self, steps: int) -> tuple[list[float], int, int]:
+    def time_steps(self, steps: int) -> tuple[list[float], int, int]:
         """Return the seconds of each step, and the peak memory: above the empty process, and in total."""
         taken = []
         for _ in range(steps):
             begin = time.perf_counter()
             self.step()
             taken.append(time.perf_counter() - begin)
-        return taken, memory.peak() - self.before, memory.peak()
+        return taken, memory.peak_bytes() - self.empty_process_bytes, memory.peak_bytes()
 
-    def _names(self, state: Arrays) -> list[str]:
+    def _parameter_names(self, state: Arrays) -> list[str]:
         """Return neondist's names of the module's parameters, found by converting numbered arrays."""
         numbers = {name: np.full(array.shape, float(at)) for at, (name, array) in enumerate(state.items())}
-        module = module_of(self.model, self.shape, numbers)
+        module = module_with_weights(self.model, self.shape, numbers)
         return [list(state)[int(parameter.detach().flatten()[0])] for parameter in module.parameters()]
 
 
@@ -136,7 +144,11 @@ def _set_inplace(part: nn.Module) -> None:
     """Make the ReLUs of a chain in-place where possible."""
     inside = list(part) if isinstance(part, nn.Sequential) else []
     for before, after in pairwise(inside):
-        if isinstance(after, nn.ReLU) and isinstance(before, _FRESH) and len(getattr(before, "branches", "ab")) > 1:
+        if (
+            isinstance(after, nn.ReLU)
+            and isinstance(before, _OUTPUT_UNUSED)
+            and len(getattr(before, "branches", "ab")) > 1
+        ):
             after.inplace = True
 
 
@@ -147,8 +159,8 @@ def _check_supported(piece: Any, names: tuple[str, ...]) -> str:
     return name
 
 
-def _optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    kind, settings = _check_supported(model.optimizer, OPTIMIZERS), model.optimizer.arguments()
+def _create_optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    kind, settings = _check_supported(model.optimizer, SUPPORTED_OPTIMIZERS), model.optimizer.arguments()
     for name, neutral in (("decay_all", True), ("clip_norm", None), ("ema", None)):
         if settings.pop(name) != neutral:
             raise ConfigError(f"{name}: {kind} of PyTorch has no counterpart; leave it out")
@@ -160,7 +172,7 @@ def _optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimiz
     return torch.optim.Adam(tensors, rate, betas, **settings)
 
 
-def read(folder: Path) -> TorchTwin:
+def read_twin(folder: Path) -> TorchTwin:
     """Return the twin described by a folder."""
     model = load_experiment(folder / "model.yaml", top="Model")
     trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))
@@ -168,11 +180,11 @@ def read(folder: Path) -> TorchTwin:
         return TorchTwin(model, dict(weights), trained, batch["x"], batch["targets"])
 
 
-def serve(folder: Path, requests: TextIO, answers: TextIO) -> None:
+def serve_requests(folder: Path, requests: TextIO, answers: TextIO) -> None:
     """Create the twin, then call the method of each request."""
     twin, problem = None, ""
     try:
-        twin = read(folder)
+        twin = read_twin(folder)
     except UserError as error:
         problem = str(error)
     for line in requests:
@@ -183,4 +195,4 @@ def serve(folder: Path, requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.stdin, sys.stdout)
+    serve_requests(Path(sys.argv[1]), sys.stdin, sys.stdout)

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import OutputError, UserError
-from ..io.files import REMEDY, reason
+from ..io.files import WRITE_REMEDY, short_reason
 from ..launcher.parent_watch import die_with_launcher
-from ..launcher.report import report
+from ..launcher.report import report_error
 from ..launcher.workers import end_with_supervisor
-from ..system.heartbeat import send
-from ..system.signals import INTERRUPTED, Signals, listening
+from ..system.heartbeat import send_to_supervisor
+from ..system.signals import INTERRUPTED_EXIT_CODE, Signals, installed_signals
 from .arguments import parser
 from .complete import complete
 
@@ -36,29 +36,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     until it exits.
     """
     if argv is not None:
-        signals = Signals().listen()
+        signals = Signals().install_handlers()
         try:
             return _run_and_flush(argv, signals)
         finally:
-            signals.restore()
-    signals = listening() or Signals(whole_process=True).listen()
+            signals.restore_handlers()
+    signals = installed_signals() or Signals(whole_process=True).install_handlers()
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
-    send(os.environ, "listens")
+    send_to_supervisor(os.environ, "listens")
     try:
         code = _run_and_flush(sys.argv[1:], signals)
     except SystemExit as exit_:
-        send(os.environ, "failed" if isinstance(exit_.code, str) else f"ended {exit_.code or 0}")
+        send_to_supervisor(os.environ, "failed" if isinstance(exit_.code, str) else f"ended {exit_.code or 0}")
         raise
     except BaseException:  # an interrupt may surface as another exception
-        send(os.environ, "failed")
+        send_to_supervisor(os.environ, "failed")
         if not signals.interrupted:
             raise
-        code = INTERRUPTED
-    signals.end()
-    send(os.environ, f"ended {code}")
+        code = INTERRUPTED_EXIT_CODE
+    signals.ignore_further_signals()
+    send_to_supervisor(os.environ, f"ended {code}")
     if signals.interrupted:
-        os._exit(INTERRUPTED)  # threads may still be running
+        os._exit(INTERRUPTED_EXIT_CODE)  # threads may still be running
     return code
 
 
@@ -75,7 +75,7 @@ def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
         _redirect_to_null()
         if isinstance(error, BrokenPipeError):  # such as `neondist doctor | head -1`
             return 141
-        report(OutputError(f"standard output: cannot be written to ({reason(error)}); {REMEDY}"))
+        report_error(OutputError(f"standard output: cannot be written to ({short_reason(error)}); {WRITE_REMEDY}"))
         return 2
 
 
@@ -86,18 +86,18 @@ def _run_command(argv: Sequence[str], signals: Signals) -> int:
     arguments = command_parser.parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:
-        signals.give_up()
-        signals.cleans_up = True
+        signals.restore_default_actions()
+        signals.needs_cleanup = True
     try:
         return arguments.command(arguments)
     except UserError as error:
-        report(error)
+        report_error(error)
         return 2
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     finally:
         if arguments.watchdog is not None and not signals.whole_process:  # the caller's process continues
-            arguments.watchdog.stop()
+            arguments.watchdog.stop_watching()
 
 
 def _redirect_to_null() -> None:

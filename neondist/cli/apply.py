@@ -14,16 +14,16 @@ from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError
-from ..io.files import partial as unfinished
+from ..io.files import partial_path as unfinished
 from ..io.files import write_text
-from ..launcher.ranks import on_ranks
-from ..system.job import LAUNCHED, detect
+from ..launcher.ranks import run_on_ranks
+from ..system.job import LAUNCHED, detect_job
 from ..terminal.console import emit, say
 from . import options
-from .experiment import load_factory, loaded, validated
-from .run import duration
+from .experiment import load_and_validate, load_factory, load_on_all_ranks
+from .run import parse_duration
 
-EVERY = 30.0
+DEFAULT_POLL_SECONDS = 30.0
 """seconds between two polls for checkpoints"""
 _WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
 
@@ -35,17 +35,19 @@ def add(commands: Any) -> None:
         help="evaluate a checkpoint on the data of an experiment, or a trained module on files",
         allow_abbrev=False,
     )
-    options.experiment(cmd, required=False)
+    options.add_experiment_options(cmd, required=False)
     _add_checkpoint_option(cmd, required=False)
     _add_weights_options(cmd)
     cmd.add_argument(
-        "--follow", type=options.path, metavar="DIR",
+        "--follow", type=options.parse_path, metavar="DIR",
         help="instead of --checkpoint: evaluate each new checkpoint of a run or session until it completes",
     )  # fmt: skip
-    cmd.add_argument("--every", type=duration, metavar="TIME", help="with --follow: polling interval (default 30s)")
-    cmd.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: stop after this time")
     cmd.add_argument(
-        "--output", type=options.path, metavar="DIR",
+        "--every", type=parse_duration, metavar="TIME", help="with --follow: polling interval (default 30s)"
+    )
+    cmd.add_argument("--max-time", type=parse_duration, metavar="TIME", help="with --follow: stop after this time")
+    cmd.add_argument(
+        "--output", type=options.parse_path, metavar="DIR",
         help="with --follow: folder for metrics.jsonl and loggers (default evaluation/ in the followed folder)",
     )  # fmt: skip
     cmd.add_argument(
@@ -53,11 +55,13 @@ def add(commands: Any) -> None:
         help="split to evaluate (default test, or validation if there is no test split)",
     )  # fmt: skip
     cmd.add_argument(
-        "--input", type=options.path, metavar="X", help="images of any size in a file, instead of the data set"
+        "--input", type=options.parse_path, metavar="X", help="images of any size in a file, instead of the data set"
     )
-    cmd.add_argument("--labels", type=options.path, metavar="T", help="classes or targets of these images, in a file")
     cmd.add_argument(
-        "--report", type=options.path, metavar="FILE.html",
+        "--labels", type=options.parse_path, metavar="T", help="classes or targets of these images, in a file"
+    )
+    cmd.add_argument(
+        "--report", type=options.parse_path, metavar="FILE.html",
         help="also write a page with metrics, confusion matrix, and images with targets and predictions",
     )  # fmt: skip
     _add_block_option(cmd)
@@ -68,22 +72,22 @@ def add(commands: Any) -> None:
         help="apply a checkpoint or a trained module to new images",
         allow_abbrev=False,
     )
-    options.experiment(cmd, required=False)
+    options.add_experiment_options(cmd, required=False)
     _add_checkpoint_option(cmd, required=False)
     _add_weights_options(cmd)
     cmd.add_argument(
-        "--input", type=options.path, metavar="X", required=True,
+        "--input", type=options.parse_path, metavar="X", required=True,
         help="images of any size: a file such as .npy, .h5 (or FILE.h5:NAME), .tif or .zarr",
     )  # fmt: skip
     cmd.add_argument(
-        "--output", type=options.path, metavar="Y", required=True, help="output file, in one of these formats"
+        "--output", type=options.parse_path, metavar="Y", required=True, help="output file, in one of these formats"
     )
     cmd.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
     cmd.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
     cmd.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
     _add_block_option(cmd)
     cmd.add_argument(
-        "--steps", type=options.positive, metavar="N",
+        "--steps", type=options.positive_int, metavar="N",
         help="for networks trained on ClimateFiles: roll out N forecasts from the last times of the input",
     )  # fmt: skip
     cmd.add_argument(
@@ -95,30 +99,30 @@ def add(commands: Any) -> None:
 def _add_weights_options(cmd: argparse.ArgumentParser) -> None:
     """Add the options for a PyTorch module and its weights, which replace an experiment and a checkpoint."""
     cmd.add_argument(
-        "--weights", type=options.path, metavar="W",
+        "--weights", type=options.parse_path, metavar="W",
         help="instead of FILE.yaml and --checkpoint: a state_dict as .safetensors or .pt",
     )  # fmt: skip
     cmd.add_argument(
         "--factory",
-        type=options.path,
+        type=options.parse_path,
         metavar="FILE.py:NAME",
         help="with --weights: class or function that returns the torch.nn.Module",
     )
     cmd.add_argument(
-        "--windows", type=options.positive, metavar="CELLS",
+        "--windows", type=options.positive_int, metavar="CELLS",
         help="with --weights: apply a tile classifier to windows of this size and write a map of its scores",
     )  # fmt: skip
     cmd.add_argument(
-        "--stride", type=options.positive, metavar="CELLS", help="distance between windows (default: their size)"
+        "--stride", type=options.positive_int, metavar="CELLS", help="distance between windows (default: their size)"
     )
     cmd.add_argument(
-        "--scale", type=options.positive_number, metavar="S",
+        "--scale", type=options.positive_float, metavar="S",
         help="with --weights: the module's input is (x / S - M) / D for pixel values x (default 1)",
     )  # fmt: skip
     cmd.add_argument(
-        "--mean", type=options.numbers, metavar="M", help="one value, or one per channel: 0.485,0.456,0.406"
+        "--mean", type=options.parse_floats, metavar="M", help="one value, or one per channel: 0.485,0.456,0.406"
     )
-    cmd.add_argument("--std", type=options.numbers, metavar="D", help="one value, or one per channel")
+    cmd.add_argument("--std", type=options.parse_floats, metavar="D", help="one value, or one per channel")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -131,7 +135,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if (arguments.checkpoint is None) == (arguments.follow is None):
         raise ConfigError("evaluate: give either --checkpoint FILE, or --follow DIR for each checkpoint of a job")
     if arguments.follow is not None:
-        return _follow(arguments)
+        return _evaluate_new_checkpoints(arguments)
     for name in ("every", "max_time", "output"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
@@ -145,7 +149,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import result_page
+        from ..train.html_report import evaluation_page
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
@@ -159,10 +163,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
                     facts = {"checkpoint": arguments.checkpoint}
                     if arguments.input is not None:
                         facts["images"] = arguments.input
-                    write_text(Path(arguments.report), result_page(Path(arguments.file).stem, facts, results, samples))
+                    write_text(
+                        Path(arguments.report), evaluation_page(Path(arguments.file).stem, facts, results, samples)
+                    )
 
-    find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
-    return _on_ranks(arguments, find, work)
+    load = (
+        partial(load_and_validate, arguments)
+        if None in files
+        else lambda world, ranks: load_on_all_ranks(arguments, world)
+    )
+    return _run_with_experiment(arguments, load, work)
 
 
 def _evaluate_module(arguments: argparse.Namespace) -> int:
@@ -176,7 +186,7 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
-        from ..train.html_report import result_page
+        from ..train.html_report import evaluation_page
         from ..train.inference import evaluate_module
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
@@ -187,13 +197,13 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
                 if arguments.report is not None:
                     facts = {"checkpoint": arguments.weights, "images": arguments.input}
                     write_text(
-                        Path(arguments.report), result_page(Path(arguments.weights).stem, facts, results, samples)
+                        Path(arguments.report), evaluation_page(Path(arguments.weights).stem, facts, results, samples)
                     )
 
-    return _with_module(arguments, work)
+    return _run_with_module(arguments, work)
 
 
-def _follow(arguments: argparse.Namespace) -> int:
+def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
     for name in ("split", "input", "labels", "report", "block"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"evaluate: --{name} applies to a single checkpoint; leave it out, or give --checkpoint")
@@ -202,10 +212,10 @@ def _follow(arguments: argparse.Namespace) -> int:
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..session import follow_checkpoints
 
-        times = arguments.every or EVERY, arguments.max_time
+        times = arguments.every or DEFAULT_POLL_SECONDS, arguments.max_time
         follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *times)
 
-    return _on_ranks(arguments, partial(validated, arguments), work)
+    return _run_with_experiment(arguments, partial(load_and_validate, arguments), work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -217,7 +227,7 @@ def predict(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _note_unfinished_output(path: Path) -> Iterator[None]:
     """Print once how to resume a failed or interrupted command from its completed blocks."""
-    part, job = unfinished(path), detect(os.environ)
+    part, job = unfinished(path), detect_job(os.environ)
     journal = part.with_name(f"{part.name}.journal")
 
     def journal_time() -> int | None:
@@ -227,7 +237,7 @@ def _note_unfinished_output(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        first = LAUNCHED not in os.environ and (job is None or job.first)
+        first = LAUNCHED not in os.environ and (job is None or job.is_first_rank)
         if first and journal_time() not in (None, before):
             say(
                 f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"
@@ -246,9 +256,11 @@ def _predict_experiment(arguments: argparse.Namespace) -> int:
         from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
-        _report(arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_options(arguments)))
+        _print_written_shape(
+            arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_prediction_options(arguments))
+        )
 
-    return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
+    return _run_with_experiment(arguments, lambda world, ranks: load_on_all_ranks(arguments, world), work)
 
 
 def _predict_module(arguments: argparse.Namespace) -> int:
@@ -260,10 +272,10 @@ def _predict_module(arguments: argparse.Namespace) -> int:
     def work(trained: Any, grid: ProcessGrid) -> None:
         from ..train.inference import predict_module
 
-        shape = predict_module(trained, arguments.input, arguments.output, grid, **_options(arguments))
-        _report(arguments, grid, shape)
+        shape = predict_module(trained, arguments.input, arguments.output, grid, **_prediction_options(arguments))
+        _print_written_shape(arguments, grid, shape)
 
-    return _with_module(arguments, work)
+    return _run_with_module(arguments, work)
 
 
 def _reject_weights_options(arguments: argparse.Namespace) -> None:
@@ -273,7 +285,7 @@ def _reject_weights_options(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{command}: --{name} requires --weights W; leave it out, or add --weights W")
 
 
-def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid], None]) -> int:
+def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid], None]) -> int:
     """Run `work` on the module of `--factory` with its weights, here or on ranks started by mpirun."""
     command = arguments.words[0]
     for name in ("file", "checkpoint"):
@@ -292,41 +304,41 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
 
         module_options = {name: value for name in _WEIGHTS_OPTIONS if (value := getattr(arguments, name)) is not None}
         module_options |= {"memory": memory[-1]} if memory else {}
-        with _preparing(arguments, world), all_or_none(world):
+        with _preparation_progress(arguments, world), all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)
-            trained.check(arguments.input)
+            trained.check_images(arguments.input)
         return trained
 
-    def do(world: Transport, trained: Any) -> int:
+    def work_on_grid(world: Transport, trained: Any) -> int:
         grid = ProcessGrid(world)
         if arguments.watchdog is not None:
-            arguments.watchdog.observe(grid)
+            arguments.watchdog.observe_grid(grid)
         work(trained, grid)
         return 0
 
-    return on_ranks(arguments, prepare, do)
+    return run_on_ranks(arguments, prepare, work_on_grid)
 
 
-def _preparing(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
+def _preparation_progress(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
     """Report after a few seconds that the command is preparing; importing PyTorch may be slow."""
     from ..train.inference.progress import first_rank_progress
 
     return first_rank_progress(world.rank, sys.stderr if arguments.words[0] == "evaluate" else None)
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("classes", "probabilities", "raw", "block", "overwrite")}
 
 
-def _report(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
+def _print_written_shape(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
     if grid.rank == 0:
         emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
 
 def _add_block_option(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
-        "--block", type=options.positive, metavar="CELLS",
+        "--block", type=options.positive_int, metavar="CELLS",
         help="process images in blocks of at most this size (default: only if they do not fit in memory)",
     )  # fmt: skip
 
@@ -334,29 +346,29 @@ def _add_block_option(cmd: argparse.ArgumentParser) -> None:
 def _add_checkpoint_option(cmd: argparse.ArgumentParser, required: bool = True) -> None:
     cmd.add_argument(
         "--checkpoint",
-        type=options.path,
+        type=options.parse_path,
         metavar="FILE",
         required=required,
         help="checkpoint.h5 of a run on any number of ranks",
     )
 
 
-def _on_ranks(
+def _run_with_experiment(
     arguments: argparse.Namespace,
-    find: Callable[[Transport, int], Any],
+    load_experiment: Callable[[Transport, int], Any],
     work: Callable[[Any, ProcessGrid], None],
 ) -> int:
-    """Run `work` on the experiment that `find` returns, here or on ranks started by mpirun."""
+    """Run `work` on the experiment that `load_experiment` returns, here or on ranks started by mpirun."""
 
-    def do(world: Transport, experiment: Any) -> int:
+    def work_on_grid(world: Transport, experiment: Any) -> int:
         grid = experiment.open_grid(world)
         if arguments.watchdog is not None:
-            arguments.watchdog.observe(grid)
+            arguments.watchdog.observe_grid(grid)
         work(experiment, grid)
         return 0
 
     def prepare(world: Transport, ranks: int) -> Any:
-        with _preparing(arguments, world):
-            return find(world, ranks)
+        with _preparation_progress(arguments, world):
+            return load_experiment(world, ranks)
 
-    return on_ranks(arguments, prepare, do)
+    return run_on_ranks(arguments, prepare, work_on_grid)

@@ -27,13 +27,13 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{bad}: -- ends the options and is not a value; write {bad[:-2]}./-- for a file of that name")
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
-            words = [*words[:at], *map(options.word, words[at + 1 :])]
+            words = [*words[:at], *map(options.as_operand, words[at + 1 :])]
         words, script = run.split_script(words)
-        arguments = super().parse_args(train.of_model(expand(words)), namespace)
+        arguments = super().parse_args(train.route_to_model_command(expand_options(words)), namespace)
         arguments.words, arguments.script = words, script
         if script:
             arguments.stops = arguments.watched = False
-        arguments.folder = options.folder(arguments) if arguments.stops else None
+        arguments.folder = options.output_folder(arguments) if arguments.stops else None
         return arguments
 
 
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def expand(argv: Sequence[str]) -> list[str]:
+def expand_options(argv: Sequence[str]) -> list[str]:
     """Return the words in argparse's form; it would take the file as the value of a preceding option.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, likewise --vary; `--resume auto` becomes `--resume=auto`, and

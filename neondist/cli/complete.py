@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from .arguments import expand
+from .arguments import expand_options
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
@@ -14,25 +14,29 @@ def complete(parser: argparse.ArgumentParser) -> None:
     from argcomplete import autocomplete
     from argcomplete.completers import FilesCompleter
 
-    def words(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **options: Any) -> list[str]:
+    def complete_word(
+        prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **options: Any
+    ) -> list[str]:
         if action.dest in ("settings", "spaces"):
-            return fields_of(getattr(parsed_args, "file", None))
+            return settable_fields(getattr(parsed_args, "file", None))
         return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **options))
 
     line, point = os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0))
     head, _, word = line[:point].rpartition(" ")
     typed = head.split()
-    repeated = "".join(f"{option} " for option in expand([*typed, "x="])[len(expand(typed)) : -1])  # implicit --set
+    repeated = "".join(
+        f"{option} " for option in expand_options([*typed, "x="])[len(expand_options(typed)) : -1]
+    )  # implicit --set
     if repeated and not word.startswith("-"):
         os.environ |= {"COMP_LINE": f"{head} {repeated}{word}{line[point:]}", "COMP_POINT": str(point + len(repeated))}
-    completer: Any = words
+    completer: Any = complete_word
     autocomplete(parser, default_completer=completer)
 
 
-def fields_of(file: str | None) -> list[str]:
+def settable_fields(file: str | None) -> list[str]:
     """Return the fields of an experiment file that --set can change."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
-    from ..config.keys import keys_of
+    from ..config.keys import settable_keys
 
-    return [] if file is None else keys_of(file)
+    return [] if file is None else settable_keys(file)

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..data.records import Mode, RecordIOWriter
 from ..errors import ConfigError
-from ..io.files import replacing
+from ..io.files import atomic_replacement
 from ..terminal.console import emit
 from . import options
-from .definition import open_source
+from .definition import open_record_source
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parts = group.add_subparsers(required=True, metavar="WHAT")
 
     cmd = parts.add_parser("mnist", help="download the MNIST files")
-    cmd.add_argument("--to", type=options.path, metavar="DIR", required=True, help="output folder")
+    cmd.add_argument("--to", type=options.parse_path, metavar="DIR", required=True, help="output folder")
     cmd.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
     cmd.set_defaults(command=download)
 
@@ -35,16 +35,16 @@ def add(commands: Any) -> None:
         "convert", help="convert images to an HDF5 file from which each rank reads its tile", allow_abbrev=False
     )
     cmd.add_argument(
-        "source", type=options.path, nargs="+", metavar="SOURCE",
+        "source", type=options.parse_path, nargs="+", metavar="SOURCE",
         help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
         " folder, CIFAR-10 in binary form",
     )  # fmt: skip
-    cmd.add_argument("--to", type=options.path, metavar="FILE.h5", required=True, help="the file to write")
+    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.h5", required=True, help="the file to write")
     cmd.add_argument(
-        "--labels", type=options.path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
+        "--labels", type=options.parse_path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
     )
     cmd.add_argument(
-        "--maps", type=options.path, metavar="DIR", help="folder of class maps with the same names as the images"
+        "--maps", type=options.parse_path, metavar="DIR", help="folder of class maps with the same names as the images"
     )
     cmd.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
     cmd.add_argument(
@@ -61,7 +61,9 @@ def add(commands: Any) -> None:
         default="training",
         help="split to write, if the source has several",
     )
-    cmd.add_argument("--to", type=options.file, metavar="FILE", required=True, help="output file, .csv or .recordio")
+    cmd.add_argument(
+        "--to", type=options.parse_file, metavar="FILE", required=True, help="output file, .csv or .recordio"
+    )
     cmd.set_defaults(command=write_records)
 
 
@@ -72,7 +74,7 @@ def download(arguments: argparse.Namespace) -> int:
     from ..data.datasets.download import download_mnist
 
     mirror = {} if arguments.mirror is None else {"mirror": arguments.mirror}
-    with bars(DownloadColumn(), TransferSpeedColumn()) as progress:
+    with progress_bars(DownloadColumn(), TransferSpeedColumn()) as progress:
         files = download_mnist(arguments.to, progress=progress, **mirror)
     for file in files:
         emit(file)
@@ -82,9 +84,9 @@ def download(arguments: argparse.Namespace) -> int:
 
 def write_records(arguments: argparse.Namespace) -> int:
     """Write the records of a source."""
-    reader = open_source(arguments.source, Mode(arguments.role))
+    reader = open_record_source(arguments.source, Mode(arguments.role))
     if arguments.to.suffix == ".csv":
-        with replacing(arguments.to) as file:
+        with atomic_replacement(arguments.to) as file:
             for number in range(len(reader)):
                 np.savetxt(file, reader.read([number])[0].reshape(1, -1), fmt="%.17g", delimiter=",")
     elif arguments.to.suffix == ".recordio":
@@ -101,22 +103,22 @@ def convert(arguments: argparse.Namespace) -> int:
     """Convert with a progress bar, and print the shapes and the data set field."""
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from ..data.convert import convert, parts_of
+    from ..data.convert import convert, open_split_sources
     from ..errors import ConfigError
-    from ..formats.image_loader import Loader
+    from ..formats.image_loader import ImageLoader
 
     if arguments.size is not None and min(arguments.size) < 1:
         raise ConfigError(
             f"--size {arguments.size[0]} {arguments.size[1]}: expected a height and a width of at least 1"
         )
-    loader = Loader(arguments.mode, tuple(arguments.size) if arguments.size else None)
+    loader = ImageLoader(arguments.mode, tuple(arguments.size) if arguments.size else None)
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
-    parts = parts_of(arguments.source, loader, labels, maps)
+    parts = open_split_sources(arguments.source, loader, labels, maps)
     target = Path(arguments.to).expanduser()
-    with bars(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+    with progress_bars(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         shapes = convert(parts, target, arguments.compress, progress)
     for part in parts.values():
-        for note in part.notes:
+        for note in part.messages:
             emit(note)
     for name, shape in shapes.items():
         emit(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
@@ -125,7 +127,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
+def progress_bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
     """Show a progress bar per name with extra columns while open; yields the callable that updates them."""
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -134,9 +136,9 @@ def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], 
     tasks: dict[str, Any] = {}
     with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as display:
 
-        def show(name: str, done: int, total: int | None) -> None:
+        def update_bar(name: str, done: int, total: int | None) -> None:
             if name not in tasks:
                 tasks[name] = display.add_task(name, total=total)
             display.update(tasks[name], completed=done, total=total)
 
-        yield show
+        yield update_bar

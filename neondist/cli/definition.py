@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_experiment
-from ..data.records import Mode, RecordReader, Samples, open_records, record_dataset
+from ..data.records import Mode, RecordReader, RecordSamples, open_records, record_dataset
 from ..data.records.arrays import SplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..torch.training.definition import ModelDefinition
 
 
-def tiles(text: str) -> tuple[int, int]:
+def parse_tiles(text: str) -> tuple[int, int]:
     """Parse '2x1'."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
     if not match:
@@ -31,7 +31,7 @@ def tiles(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def workers(text: str) -> int | tuple[int, int]:
+def parse_workers(text: str) -> int | tuple[int, int]:
     """Parse a number of workers, '4', or its bounds, '1:4'."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -42,7 +42,7 @@ def workers(text: str) -> int | tuple[int, int]:
     return (low, high) if ":" in text else low
 
 
-NAMES = (
+DEFINABLE_NAMES = (
     "feed", "loss", "optimizer", "eval_metrics_fn", "callbacks", "custom_data_reader", "PredictionOutputsProcessor",
     "custom_model",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelD
     return ModelDefinition(sys.modules[name], path, names)
 
 
-def open_source(source: str, mode: Mode) -> RecordReader:
+def open_record_source(source: str, mode: Mode) -> RecordReader:
     """Return the reader of a file, a table, or a data set given as YAML, such as '!MNIST {}'."""
     if source.startswith("!"):
         import neondist.train  # noqa: F401  registers the classes that a text may name
@@ -68,22 +68,24 @@ def open_source(source: str, mode: Mode) -> RecordReader:
     return open_records(source, mode.value)
 
 
-def reader_of(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
+def create_record_reader(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
     """Return the reader of a source: the definition's custom reader, or the one for this kind of source."""
     own = definition.custom_reader(source)
-    return open_source(source, mode) if own is None else UserRecords(source, own)
+    return open_record_source(source, mode) if own is None else UserRecords(source, own)
 
 
-def samples_of(definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, verbose: bool = True) -> Samples:
+def create_samples(
+    definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, verbose: bool = True
+) -> RecordSamples:
     """Return the samples that `feed` returns for a source's records, without bad ones if `skip_bad`."""
-    reader = reader_of(definition, source, mode)
-    bad = reader.find_bad() if skip_bad else []
+    reader = create_record_reader(definition, source, mode)
+    bad = reader.find_bad_records() if skip_bad else []
     if bad and verbose:
         say("\n  ".join([f"{reader.name}: {len(bad)} bad records are skipped:", *(problem for _, problem in bad[:20])]))
-    return Samples(reader, definition.feed(), mode, [number for number, _ in bad])
+    return RecordSamples(reader, definition.feed(), mode, [number for number, _ in bad])
 
 
-def experiment_of(
+def create_experiment(
     definition: ModelDefinition,
     arguments: argparse.Namespace,
     training: str | None,
@@ -94,8 +96,8 @@ def experiment_of(
     from ..train import FitExperiment
 
     skip = arguments.skip_bad_records
-    eval_data = None if validation is None else samples_of(definition, validation, Mode.EVALUATION, skip, verbose)
-    train_data = eval_data if training is None else samples_of(definition, training, Mode.TRAINING, skip, verbose)
+    eval_data = None if validation is None else create_samples(definition, validation, Mode.EVALUATION, skip, verbose)
+    train_data = eval_data if training is None else create_samples(definition, training, Mode.TRAINING, skip, verbose)
     assert train_data is not None
     (rows, cols), single_replica = arguments.tiles, SERVERS in os.environ  # other workers are separate jobs
     return FitExperiment(

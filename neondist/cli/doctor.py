@@ -16,12 +16,12 @@ from .. import safe_path
 from ..errors import LaunchError, UserError
 from ..launcher import pinning
 from ..launcher.launch import require_mpirun
-from ..launcher.mpirun import REMEDY, Mpirun
+from ..launcher.mpirun import INSTALL_REMEDY, Mpirun
 from ..system import threads
 from ..terminal.console import emit
-from ..version import installed, torch_remedy, versions
+from ..version import get_versions, installed_version, torch_remedy
 
-MODULES = {
+MODULES_BY_PACKAGE = {
     "numpy": ["numpy"],
     "mpi4py": ["mpi4py"],
     "h5py": ["h5py"],
@@ -45,28 +45,30 @@ def add(commands: Any) -> None:
 def doctor(arguments: argparse.Namespace) -> int:
     """Print versions, MPI, backends, threads, and warnings with their remedies."""
     warnings: list[str] = []
-    _section("versions", [("python", f"{platform.python_version()} ({sys.executable})"), *_versions(warnings)])
-    _section("MPI", _mpi(warnings))
-    _section("backends", _backends(warnings))
-    _section("threads", _threads(warnings))
-    _section("warnings", [("-", text) for text in warnings] or [("none", "")])
+    _print_section(
+        "versions", [("python", f"{platform.python_version()} ({sys.executable})"), *_check_packages(warnings)]
+    )
+    _print_section("MPI", _check_mpi(warnings))
+    _print_section("backends", _check_backends(warnings))
+    _print_section("threads", _check_threads(warnings))
+    _print_section("warnings", [("-", text) for text in warnings] or [("none", "")])
     return 0
 
 
-def _section(title: str, lines: Iterable[tuple[str, str]]) -> None:
+def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
     emit(f"{title}")
     for name, text in lines:
         emit(f"  {name:<2}{text}" if len(name) == 1 else f"  {name:<22}{text}".rstrip())
 
 
-def _versions(warnings: list[str]) -> list[tuple[str, str]]:
+def _check_packages(warnings: list[str]) -> list[tuple[str, str]]:
     """Return the versions of installed packages, and whether they can be imported."""
-    packages = versions()
-    names = [name for name in packages if packages[name] and name in MODULES]
-    errors = failed_imports([module for name in names for module in MODULES[name]])
+    packages = get_versions()
+    names = [name for name in packages if packages[name] and name in MODULES_BY_PACKAGE]
+    errors = failed_imports([module for name in names for module in MODULES_BY_PACKAGE[name]])
     lines = []
     for name, version in packages.items():
-        broken = next((module for module in MODULES.get(name, ()) if module in errors), "")
+        broken = next((module for module in MODULES_BY_PACKAGE.get(name, ()) if module in errors), "")
         lines.append((name, f"{version}, cannot be imported" if broken else version or "not installed"))
         if broken:
             warnings.append(f"`import {broken}` fails: {errors[broken]}; reinstall {name}, or remove it")
@@ -81,7 +83,9 @@ def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, st
     errors: dict[str, str] = {}
     remaining = list(modules)
     while remaining:
-        lines = _output(safe_path.command("neondist.launcher.import_probe", *remaining), timeout, env).splitlines()
+        lines = _run_for_output(
+            safe_path.command("neondist.launcher.import_probe", *remaining), timeout, env
+        ).splitlines()
         answers = dict(line.split("\t", 1) for line in lines if "\t" in line)
         answered = [module for module in remaining if module in answers]
         errors |= {module: answers[module] for module in answered if answers[module]}
@@ -91,15 +95,15 @@ def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, st
     return errors
 
 
-def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
+def _check_mpi(warnings: list[str]) -> list[tuple[str, str]]:
     mpirun: Mpirun | None = None
     try:
         mpirun = require_mpirun(os.environ)
     except LaunchError as error:
         warnings.append(str(error))
-    mpi: MPI = probe_mpi()
-    if mpi.error and installed("mpi4py"):
-        warnings.append(f"mpi4py cannot start MPI: {mpi.error}; {REMEDY}")
+    mpi: MPILibrary = probe_mpi()
+    if mpi.error and installed_version("mpi4py"):
+        warnings.append(f"mpi4py cannot start MPI: {mpi.error}; {INSTALL_REMEDY}")
     launcher = mpirun.version.splitlines()[0] if mpirun and mpirun.version else "unknown"
     if mpirun and mpi.library and ("Open MPI" in mpi.library) != mpirun.is_open_mpi:
         warnings.append(
@@ -109,15 +113,15 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     return [
         ("library", mpi.library or "none"),
         ("mpirun", f"{mpirun.path} ({launcher})" if mpirun else "not found"),
-        ("GPU-aware", _gpu_aware(mpi)),
+        ("GPU-aware", _describe_gpu_support(mpi)),
     ]
 
 
-def _backends(warnings: list[str]) -> list[tuple[str, str]]:
+def _check_backends(warnings: list[str]) -> list[tuple[str, str]]:
     try:
-        from ..backends import available, compiled
+        from ..backends import available, load_compiled_kernels
 
-        choices, is_compiled = available(), compiled() is not None
+        choices, is_compiled = available(), load_compiled_kernels() is not None
     except (ImportError, UserError) as error:
         warnings.append(f"backends cannot be listed: {error}")
         return [("none", "")]
@@ -133,23 +137,23 @@ def _backends(warnings: list[str]) -> list[tuple[str, str]]:
     return [*lines, ("auto", f"{first} that is usable" if selected else "finds none")]
 
 
-def _threads(warnings: list[str]) -> list[tuple[str, str]]:
-    cores = threads.cores()
+def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
+    cores = threads.count_cores()
     lines = [("cores", f"{cores} for this process, {os.cpu_count()} in the machine")]
-    for name in threads.VARIABLES:
+    for name in threads.THREAD_COUNT_VARIABLES:
         value = os.environ.get(name)
         lines.append((name, value or "not set"))
         if value and value.isdecimal() and int(value) > cores:
             warnings.append(f"{name}={value} is more than the {cores} cores; unset it, and neondist divides the cores")
     reason = pinning.explain_unpinned(os.environ)
     pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {cores} threads in total"
-    lines.append(("pinning", f"no: {reason}" if reason else f"{pinned}; {pinning.SWITCH}=no switches it off"))
-    lines += [("library", text) for text in _pools()]
+    lines.append(("pinning", f"no: {reason}" if reason else f"{pinned}; {pinning.PIN_SWITCH}=no switches it off"))
+    lines += [("library", text) for text in _describe_thread_pools()]
     return lines
 
 
 @dataclass(frozen=True)
-class MPI:
+class MPILibrary:
     """MPI library that mpi4py loads, or the error."""
 
     library: str = ""
@@ -158,17 +162,17 @@ class MPI:
     """whether the library reports that it accepts GPU memory addresses; None: not reported"""
 
 
-def probe_mpi(timeout: float = 20) -> MPI:
+def probe_mpi(timeout: float = 20) -> MPILibrary:
     """Start MPI in a child process."""
     env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
-    text = _output(safe_path.command("neondist.launcher.mpi_probe"), timeout, env)
+    text = _run_for_output(safe_path.command("neondist.launcher.mpi_probe"), timeout, env)
     try:
-        return MPI(**json.loads(text.splitlines()[-1]))
+        return MPILibrary(**json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError):
-        return MPI(error=f"no answer within {timeout:g} s, or it terminated the process")
+        return MPILibrary(error=f"no answer within {timeout:g} s, or it terminated the process")
 
 
-def _gpu_aware(mpi: MPI) -> str:
+def _describe_gpu_support(mpi: MPILibrary) -> str:
     """Return whether MPI accepts GPU memory addresses, and the consequence."""
     if not mpi.library:
         return "no MPI"
@@ -178,7 +182,7 @@ def _gpu_aware(mpi: MPI) -> str:
     return f"{support}; messages from a GPU are staged through pinned host memory"
 
 
-def _pools() -> list[str]:
+def _describe_thread_pools() -> list[str]:
     """Return descriptions of the thread pools of libraries that NumPy has loaded."""
     try:
         import numpy  # noqa: F401
@@ -188,7 +192,7 @@ def _pools() -> list[str]:
     return [f"{p['internal_api']} {p['version'] or ''}: {p['num_threads']} threads" for p in threadpool_info()]
 
 
-def _output(command: list[str], timeout: float, env: dict[str, str]) -> str:
+def _run_for_output(command: list[str], timeout: float, env: dict[str, str]) -> str:
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, env=env, stdin=subprocess.DEVNULL, check=False

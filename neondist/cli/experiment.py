@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import Transport
-from ..config import load_experiment, place
+from ..config import add_location, load_experiment
 from ..errors import ConfigError, LaunchError, UserError
-from ..launcher.launch import FORCE
+from ..launcher.launch import FORCE_HINT
 from ..launcher.workers import SERVERS
 from ..registry import suggest
 
@@ -36,14 +36,14 @@ def load(arguments: argparse.Namespace) -> Any:
     return experiment
 
 
-def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment after validating file, data and grid on every rank; collective."""
 
     from ..models import require_layers
 
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
-        feature, remedy = getattr(arguments, "of_layers", None) or ("", "")
+        feature, remedy = getattr(arguments, "layers_only_feature", None) or ("", "")
         if feature:
             require_layers(experiment.model, feature, remedy)
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
@@ -51,13 +51,15 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
             raise LaunchError(
                 f"{ranks} ranks for images of {cells} cells: some ranks would have no cells; give at most"
                 f" {replicas * cells}"
-                f" ranks, or more replicas; {FORCE}"
+                f" ranks, or more replicas; {FORCE_HINT}"
             )
 
-    return loaded(arguments, world, check)
+    return load_on_all_ranks(arguments, world, check)
 
 
-def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:
+def load_on_all_ranks(
+    arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None
+) -> Any:
     """Return the experiment of the file after `check` on every rank; collective."""
     from ..comm import agree
 
@@ -68,20 +70,20 @@ def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any
         if check is not None:
             check(experiment)
     except UserError as problem:
-        error = place(problem)  # now: other ranks receive the message without its subject
+        error = add_location(problem)  # now: other ranks receive the message without its subject
     except Exception as problem:
         error = problem
     agree(world, error)
     return experiment
 
 
-def import_module(name: str, option: str = "--import ") -> str:
+def import_module(name: str, message_prefix: str = "--import ") -> str:
     """Import a module by its dotted name, or a .py file by its path, and return its name; idempotent.
 
     Parameters
     ----------
     name : str
-    option : str
+    message_prefix : str
         Prefix of the name in error messages.
 
     Raises
@@ -90,34 +92,36 @@ def import_module(name: str, option: str = "--import ") -> str:
         The module does not exist or fails to import; the message names the line.
     """
     with _IMPORT_LOCK:
-        return _import(name, option)
+        return _import_name_or_file(name, message_prefix)
 
 
-def load_factory(text: str, option: str) -> Callable[..., Any]:
+def load_factory(text: str, message_prefix: str) -> Callable[..., Any]:
     """Return the callable FILE.py:NAME or MODULE:NAME; ConfigError, with the option, if it is not one."""
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
-        raise ConfigError(f"{option}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
-    module = sys.modules[import_module(place, option)]
+        raise ConfigError(f"{message_prefix}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
+    module = sys.modules[import_module(place, message_prefix)]
     member = getattr(module, name, None)
     if not callable(member):
         members = inspect.getmembers(module, callable)
         own = [n for n, value in members if getattr(value, "__module__", None) == module.__name__]
         remedy = f"; name one of {', '.join(own)}" if own else "; define a class or a function"
         if member is not None:
-            raise ConfigError(f"{option}{text}: {name} is a {type(member).__name__}{remedy}")
-        raise ConfigError(f"{option}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")
+            raise ConfigError(f"{message_prefix}{text}: {name} is a {type(member).__name__}{remedy}")
+        raise ConfigError(f"{message_prefix}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")
     factory: Callable[..., Any] = member
     return factory
 
 
-def _import(name: str, option: str) -> str:
+def _import_name_or_file(name: str, message_prefix: str) -> str:
     path = Path(name)
     is_file = path.suffix == ".py" or os.sep in name or (path.suffix != "" and path.is_file())
     if is_file and not path.is_file():
-        raise ConfigError(f"{option}{name}: no such file; give the path of a .py file, or a module's name")
+        raise ConfigError(f"{message_prefix}{name}: no such file; give the path of a .py file, or a module's name")
     if is_file and path.suffix != ".py":
-        raise ConfigError(f"{option}{name}: is not a Python file; give the path of a .py file, or a module's name")
+        raise ConfigError(
+            f"{message_prefix}{name}: is not a Python file; give the path of a .py file, or a module's name"
+        )
     try:
         if is_file:
             _import_file(path)
@@ -129,8 +133,8 @@ def _import(name: str, option: str) -> str:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             problem = "no module of this name; give a module's name, or the path of a .py file"
         else:
-            problem = f"{_line(error)}{type(error).__name__}: {error}; a module must import without errors"
-        raise ConfigError(f"{option}{name}: {problem}") from error
+            problem = f"{_failing_location(error)}{type(error).__name__}: {error}; a module must import without errors"
+        raise ConfigError(f"{message_prefix}{name}: {problem}") from error
     return path.stem if is_file else name
 
 
@@ -152,7 +156,7 @@ def _add_to_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _line(error: BaseException) -> str:
+def _failing_location(error: BaseException) -> str:
     """Return 'FILE:LINE: ' of the failing user code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: "

@@ -13,10 +13,10 @@ import yaml
 
 from ..errors import DataError, OutputError
 from ..io.files import write_text
-from ..terminal.console import emit, visible
+from ..terminal.console import emit, escape_invisible
 from . import options
 
-_MASKS = ("masks", "labels")
+_MASK_FOLDERS = ("masks", "labels")
 
 
 def add(commands: Any) -> None:
@@ -38,22 +38,22 @@ def add(commands: Any) -> None:
     cmd = commands.add_parser("init", help="write an experiment for a folder of images")
     cmd.add_argument(
         "images",
-        type=options.path,
+        type=options.parse_path,
         metavar="DIR",
         help="one subfolder per class, or images/ and masks/ with the same file names, or a labels.csv",
     )
-    cmd.add_argument("--to", type=options.path, metavar="FILE.yaml", help="default: the folder's name, here")
-    cmd.set_defaults(command=init)
+    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.yaml", help="default: the folder's name, here")
+    cmd.set_defaults(command=write_experiment)
 
     cmd = commands.add_parser("report", help="write report.html for a run, a self-contained page")
-    cmd.add_argument("run", type=options.path, metavar="DIR", help="the folder of the run")
-    cmd.add_argument("--to", type=options.path, metavar="FILE.html", help="default: report.html in the folder")
-    cmd.set_defaults(command=report)
+    cmd.add_argument("run", type=options.parse_path, metavar="DIR", help="the folder of the run")
+    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.html", help="default: report.html in the folder")
+    cmd.set_defaults(command=write_report)
 
 
-def report(arguments: argparse.Namespace) -> int:
+def write_report(arguments: argparse.Namespace) -> int:
     """Write the page of a run."""
-    from ..train.html_report import report as page
+    from ..train.html_report import run_report as page
 
     folder = Path(arguments.run)
     target = Path(arguments.to or folder / "report.html")
@@ -66,16 +66,16 @@ def print_schema(arguments: argparse.Namespace) -> int:
     """Print the JSON Schema."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
-    from ..config.schema import schema, tags
+    from ..config.schema import experiment_schema, yaml_custom_tags
     from .experiment import import_module
 
     for module in arguments.modules:
         import_module(module)
-    emit(json.dumps(tags() if arguments.tags else schema(), indent=1))
+    emit(json.dumps(yaml_custom_tags() if arguments.tags else experiment_schema(), indent=1))
     return 0
 
 
-def init(arguments: argparse.Namespace) -> int:
+def write_experiment(arguments: argparse.Namespace) -> int:
     """Inspect the folder and write the experiment file."""
     folder = Path(arguments.images)
     target = Path(arguments.to or f"{folder.resolve().name}.yaml")
@@ -83,22 +83,22 @@ def init(arguments: argparse.Namespace) -> int:
         raise DataError(f"{folder}: no such folder; name one that contains images")
     if target.exists():
         raise OutputError(f"{target}: exists already; choose another name with --to")
-    masks = next((name for name in _MASKS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
-    write_text(target, _segmentation(folder, masks) if masks else _classification(folder))
+    masks = next((name for name in _MASK_FOLDERS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
+    write_text(target, _segmentation_yaml(folder, masks) if masks else _classification_yaml(folder))
     emit(f"{target}: try `neondist check {target}`, then `neondist run {target}`")
     return 0
 
 
-def _classification(folder: Path) -> str:
-    from ..data.datasets.image_lists import match_files, read_labels, samples_of
+def _classification_yaml(folder: Path) -> str:
+    from ..data.datasets.image_lists import list_images, match_files, read_labels
 
     tables = sorted(folder.glob("*.csv"))
     image_folder = folder / "images" if (folder / "images").is_dir() else folder
-    classes = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _images(sub))
-    if len(tables) == 1 and _images(image_folder):
-        images, pattern, labels = _images(image_folder), _pattern(image_folder), str(tables[0])
+    classes = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _list_images(sub))
+    if len(tables) == 1 and _list_images(image_folder):
+        images, pattern, labels = _list_images(image_folder), _image_pattern(image_folder), str(tables[0])
     elif len(classes) < 2:
-        if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _images(sub)):
+        if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = nested[0]
             raise DataError(f"{folder}: has no images, but {first.name}/ has folders of them: neondist init {first}")
         raise DataError(
@@ -106,9 +106,11 @@ def _classification(folder: Path) -> str:
             " masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
         )
     else:
-        images, pattern, labels = [path for sub in classes for path in _images(sub)], _pattern(folder, "*"), "folders"
-    crop = _crop(images)
-    values, count, are_classes = read_labels(labels, samples_of(match_files("images", pattern), len(crop)), None)
+        images, pattern, labels = (
+            [path for sub in classes for path in _list_images(sub)], _image_pattern(folder, "*"), "folders",
+        )  # fmt: skip
+    crop = _choose_crop(images)
+    values, count, are_classes = read_labels(labels, list_images(match_files("images", pattern), len(crop)), None)
     if values.ndim > 1:
         task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
     else:
@@ -118,19 +120,19 @@ def _classification(folder: Path) -> str:
             names = ". Integers in the table are classes, from 0; write regression targets as 250.0"
         task, cost = f"Image classification, {count} classes{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
-    return _FILE.format(
-        task=visible(task, keep=""), crop=crop, images=_quoted(pattern), labels=_quoted(labels),
-        layers=_CLASSIFIER.format(outputs),
+    return _EXPERIMENT_TEMPLATE.format(
+        task=escape_invisible(task, keep=""), crop=crop, images=_quote_yaml(pattern), labels=_quote_yaml(labels),
+        layers=_CLASSIFIER_TEMPLATE.format(outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
 
-def _segmentation(folder: Path, masks: str) -> str:
+def _segmentation_yaml(folder: Path, masks: str) -> str:
     import numpy as np
 
     from ..data.datasets.image_lists import open_mask
 
-    images, mask_paths = _images(folder / "images"), _images(folder / masks)
+    images, mask_paths = _list_images(folder / "images"), _list_images(folder / masks)
     if not images or not mask_paths:
         raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(mask_paths)}; both need images")
     classes, channels = set[int](), 0
@@ -140,7 +142,7 @@ def _segmentation(folder: Path, masks: str) -> str:
                 channels = source.shape[-1]
                 break
             classes |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
-    labels = _quoted(_pattern(folder / masks))
+    labels = _quote_yaml(_image_pattern(folder / masks))
     if channels:
         task = "Regression: numbers per cell; the masks hold floats, classes would be integers"
         outputs, cost, metrics = channels, "!MSE {}", ""
@@ -156,31 +158,32 @@ def _segmentation(folder: Path, masks: str) -> str:
         if ignored:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
-    return _FILE.format(
-        task=visible(task, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
-        layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
+    return _EXPERIMENT_TEMPLATE.format(
+        task=escape_invisible(task, keep=""), crop=_choose_crop(images),
+        images=_quote_yaml(_image_pattern(folder / "images")), labels=labels,
+        layers=_SEGMENTER_TEMPLATE.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
 
-def _images(folder: Path) -> list[Path]:
-    from ..formats.table import is_known
+def _list_images(folder: Path) -> list[Path]:
+    from ..formats.table import has_known_suffix
 
-    return sorted(path for path in folder.iterdir() if is_known(path) and not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if has_known_suffix(path) and not path.name.startswith("."))
 
 
-def _pattern(folder: Path, below: str = "") -> str:
+def _image_pattern(folder: Path, below: str = "") -> str:
     """Return the file pattern of the images in a folder or its subfolders."""
     folders = [sub for sub in (folder.glob(below) if below else [folder]) if sub.is_dir()]
-    kinds = {path.suffix for sub in folders for path in _images(sub)}
+    kinds = {path.suffix for sub in folders for path in _list_images(sub)}
     return str(Path(escape(str(folder)), below, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
 
 
-def _quoted(text: str) -> str:
+def _quote_yaml(text: str) -> str:
     """Return a text quoted for YAML, on one line."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
-def _crop(paths: list[Path]) -> list[int]:
+def _choose_crop(paths: list[Path]) -> list[int]:
     """Return crop extents that fit in all images and can be halved."""
     from ..formats import open_source
 
@@ -193,7 +196,7 @@ def _crop(paths: list[Path]) -> list[int]:
     return [side // 8 * 8 or side for side in crop]
 
 
-_FILE = """\
+_EXPERIMENT_TEMPLATE = """\
 # {task}
 # Fields and their defaults: the reference of neondist; `neondist schema` lets an editor complete and check them.
 !FitExperiment
@@ -217,15 +220,15 @@ epochs: 30
 metrics: [{metrics}]
 best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
 """
-_BLOCK = """\
+_BLOCK_TEMPLATE = """\
     - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}
     - !BatchNormLayerDist {{}}
     - !ActivationLayerDist {{activation: !ReLU {{}}}}"""
-_CLASSIFIER = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(
-    [_BLOCK.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
+_CLASSIFIER_TEMPLATE = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(
+    [_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
     + ["    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {}}}"]
 )
-_SEGMENTER = "\n".join(
-    [_BLOCK.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
+_SEGMENTER_TEMPLATE = "\n".join(
+    [_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
     + ["    - !ConvLayerDist {{out_channels: {}, kernel_size: 1}}"]
 )

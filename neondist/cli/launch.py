@@ -19,11 +19,11 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "resource_file",
-        type=options.path,
+        type=options.parse_path,
         metavar="RESOURCES.yaml",
         help="resource specification: nodes, devices, SSH settings",
     )
-    run.add_options(cmd)
+    run.add_run_options(cmd)
     cmd.set_defaults(command=launch, stops=True, watched=True)
 
 

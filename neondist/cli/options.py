@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..terminal.console import say, visible
+from ..terminal.console import escape_invisible, say
 
-RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
+RANKS_HELP = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 
 
-def experiment(cmd: argparse.ArgumentParser, ranks_help: str = RANKS, required: bool = True) -> None:
+def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP, required: bool = True) -> None:
     """Add FILE.yaml, -n, --set, --memory, --strategy and --import."""
-    cmd.add_argument("file", type=path, metavar="FILE.yaml", nargs=None if required else "?", help="the experiment")
-    ranks(cmd, ranks_help)
+    cmd.add_argument(
+        "file", type=parse_path, metavar="FILE.yaml", nargs=None if required else "?", help="the experiment"
+    )
+    add_rank_options(cmd, ranks_help)
     cmd.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
         help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
@@ -35,9 +37,9 @@ def experiment(cmd: argparse.ArgumentParser, ranks_help: str = RANKS, required: 
     )  # fmt: skip
 
 
-def ranks(cmd: argparse.ArgumentParser, text: str = RANKS) -> None:
+def add_rank_options(cmd: argparse.ArgumentParser, text: str = RANKS_HELP) -> None:
     """Add -n and --force."""
-    cmd.add_argument("-n", dest="ranks", type=positive, metavar="RANKS", help=text)
+    cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=text)
     cmd.add_argument(
         "--force",
         action="store_true",
@@ -45,47 +47,47 @@ def ranks(cmd: argparse.ArgumentParser, text: str = RANKS) -> None:
     )
 
 
-def rounds(cmd: argparse.ArgumentParser, timed: str, steps: int) -> None:
+def add_round_options(cmd: argparse.ArgumentParser, timed: str, steps: int) -> None:
     """Add --rounds and --steps of a benchmark; `timed`: its sides and a verb, for the help text."""
     cmd.add_argument(
-        "--rounds", type=positive, default=3, metavar="R", help=f"rounds in which {timed} timed (default 3)"
+        "--rounds", type=positive_int, default=3, metavar="R", help=f"rounds in which {timed} timed (default 3)"
     )
     cmd.add_argument(
-        "--steps", type=positive, default=steps, metavar="K", help=f"steps timed in each round (default {steps})"
+        "--steps", type=positive_int, default=steps, metavar="K", help=f"steps timed in each round (default {steps})"
     )
 
 
-def virtual(cmd: argparse.ArgumentParser, many: bool = False) -> None:
+def add_virtual_option(cmd: argparse.ArgumentParser, many: bool = False) -> None:
     """Add --virtual; `many`: a list of numbers, run in sequence."""
     cmd.add_argument(
-        "--virtual", type=counts if many else positive, metavar="1,4,16" if many else "P",
+        "--virtual", type=positive_ints if many else positive_int, metavar="1,4,16" if many else "P",
         help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but with the same results",
     )  # fmt: skip
 
 
-def folder(arguments: argparse.Namespace, kind: str = "") -> Path:
+def output_folder(arguments: argparse.Namespace, kind: str = "") -> Path:
     """Return the output folder: --output, or a folder in runs/ named after the file and the kind of command."""
     return Path(arguments.output or Path("runs", Path(arguments.file).stem + (kind and f"-{kind}")))
 
 
-def path(text: str) -> str:
+def parse_path(text: str) -> str:
     """Parse a path; '~' is the home folder."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path; expected one such as ./name")
     return os.path.expanduser(text)
 
 
-def file(text: str) -> Path:
+def parse_file(text: str) -> Path:
     """Parse a path as a Path."""
-    return Path(path(text))
+    return Path(parse_path(text))
 
 
-def word(text: str) -> str:
+def as_operand(text: str) -> str:
     """Return a path as a command-line word that is not mistaken for an option."""
     return os.path.join(os.curdir, text) if text.startswith("-") else text
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
@@ -93,22 +95,22 @@ def positive(text: str) -> int:
     return number
 
 
-def not_negative(text: str) -> int:
+def nonnegative_int(text: str) -> int:
     """Parse a nonnegative integer."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 0")
     return int(text)
 
 
-def positive_number(text: str) -> float:
+def positive_float(text: str) -> float:
     """Parse a finite number above 0."""
-    (number,) = numbers(text, 1)
+    (number,) = parse_floats(text, 1)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected a number above 0")
     return number
 
 
-def numbers(text: str, most: int = 1 << 16) -> list[float]:
+def parse_floats(text: str, most: int = 1 << 16) -> list[float]:
     """Parse finite numbers such as '0.485,0.456,0.406'."""
     try:
         values = [float(word) for word in text.split(",", most - 1)]
@@ -119,11 +121,11 @@ def numbers(text: str, most: int = 1 << 16) -> list[float]:
     return values
 
 
-def counts(text: str) -> list[int]:
+def positive_ints(text: str) -> list[int]:
     """Parse integers such as '1,2,4'."""
-    return [positive(word) for word in text.split(",")]
+    return [positive_int(word) for word in text.split(",")]
 
 
 def print_written(files: Iterable[Path]) -> None:
     """Print the paths of the files that a command has written."""
-    say("\n  ".join(["written:", *(visible(str(file), keep="") for file in files)]))
+    say("\n  ".join(["written:", *(escape_invisible(str(file), keep="") for file in files)]))

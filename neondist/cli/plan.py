@@ -8,29 +8,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import place
+from ..config import add_location
 from ..errors import ConfigError, UserError
 from ..terminal.console import emit
 from . import options
 from .experiment import load
 
-UNKNOWN = "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
+UNKNOWN_ERROR_TEXT = (
+    "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
+)
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     cmd = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
-    options.experiment(cmd, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started")
+    options.add_experiment_options(
+        cmd, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started"
+    )
     cmd.add_argument(
-        "--resources", type=options.file, metavar="FILE", help="resource specification: nodes and their devices"
+        "--resources", type=options.parse_file, metavar="FILE", help="resource specification: nodes and their devices"
     )
     cmd.add_argument(
         "--machine",
-        type=options.file,
+        type=options.parse_file,
         metavar="FILE",
         help="machine file of `bench model calibrate` (default: typical figures)",
     )
-    cmd.add_argument("--to", type=options.file, metavar="FILE.yaml", help="write the strategy to a file for --strategy")
+    cmd.add_argument(
+        "--to", type=options.parse_file, metavar="FILE.yaml", help="write the strategy to a file for --strategy"
+    )
     cmd.set_defaults(command=plan)
 
 
@@ -38,104 +44,109 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice; write the strategy to --to, if given."""
     from ..cluster import ResourceSpec
     from ..plan import search
-    from ..system.machine import Machine, read
+    from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
 
     experiment = load(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
-    machine = Machine.default() if arguments.machine is None else read(arguments.machine)
+    machine = Machine.default() if arguments.machine is None else read_machine(arguments.machine)
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
-        limit, within = _limits(experiment, ranks, machine)
-        builders = _builders(experiment.model)
-        candidates = search.choices(_plans(experiment, ranks, machine), builders, machine, resources)
-        choice, runner_up, rejected = search.best(candidates, limit, within)
+        limit, within = _memory_limit_and_planner(experiment, ranks, machine)
+        builders = _candidate_builders(experiment.model)
+        candidates = search.rank_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
+        choice, runner_up, rejected = search.choose_fastest(candidates, limit, within)
     except UserError as error:
-        raise place(error) from None
-    Console(soft_wrap=True).print(search.table(choice, runner_up, rejected, _error(machine)))
+        raise add_location(error) from None
+    Console(soft_wrap=True).print(search.choice_table(choice, runner_up, rejected, _describe_error(machine)))
     if arguments.to is not None:
         choice.strategy.save(arguments.to)
         emit(Path(arguments.to))
     return 0
 
 
-def _error(machine: Any) -> str:
+def _describe_error(machine: Any) -> str:
     if not machine.error:
-        return UNKNOWN
+        return UNKNOWN_ERROR_TEXT
     return f"predicted, not measured: steps of small networks were {machine.error:.0%} off on average on this machine"
 
 
-def _builders(model: Any) -> Sequence[Any]:
+def _candidate_builders(model: Any) -> Sequence[Any]:
     """Return the experiment's strategy, or the candidates of the planner."""
     from ..strategies import AutoStrategy
-    from ..strategies.auto import candidates
+    from ..strategies.auto import candidate_builders
 
     strategy, model.strategy = model.strategy, None
-    return candidates() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
+    return candidate_builders() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
 
 
-def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
+def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
     """Return the memory limit per rank in bytes, if any, and a function that plans strips within a limit."""
-    from ..system.memory import PROCESS, words
+    from ..system.memory import PROCESS_OVERHEAD_BYTES, format_bytes
 
     model, memory = experiment.model, experiment.model.memory
-    model.memory = model.room = None
+    model.memory = model.available_bytes = None
     if memory is None:
         return None, None
     local_ranks = min(ranks, machine.cores_per_node)
-    if memory // local_ranks <= PROCESS:
+    if memory // local_ranks <= PROCESS_OVERHEAD_BYTES:
         raise ConfigError(
-            f"memory: {words(memory)} for {local_ranks} ranks on a machine; each needs {words(PROCESS)} before it loads"
-            f" any image: give more than {words(PROCESS * local_ranks)}"
+            f"memory: {format_bytes(memory)} for {local_ranks} ranks on a machine; each needs"
+            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
+            f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}"
         )
-    return memory // local_ranks - PROCESS, partial(_in_strips, experiment)
+    return memory // local_ranks - PROCESS_OVERHEAD_BYTES, partial(_plan_in_strips, experiment)
 
 
-def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
-    from ..system.memory import PROCESS
+def _plan_in_strips(experiment: Any, plan: Any, limit: int) -> Any:
+    from ..system.memory import PROCESS_OVERHEAD_BYTES
 
     model = experiment.model
-    model.memory = (limit + PROCESS) * plan.grid.size
+    model.memory = (limit + PROCESS_OVERHEAD_BYTES) * plan.grid.size
     try:
-        return model.within(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
+        return model.fit_to_memory(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
     finally:
         model.memory = None
 
 
-def _with_schemes(experiment: Any, grid: Any, machine: Any) -> Any:
+def _plan_with_cheapest_schemes(experiment: Any, grid: Any, machine: Any) -> Any:
     """Return the plan of a grid with the cheapest exact schemes; None if these are `halo` or set explicitly."""
     from ..halo import scheme_text
     from ..models import Model
-    from ..plan.choices import choose, figures_on, put_schemes
+    from ..plan.choices import choose_schemes, figures_for, set_schemes
     from ..plan.search import PlanWithSchemes
 
     model, shape, batch = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     if not isinstance(model, Model) or {scheme_text(leaf.scheme or model.scheme) for leaf in model.leaves} != {"halo"}:
         return None
-    figures = figures_on(machine, grid, batch, model.dtype.itemsize)
-    choices = choose(model.chain, shape, grid, figures)
+    figures = figures_for(machine, grid, batch, model.dtype.itemsize)
+    choices = choose_schemes(model.chain, shape, grid, figures)
     schemes = {choice.layer: choice.scheme for choice in choices if choice.scheme != "halo"}
     original = {leaf: leaf.scheme for leaf in model.leaves}
     try:
-        return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if put_schemes(model.leaves, schemes) else None
+        return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if set_schemes(model.leaves, schemes) else None
     finally:
         for leaf, scheme in original.items():
             leaf.scheme = scheme
 
 
-def _plans(experiment: Any, ranks: int, machine: Any) -> list[Any]:
+def _plan_all_grids(experiment: Any, ranks: int, machine: Any) -> list[Any]:
     """Return the plans of all grids to compare; raise the last error if no grid is valid."""
-    from ..plan.search import grids
+    from ..plan.search import candidate_grids
 
     model, dataset, batch = experiment.model, experiment.dataset, experiment.batch_size
     dataset.check()
     shape, plans, error = dataset.sample_shape, [], None
-    for grid in grids(ranks, experiment.grid, batch, shape[:-1]):
+    for grid in candidate_grids(ranks, experiment.grid, batch, shape[:-1]):
         try:
             plans.append(model.plan(shape, grid, batch))
-            plans += [variant] if grid.tiles > 1 and (variant := _with_schemes(experiment, grid, machine)) else []
+            plans += (
+                [variant]
+                if grid.tiles > 1 and (variant := _plan_with_cheapest_schemes(experiment, grid, machine))
+                else []
+            )
         except UserError as problem:
             error = problem
     if not plans and error is not None:

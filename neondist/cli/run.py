@@ -14,20 +14,20 @@ from typing import Any, Literal
 from ..comm import Transport
 from ..config import dump
 from ..errors import LaunchError
-from ..launcher.ranks import new_watchdog, on_ranks, start_script
-from ..launcher.workers import check_workers, run_workers, worker_place
-from ..system.job import STARTED, detect
+from ..launcher.ranks import create_watchdog, run_on_ranks, start_script
+from ..launcher.workers import check_workers, get_worker_place, run_workers
+from ..system.job import STARTED, detect_job
 from ..train import Hook
 from . import options
-from .experiment import load, validated
+from .experiment import load, load_and_validate
 
 _EXPERIMENT_OPTIONS = (
     "settings", "output", "virtual", "resume", "overwrite", "init_from", "time_limit", "stall_timeout", "debug_halo",
     "snapshot",
 )  # fmt: skip
-_FILE_OPTIONS = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
+_OPTIONS_WITH_FILE_VALUES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
 """Options whose value may look like a script."""
-_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def add(commands: Any) -> None:
@@ -36,31 +36,33 @@ def add(commands: Any) -> None:
         "run", help="train an experiment from a YAML file, or run a script on all ranks", allow_abbrev=False,
         usage="neondist run [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
-    add_options(cmd)
+    add_run_options(cmd)
     cmd.set_defaults(command=run, stops=True, watched=True)
 
     cmd = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
-    options.experiment(cmd, "ranks to plan for (default 1); nothing is started")
+    options.add_experiment_options(cmd, "ranks to plan for (default 1); nothing is started")
     cmd.set_defaults(command=check)
 
 
-def add_options(cmd: argparse.ArgumentParser) -> None:
+def add_run_options(cmd: argparse.ArgumentParser) -> None:
     """Add the file and the options of `run`."""
-    options.experiment(cmd)
-    cmd.add_argument("--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)")
-    options.virtual(cmd)
+    options.add_experiment_options(cmd)
     cmd.add_argument(
-        "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
+        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)"
+    )
+    options.add_virtual_option(cmd)
+    cmd.add_argument(
+        "--resume", nargs="?", default=False, const=True, type=parse_resume_mode, metavar="auto",
         help="resume from the checkpoint in the output directory; with auto, start from scratch if there is none",
     )  # fmt: skip
     cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
     cmd.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
     cmd.add_argument(
-        "--time-limit", type=duration, metavar="TIME",
+        "--time-limit", type=parse_duration, metavar="TIME",
         help="write a checkpoint and stop with exit code 75 before this time limit: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
     cmd.add_argument(
-        "--stall-timeout", type=duration, metavar="TIME",
+        "--stall-timeout", type=parse_duration, metavar="TIME",
         help="abort the job if no batch completes for this long, and report what each rank is waiting for (default"
              " 10m)",
     )  # fmt: skip
@@ -69,38 +71,38 @@ def add_options(cmd: argparse.ArgumentParser) -> None:
         help="debug your own layers and schemes (slow): views start as NaN, and messages are delayed",
     )  # fmt: skip
     cmd.add_argument(
-        "--restarts", type=options.positive, metavar="K",
+        "--restarts", type=options.positive_int, metavar="K",
         help="with -n: if a rank is killed, restart from the newest complete checkpoint, at most K times",
     )  # fmt: skip
     cmd.add_argument(
-        "--elastic", type=bounds, metavar="MIN:MAX",
+        "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
         help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts with MAX"
              " ranks, or -n",
     )  # fmt: skip
     cmd.add_argument(
-        "--hosts-from", type=options.path, metavar="FILE|SCRIPT",
+        "--hosts-from", type=options.parse_path, metavar="FILE|SCRIPT",
         help="hosts to start ranks on: a host file, a resource file, or a program that prints HOST:SLOTS lines;"
              " reread regularly with --elastic",
     )  # fmt: skip
     cmd.add_argument(
-        "--spares", type=options.not_negative, default=0, metavar="K",
+        "--spares", type=options.nonnegative_int, default=0, metavar="K",
         help="keep K slots idle to replace lost ranks, so that the next generation has the same grid",
     )  # fmt: skip
     cmd.add_argument(
-        "--cool-down", type=duration, metavar="TIME",
+        "--cool-down", type=parse_duration, metavar="TIME",
         help="do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(
-        "--wait", type=duration, metavar="TIME",
+        "--wait", type=parse_duration, metavar="TIME",
         help="give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
-        "--snapshot", type=snapshots, metavar="auto|STEPS|off",
+        "--snapshot", type=parse_snapshot_steps, metavar="auto|STEPS|off",
         help="with --restarts: keep snapshots of the run in the memory of two nodes, every STEPS steps or using at"
              " most 2 %% of the time (auto, the default)",
     )  # fmt: skip
     cmd.add_argument(
-        "--lease", type=duration, metavar="TIME",
+        "--lease", type=parse_duration, metavar="TIME",
         help="with -n: treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
@@ -109,23 +111,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in this process, on virtual ranks, in the current MPI job, or under mpirun."""
     if arguments.script:
         return _run_script(arguments)
-    from ..io.output import missing_folders, remove_empty
+    from ..io.output import missing_folders, remove_empty_folders
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
-        outputs = {"output": arguments.folder, "resolved": dump(experiment), "snapshot": arguments.snapshot or None}
-        worker = worker_place(os.environ) if experiment.server_strategy is not None else None
-        hooks = hooks_of(arguments)
+        outputs = {
+            "output": arguments.folder, "yaml_text": dump(experiment), "snapshot": arguments.snapshot or None,
+        }  # fmt: skip
+        worker = get_worker_place(os.environ) if experiment.server_strategy is not None else None
+        hooks = create_hooks(arguments)
         result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start, worker=worker)
         if world.rank == 0:
             options.print_written(result.files)
-        return result.stop.code if result.stop else 0
+        return result.stop.exit_code if result.stop else 0
 
     new_folders = missing_folders(arguments.folder)
     try:
-        return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+        return run_on_ranks(arguments, partial(_load_and_prepare, arguments), work, partial(run_workers, arguments))
     finally:
-        remove_empty(new_folders)
+        remove_empty_folders(new_folders)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -133,7 +137,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     first = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
     for at in range(first, len(words)):
         word = words[at]
-        is_value = words[at - 1] in _FILE_OPTIONS or re.match(r"[\w.-]+=", word) is not None
+        is_value = words[at - 1] in _OPTIONS_WITH_FILE_VALUES or re.match(r"[\w.-]+=", word) is not None
         if word.endswith(".py") and not word.startswith("-") and not is_value:
             return list(words[: at + 1]), list(words[at:])
     return list(words), []
@@ -156,10 +160,10 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Validate the experiment for `ranks` ranks and print its plan; starts no MPI."""
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     ranks = arguments.ranks or (job.size if job and job.size else 1)
     experiment = load(arguments)
-    if job is not None and not job.first:
+    if job is not None and not job.is_first_rank:
         experiment.validate(ranks)
         return 0
     from ..terminal.rich_console import Console
@@ -169,23 +173,23 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+def _load_and_prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment after validating file, data, grid and output directory; collective."""
-    from ..io.output import prepare
+    from ..io.output import prepare_run_folder
     from ..train.inference.progress import first_rank_progress
 
     with first_rank_progress(world.rank, sys.stderr):  # importing PyTorch and a module's file may be slow
-        experiment = validated(arguments, world, ranks)
+        experiment = load_and_validate(arguments, world, ranks)
     check_workers(arguments, experiment, ranks)
-    prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
+    prepare_run_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment
 
 
-def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
+def create_hooks(arguments: argparse.Namespace) -> list[Hook]:
     """Return the hooks for progress, watchdog and stopping of a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
-    watchdog = arguments.watchdog or new_watchdog(arguments, whole_process=False)
+    watchdog = arguments.watchdog or create_watchdog(arguments, whole_process=False)
     hooks: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watchdog]
     if arguments.time_limit is not None:
         hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
@@ -194,14 +198,14 @@ def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
     return hooks
 
 
-def resume_mode(text: str) -> bool | str:
+def parse_resume_mode(text: str) -> bool | str:
     """Parse the value of --resume."""
     if text not in ("yes", "auto"):
         raise argparse.ArgumentTypeError(f"'{text}' is invalid; expected --resume or --resume auto")
     return text == "yes" or text
 
 
-def bounds(text: str) -> tuple[int, int]:
+def parse_rank_bounds(text: str) -> tuple[int, int]:
     """Parse a range such as '2:8'."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
@@ -209,7 +213,7 @@ def bounds(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def snapshots(text: str) -> int | Literal["auto"]:
+def parse_snapshot_steps(text: str) -> int | Literal["auto"]:
     """Parse the steps between snapshots: a number, 'auto', or 0 for 'off'."""
     if text == "auto":
         return "auto"
@@ -218,7 +222,7 @@ def snapshots(text: str) -> int | Literal["auto"]:
     return 0 if text == "off" else int(text)
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
     seconds = _parse_units(text) if ":" not in text else _parse_clock(text)
     if not seconds:
@@ -230,9 +234,9 @@ def _parse_units(text: str) -> float:
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         return float(text)
     number = r"[0-9]+(?:\.[0-9]+)?"
-    if not re.fullmatch("".join(f"(?:{number}{unit})?" for unit in _UNITS), text):
+    if not re.fullmatch("".join(f"(?:{number}{unit})?" for unit in _SECONDS_BY_UNIT), text):
         return 0.0
-    return sum(float(n) * _UNITS[unit] for n, unit in re.findall(f"({number})([dhms])", text))
+    return sum(float(n) * _SECONDS_BY_UNIT[unit] for n, unit in re.findall(f"({number})([dhms])", text))
 
 
 def _parse_clock(text: str) -> float:

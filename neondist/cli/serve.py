@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     _add_address_option(ps)
     ps.add_argument(
-        "--checkpoint-dir", type=options.file, metavar="DIR", help="folder of checkpoints, shared by all servers"
+        "--checkpoint-dir", type=options.parse_file, metavar="DIR", help="folder of checkpoints, shared by all servers"
     )
     ps.set_defaults(command=serve_parameters)
 
@@ -38,15 +38,18 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     _add_address_option(master)
     master.add_argument(
-        "--servers", type=_addresses, required=True, metavar="HOST:PORT,...", help="addresses of all parameter servers"
-    )
+        "--servers", type=_parse_addresses, required=True, metavar="HOST:PORT,...",
+        help="addresses of all parameter servers",
+    )  # fmt: skip
     master.add_argument(
-        "--checkpoint-dir", type=options.file, required=True, metavar="DIR",
+        "--checkpoint-dir", type=options.parse_file, required=True, metavar="DIR",
         help="folder of the servers' checkpoints and of tasks.sqlite",
     )  # fmt: skip
-    master.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
     master.add_argument(
-        "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
+        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N", help="(default 8)"
+    )
+    master.add_argument(
+        "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="write a checkpoint of the servers every N updates (default 0: using at most 2 %% of the time)",
     )  # fmt: skip
     master.set_defaults(command=serve_master)
@@ -91,7 +94,7 @@ def _add_address_option(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _addresses(text: str) -> list[str]:
+def _parse_addresses(text: str) -> list[str]:
     from ..services.wire import split_address
 
     addresses = text.split(",")

@@ -14,9 +14,9 @@ from ..terminal.console import emit, say
 from ..version import __version__
 from . import options
 from .experiment import load
-from .run import bounds
+from .run import parse_rank_bounds
 
-IMAGE = f"neondist:{__version__}"
+DEFAULT_IMAGE = f"neondist:{__version__}"
 
 
 def add(commands: Any) -> None:
@@ -37,18 +37,20 @@ def add(commands: Any) -> None:
         "--trainjob", dest="kind", action="store_const", const="trainjob",
         help="a TrainJob for Kubeflow Trainer, with its runtime",
     )  # fmt: skip
-    options.experiment(cmd, "total number of ranks (default: one per node)")
-    cmd.add_argument("--nodes", type=options.positive, metavar="N", help="number of machines or pods (default 1)")
+    options.add_experiment_options(cmd, "total number of ranks (default: one per node)")
+    cmd.add_argument("--nodes", type=options.positive_int, metavar="N", help="number of machines or pods (default 1)")
     cmd.add_argument(
-        "--elastic", type=bounds, metavar="MIN:MAX",
+        "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
         help="range of ranks to continue on after a loss (--mpijob: default from one worker to all)",
     )  # fmt: skip
     cmd.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
     cmd.add_argument(
-        "--image", metavar="IMAGE", help=f"container image, such as one built from the Dockerfile (default {IMAGE})"
+        "--image",
+        metavar="IMAGE",
+        help=f"container image, such as one built from the Dockerfile (default {DEFAULT_IMAGE})",
     )
     cmd.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
-    cmd.add_argument("--output", type=options.file, metavar="FILE", help="write the script or manifest there")
+    cmd.add_argument("--output", type=options.parse_file, metavar="FILE", help="write the script or manifest there")
     cmd.add_argument(
         "--apply", action="store_true", help="submit the job; on Kubernetes, follow its state and log until it ends"
     )
@@ -58,21 +60,21 @@ def add(commands: Any) -> None:
 
 def submit(arguments: argparse.Namespace) -> int:
     """Print or write the script or manifest, or submit it."""
-    job = _job(arguments)
+    job = _create_submission(arguments)
     if arguments.kind == "slurm":
-        return _slurm(arguments, job)
+        return _submit_to_slurm(arguments, job)
     from ..cluster.submit import manifests
 
     make = manifests.mpi_job if arguments.kind == "mpijob" else manifests.train_job
-    objects = make(job, arguments.image or IMAGE, arguments.claim)
+    objects = make(job, arguments.image or DEFAULT_IMAGE, arguments.claim)
     if not arguments.delete:
-        _write(arguments, manifests.dump(objects))
+        _write_or_print(arguments, manifests.dump_yaml(objects))
         if arguments.claim is None:
             say("without --claim the folder of the run is lost with its pod", sys.stderr)
-    return _kubernetes(objects, arguments) if arguments.apply or arguments.delete else 0
+    return _submit_to_kubernetes(objects, arguments) if arguments.apply or arguments.delete else 0
 
 
-def _job(arguments: argparse.Namespace) -> Submission:
+def _create_submission(arguments: argparse.Namespace) -> Submission:
     """Return the job after validating its experiment for its number of ranks."""
     if arguments.apply and arguments.delete:
         raise ConfigError("--apply creates the job and --delete deletes it; give one of them")
@@ -91,7 +93,7 @@ def _job(arguments: argparse.Namespace) -> Submission:
     return job
 
 
-def _slurm(arguments: argparse.Namespace, job: Submission) -> int:
+def _submit_to_slurm(arguments: argparse.Namespace, job: Submission) -> int:
     from ..cluster.submit import slurm
 
     for name in ("image", "claim"):
@@ -99,26 +101,27 @@ def _slurm(arguments: argparse.Namespace, job: Submission) -> int:
             raise ConfigError(f"--{name} applies to --mpijob and --trainjob; Slurm's nodes run this Python environment")
     if arguments.delete:
         raise ConfigError("--delete applies to --mpijob and --trainjob; cancel a Slurm job with scancel")
-    output = Path("runs", Path(job.file).stem)
+    output = Path("runs", Path(job.experiment_file).stem)
     script = slurm.batch_script(job, sys.executable, str(Path.cwd()), str(output))
-    _write(arguments, script)
+    _write_or_print(arguments, script)
     if arguments.apply:
-        emit(slurm.submit(script))
+        emit(slurm.submit_script(script))
     return 0
 
 
-def _write(arguments: argparse.Namespace, text: str) -> None:
+def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
     """Write the text to --output; print it if there is no --output or --apply."""
     if arguments.output is not None:
         try:
             arguments.output.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror})") from error
+            reason = f"cannot be written ({error.strerror}); name another file"
+            raise ConfigError(f"--output {arguments.output}: {reason}") from error
     elif not arguments.apply:
         sys.stdout.write(text)  # unchanged: a module may contain tabs
 
 
-def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
+def _submit_to_kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
     from ..cluster.submit.kubernetes import Cluster
 
     cluster, job = Cluster(), objects[-1]
@@ -127,7 +130,7 @@ def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
         return 0
     cluster.apply(objects)
     try:
-        return cluster.follow(job)
+        return cluster.follow_job(job)
     except KeyboardInterrupt:
         name = job["metadata"]["name"]
         say(f"{job['kind']} {name} is still running; use --delete in place of --apply to delete it", sys.stderr)

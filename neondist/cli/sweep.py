@@ -24,54 +24,54 @@ from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, O
 from ..io.files import file_errors, write_text
 from ..io.output import lock_folder
 from ..io.regular_file import read_bytes
-from ..launcher.pinning import SWITCH
-from ..launcher.ranks import must_launch
+from ..launcher.pinning import PIN_SWITCH
+from ..launcher.ranks import needs_launch
 from ..system import threads
-from ..system.job import detect
-from ..system.signals import INTERRUPTED, STOPPED
-from ..terminal.console import say, visible
+from ..system.job import detect_job
+from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from ..terminal.console import escape_invisible, say
 from ..train import Best
 from ..train.html_report import read_records
-from ..train.inference.progress import Progress
-from ..train.page import format_value, is_number, page, safe, table
+from ..train.inference.progress import ProgressLine
+from ..train.page import escape_text, format_value, html_page, is_finite, table_tag
 from ..train.svg_plot import plot
 from . import options
-from .experiment import load, validated
+from .experiment import load, load_and_validate
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial, Trial
 
-STORE = "sweep.db"
+STORE_FILE = "sweep.db"
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
-_POLL = 0.1  # seconds
-_ORDER = {"COMPLETE": 0, "PRUNED": 1}
-_MANY = 10_000  # limit of values or combinations for an exhaustive search
-_SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
+_POLL_SECONDS = 0.1  # seconds
+_STATE_ORDER = {"COMPLETE": 0, "PRUNED": 1}
+_MAX_COMBINATIONS = 10_000  # limit of values or combinations for an exhaustive search
+_SPACE_SYNTAX = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 
 def add(commands: Any) -> None:
     """Register the command."""
     cmd = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
-    options.experiment(cmd, "ranks of each run (default 1)")
+    options.add_experiment_options(cmd, "ranks of each run (default 1)")
     cmd.add_argument(
         "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
         help="search space: LOW..HIGH (integers stay integers), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
     )  # fmt: skip
     cmd.add_argument(
-        "--trials", type=options.positive, default=20, metavar="K",
+        "--trials", type=options.positive_int, default=20, metavar="K",
         help="total number of runs, including those of earlier calls (default 20, or all combinations if fewer)",
     )  # fmt: skip
     cmd.add_argument(
         "--number", metavar="NAME",
         help="what to optimise, at the best epoch of each run (default: that of best:, or the validation loss)",
     )  # fmt: skip
-    cmd.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs in parallel (default 1)")
+    cmd.add_argument("--jobs", type=options.positive_int, default=1, metavar="K", help="runs in parallel (default 1)")
     cmd.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
     cmd.add_argument(
         "--output",
-        type=options.path,
+        type=options.parse_path,
         metavar="DIR",
         help="output folder, from which the sweep also resumes (default runs/NAME-sweep)",
     )
@@ -84,20 +84,20 @@ def sweep(arguments: argparse.Namespace) -> int:
         import optuna
     except ImportError:
         raise MissingPackageError("sweep needs optuna: pip install 'neondist[sweep]'") from None
-    if detect(os.environ) is not None:
+    if detect_job(os.environ) is not None:
         raise LaunchError("sweep starts the ranks of each run itself; give their number with -n, outside of MPI jobs")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    must_launch(arguments, None)
-    spaces = dict(map(space, arguments.spaces))
-    with Progress(file=sys.stderr):  # importing PyTorch and a module's file may be slow
+    needs_launch(arguments, None)
+    spaces = dict(map(parse_space, arguments.spaces))
+    with ProgressLine(file=sys.stderr):  # importing PyTorch and a module's file may be slow
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
-    best.check(experiment.metrics)
-    folder = options.folder(arguments, "sweep")
-    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / STORE):
+    best.check_number(experiment.metrics)
+    folder = options.output_folder(arguments, "sweep")
+    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / STORE_FILE):
         study = optuna.create_study(
-            study_name="sweep", storage=f"sqlite:///{folder / STORE}", load_if_exists=True,
-            direction="maximize" if best.larger(experiment.metrics) else "minimize",
+            study_name="sweep", storage=f"sqlite:///{folder / STORE_FILE}", load_if_exists=True,
+            direction="maximize" if best.larger_is_better(experiment.metrics) else "minimize",
             pruner=getattr(optuna.pruners, PRUNERS.get(arguments.prune, "NopPruner"))(),
         )  # fmt: skip
         job = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
@@ -111,7 +111,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         return _run_trials(study, arguments, spaces, best, experiment.metrics, folder)
 
 
-def space(text: str) -> tuple[str, BaseDistribution]:
+def parse_space(text: str) -> tuple[str, BaseDistribution]:
     """Parse 'a.b=1e-4..1e-1:log', 'a=8..64:8' or 'a=[!ReLU {}, !Tanh {}]' into the field and its search space.
 
     Raises
@@ -136,7 +136,7 @@ def space(text: str) -> tuple[str, BaseDistribution]:
         return key, FloatDistribution(float(match[1]), float(match[2]), log, None if step is None else float(step))
     except (ValueError, yaml.YAMLError) as error:
         problem = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--vary {text}: {problem}; {_SPACE}") from None
+        raise ConfigError(f"--vary {text}: {problem}; {_SPACE_SYNTAX}") from None
 
 
 def _validate_spaces(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -> Any:
@@ -145,11 +145,11 @@ def _validate_spaces(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -
     first = {key: values[0] for key, values in ends.items()}
     for key, values in ends.items():
         for value in values[1:]:
-            load(_override(arguments, first | {key: value}))
-    return validated(_override(arguments, first), SingleTransport(), arguments.ranks or 1)
+            load(_override_settings(arguments, first | {key: value}))
+    return load_and_validate(_override_settings(arguments, first), SingleTransport(), arguments.ranks or 1)
 
 
-def _override(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
+def _override_settings(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
     settings = [*arguments.settings, *(f"{key}={value}" for key, value in values.items())]
     return argparse.Namespace(**{**vars(arguments), "settings": settings})
 
@@ -167,14 +167,14 @@ def _storage_errors(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be used ({reason}); choose another folder with --output") from error
 
 
-class _Run:
+class _RunningTrial:
     """A trial in training."""
 
     def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
         self.trial, self.process, self.folder = trial, process, folder
         self.pruned = self._terminated = False
-        self._size = 0
-        self._reported = len(trial.study.trials[trial.number].intermediate_values)
+        self._read_size = 0
+        self._reported_epochs = len(trial.study.trials[trial.number].intermediate_values)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, once."""
@@ -182,19 +182,19 @@ class _Run:
             self._terminated = True
             self.process.terminate()
 
-    def report(self, best: Best) -> None:
+    def report_epochs(self, best: Best) -> None:
         """Report new epochs to Optuna one by one, and terminate the run if it should be pruned."""
         path = self.folder / "metrics.jsonl"
         with suppress(DataError, FileNotFoundError):  # no file yet, or an incomplete line
-            previous, self._size = self._size, path.stat().st_size
-            if self.pruned or self._size == previous:
+            previous, self._read_size = self._read_size, path.stat().st_size
+            if self.pruned or self._read_size == previous:
                 return
             records = read_records(path)
-            name = best.name(records)
-            for record in records[self._reported :]:
+            name = best.metric_name(records)
+            for record in records[self._reported_epochs :]:
                 value = record.get(name)
-                self.trial.report(value if value is not None and is_number(value) else float("nan"), record["epoch"])
-                self._reported += 1
+                self.trial.report(value if value is not None and is_finite(value) else float("nan"), record["epoch"])
+                self._reported_epochs += 1
                 if self.trial.should_prune():
                     self.pruned = True
                     self.terminate()
@@ -207,24 +207,28 @@ def _run_trials(
     """Train all trials, up to `--jobs` at a time, and print their results."""
     from optuna.trial import TrialState
 
-    trials, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
-    progress = Progress(unit="trial", file=sys.stderr, first=0)
+    trials, running, stopped = _iterate_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
+    progress = ProgressLine(unit="trial", file=sys.stderr, first=0)
     finished = len([t for t in study.trials if t.state.is_finished()])
-    progress.expect(len(_grid(arguments.trials, spaces)) or arguments.trials, finished)
+    progress.expect(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
     while True:
         while len(running) < arguments.jobs and not stopped and (trial := next(trials, None)) is not None:
-            target = _run(folder, trial.number)
-            process = start(_words(_override(arguments, trial.params), target), _log(target), _environment(arguments))
-            running.append(_Run(trial, process, target))
+            target = _trial_folder(folder, trial.number)
+            process = start_training(
+                _run_arguments(_override_settings(arguments, trial.params), target),
+                _log_path(target),
+                _run_environment(arguments),
+            )
+            running.append(_RunningTrial(trial, process, target))
             progress.begin(", ".join(str(run.trial.number) for run in running))
         if not running:
             progress.close()
-            return stopped or _conclude(study, folder)
-        time.sleep(_POLL)
+            return stopped or _report_results(study, folder)
+        time.sleep(_POLL_SECONDS)
         for run in list(running):
             code = run.process.poll()
             if arguments.prune:
-                run.report(best)
+                run.report_epochs(best)
             if arguments.signals.received or stopped:
                 run.terminate()
             if code is None:
@@ -233,27 +237,27 @@ def _run_trials(
             number = run.trial.number
             if run.pruned:
                 result = study.tell(number, state=TrialState.PRUNED)
-            elif arguments.signals.received or code in (STOPPED, INTERRUPTED):
-                stopped = code if code == INTERRUPTED else STOPPED
+            elif arguments.signals.received or code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+                stopped = code if code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
                 say(f"stopped in trial {number}; repeat the command to continue")
                 continue
             else:
-                value = _value(run.folder, best, metrics) if code == 0 else None
+                value = _read_objective(run.folder, best, metrics) if code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
             chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
             line_start = "\r\x1b[K" if progress.terminal else ""
-            say(f"trial {number}: {chosen}: {_result(result, folder)}", start=line_start)
+            say(f"trial {number}: {chosen}: {_describe_result(result, folder)}", start=line_start)
             progress.add(1)
 
 
-def _grid(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
+def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
     """Return all combinations of values if there are no more than `count`; else none."""
-    values = [_values(domain) for domain in spaces.values()]
-    exhaustive = 0 < prod(map(len, values)) <= min(count, _MANY)
+    values = [_domain_values(domain) for domain in spaces.values()]
+    exhaustive = 0 < prod(map(len, values)) <= min(count, _MAX_COMBINATIONS)
     return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if exhaustive else []
 
 
-def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
+def _iterate_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
     """Yield trials to run: an interrupted one of an earlier call, and new ones.
 
     The choice depends only on earlier results and the number of the trial: a resumed sweep equals an uninterrupted one.
@@ -266,7 +270,7 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
             yield Trial(study, trial._trial_id)
         else:  # interrupted while this trial was sampled
             study.tell(trial.number, state=TrialState.FAIL)
-    grid = _grid(count, spaces)
+    grid = _all_combinations(count, spaces)
     new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
     for number in range(len(new), len(grid) or count):
         if grid:
@@ -275,97 +279,99 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
         yield study.ask(spaces)
 
 
-def _values(domain: Any) -> Sequence[Any]:
+def _domain_values(domain: Any) -> Sequence[Any]:
     """Return all values of a search space; none if it is continuous."""
     if hasattr(domain, "choices"):
         return list(domain.choices)
     count = int((domain.high - domain.low) / domain.step + 1.5) if domain.step else 0
-    return [domain.low + at * domain.step for at in range(count)] if count <= _MANY else ()
+    return [domain.low + at * domain.step for at in range(count)] if count <= _MAX_COMBINATIONS else ()
 
 
-def _run(folder: Path, number: int) -> Path:
+def _trial_folder(folder: Path, number: int) -> Path:
     return folder / f"trial_{number:03d}"
 
 
-def _words(arguments: argparse.Namespace, run: Path) -> list[str]:
-    words = ["run", options.word(arguments.file), f"--output={run}", "--resume", "auto"]
+def _run_arguments(arguments: argparse.Namespace, run: Path) -> list[str]:
+    words = ["run", options.as_operand(arguments.file), f"--output={run}", "--resume", "auto"]
     words += ["--force"] * arguments.force + ([] if arguments.ranks is None else ["-n", str(arguments.ranks)])
     words += [f"--import={module}" for module in arguments.modules]
     return words + [f"--set={setting}" for setting in arguments.settings]
 
 
-def _environment(arguments: argparse.Namespace) -> dict[str, str]:
+def _run_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of a run; parallel runs share the cores."""
     extra = {}
     if arguments.jobs > 1:
-        extra[SWITCH] = "no"
-        if not threads.chosen(os.environ):
-            thread_count = threads.share(arguments.jobs * (arguments.ranks or 1))
-            extra |= dict.fromkeys(threads.VARIABLES, str(thread_count))
+        extra[PIN_SWITCH] = "no"
+        if not threads.is_set_by_user(os.environ):
+            thread_count = threads.threads_per_rank(arguments.jobs * (arguments.ranks or 1))
+            extra |= dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
     return {**os.environ, **extra}
 
 
-def start(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
+def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
     """Start a process that trains, with its output in a log file."""
     with file_errors(log), log.open("ab") as file:
         return subprocess.Popen(
-            safe_path.command("neondist", *words, bound=True), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            safe_path.command("neondist", *words, ends_with_parent=True), stdin=subprocess.DEVNULL, stdout=file,
+            stderr=file,
             start_new_session=True, env=env,
         )  # fmt: skip
 
 
-def _value(run: Path, best: Best, metrics: Any) -> float | None:
+def _read_objective(run: Path, best: Best, metrics: Any) -> float | None:
     """Return the number to optimise at a run's best epoch; None if it is finite in none."""
     records = read_records(run / "metrics.jsonl")
-    epoch = best.epoch(records, metrics)
-    values = [record.get(best.name(records)) for record in records if record["epoch"] == epoch]
-    return next((float(value) for value in values if value is not None and is_number(value)), None)
+    epoch = best.best_epoch(records, metrics)
+    values = [record.get(best.metric_name(records)) for record in records if record["epoch"] == epoch]
+    return next((float(value) for value in values if value is not None and is_finite(value)), None)
 
 
-def _log(run: Path) -> Path:
+def _log_path(run: Path) -> Path:
     return run.with_suffix(".log")
 
 
-def _last_line(run: Path) -> str:
+def _last_log_line(run: Path) -> str:
     """Return the last line of a trial's log."""
-    path = _log(run)
+    path = _log_path(run)
     lines = read_bytes(path, root=path.parent).decode(errors="replace").split("\n") if path.exists() else []
     return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "no output")
 
 
-def _result(trial: FrozenTrial, folder: Path) -> str:
+def _describe_result(trial: FrozenTrial, folder: Path) -> str:
     """Return the result of a trial as text."""
     if trial.state.name == "COMPLETE":
         return f"{trial.value:.6g}"
     if trial.state.name == "PRUNED":
         return f"pruned after epoch {trial.last_step}"
-    return f"failed: {_last_line(_run(folder, trial.number))}"
+    return f"failed: {_last_log_line(_trial_folder(folder, trial.number))}"
 
 
 def _best_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
     """Return the point of the best trial in the plot of a field; None if the field is not a number."""
     position, value = trial.params[key], trial.value
-    return (position, value) if is_number(position) and value is not None else None
+    return (position, value) if is_finite(position) and value is not None else None
 
 
-def _conclude(study: Study, folder: Path) -> int:
+def _report_results(study: Study, folder: Path) -> int:
     """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
     from rich.table import Table
 
     from ..terminal.rich_console import Console
 
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
-    trials = sorted(study.trials, key=lambda t: (_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))
+    trials = sorted(study.trials, key=lambda t: (_STATE_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))
     if trials[0].value is None:
         raise ConfigError(
-            f"sweep: no trial has a result; trial {trials[0].number}: {_last_line(_run(folder, trials[0].number))}"
+            f"sweep: no trial has a result; trial {trials[0].number}:"
+            f" {_last_log_line(_trial_folder(folder, trials[0].number))}"
         )
     keys = list(trials[0].params)
     ends = [key.rpartition(".")[2] for key in keys]
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
-        [format_value(v) for v in (t.number, _result(t, folder), *(t.params.get(key) for key in keys))]
+        [format_value(v) for v in (t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
     trial_table = Table(*head)
@@ -374,20 +380,21 @@ def _conclude(study: Study, folder: Path) -> int:
     Console(soft_wrap=True).print(trial_table)
     completed = [t for t in trials if t.state.name == "COMPLETE"]
     finished = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
-    points = {key: [(params[key], value) for _, value, params in finished if is_number(params[key])] for key in keys}
-    text = read_bytes(_run(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
-    origin = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
+    points = {key: [(params[key], value) for _, value, params in finished if is_finite(params[key])] for key in keys}
+    text = read_bytes(_trial_folder(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
+    origin = f"# trial {trials[0].number} of {escape_invisible(str(folder), keep='')}: {trials[0].value:.6g}"
     write_text(folder / "best.yaml", f"{origin}\n{text}")
-    write_text(folder / "sweep.html", page(folder.resolve().name, [
-        f"<p class='lead'>Best {safe(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
+    write_text(folder / "sweep.html", html_page(folder.resolve().name, [
+        f"<p class='lead'>Best {escape_text(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
         "<h2>Results</h2>", plot(
-            head[1], {head[1]: [(number, value) for number, value, _ in finished]}, dots=True,
-            best=(trials[0].number, float(trials[0].value)), along="trial",
+            head[1], {head[1]: [(number, value) for number, value, _ in finished]}, points_only=True,
+            best=(trials[0].number, float(trials[0].value)), x_label="trial",
         ),
-        *(plot(head[1], {head[1]: values}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
-               best=_best_point(trials[0], key), along=key)
+        *(plot(head[1], {head[1]: values}, points_only=True,
+               logarithmic_x=getattr(trials[0].distributions[key], "log", False),
+               best=_best_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
-        table(head, rows), f"<h2>Best experiment</h2><pre>{safe(text, len(text))}</pre>",
+        table_tag(head, rows), f"<h2>Best experiment</h2><pre>{escape_text(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..io.output import RECOVERY
-from ..system.memory import words
+from ..io.output import SERVER_FOLDER
+from ..system.memory import format_bytes
 from . import options
 
-QUIET = 10.0
+STALE_SECONDS = 10.0
 """Seconds without a new state until a warning."""
 
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         "top", help="show the workers, tasks and servers of a run, live", allow_abbrev=False,
         description="Show workers, tasks, servers and throughput of a run with parameter servers until it has ended.",
     )  # fmt: skip
-    cmd.add_argument("run", type=options.path, metavar="RUN", help="the folder of the run")
+    cmd.add_argument("run", type=options.parse_path, metavar="RUN", help="the folder of the run")
     cmd.add_argument("--once", action="store_true", help="print the state once")
     cmd.set_defaults(command=top)
 
@@ -33,20 +33,20 @@ def top(arguments: argparse.Namespace) -> int:
     from ..services.job_status import JobStatus
     from ..terminal.rich_console import Console
 
-    folder, console = Path(arguments.run) / RECOVERY, Console(soft_wrap=True)
+    folder, console = Path(arguments.run) / SERVER_FOLDER, Console(soft_wrap=True)
     status = JobStatus.read(folder)
     if arguments.once or not console.is_terminal:
-        console.print(render(status, time.time()))
+        console.print(render_status(status, time.time()))
         return 0
-    with Live(render(status, time.time()), console=console, auto_refresh=False) as display:
+    with Live(render_status(status, time.time()), console=console, auto_refresh=False) as display:
         while not status.ended:
             time.sleep(0.5)
             status = JobStatus.read(folder)
-            display.update(render(status, time.time()), refresh=True)
+            display.update(render_status(status, time.time()), refresh=True)
     return 0
 
 
-def render(status: Any, now: float) -> Any:
+def render_status(status: Any, now: float) -> Any:
     """Return tables of a state for a console."""
     from rich.console import Group
     from rich.table import Table
@@ -55,7 +55,7 @@ def render(status: Any, now: float) -> Any:
     lines = [f"tasks: {tasks}", f"throughput: {status.samples_per_second:.0f} samples/s"]
     if status.ended:
         lines.append("the job has ended")
-    elif now - status.time > QUIET:
+    elif now - status.time > STALE_SECONDS:
         lines.append(f"no new state for {now - status.time:.0f} s: the job was killed, or its machine is very busy")
     workers = Table("worker", "steps", title="workers", title_justify="left")
     for name, steps in sorted(status.workers.items()):
@@ -63,5 +63,7 @@ def render(status: Any, now: float) -> Any:
     servers = Table("server", "version", "samples", "parameters", "rows", "refused", title_justify="left")
     servers.title = "servers"
     for at, ps in enumerate(status.servers):
-        servers.add_row(str(at), str(ps.version), str(ps.samples), words(ps.bytes), str(ps.rows), str(ps.refused))
+        servers.add_row(
+            str(at), str(ps.version), str(ps.samples), format_bytes(ps.bytes), str(ps.rows), str(ps.refused)
+        )
     return Group(*lines, workers, servers)

@@ -17,15 +17,15 @@ from ..comm import ProcessGrid, Transport, all_or_none
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
-from ..launcher.ranks import on_ranks
-from ..launcher.scaling import check_bounds
+from ..launcher.ranks import run_on_ranks
+from ..launcher.scaling import check_demand
 from ..launcher.slots import Demand
-from ..launcher.workers import check_workers, open_forks, run_workers, worker_place
+from ..launcher.workers import check_workers, get_worker_place, open_job_fork_server, run_workers
 from ..strategies import PSLoadBalancing
 from ..terminal.console import emit
 from . import options
-from .definition import NAMES, experiment_of, load_definition, samples_of, tiles, workers
-from .run import duration, hooks_of, resume_mode
+from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
+from .run import create_hooks, parse_duration, parse_resume_mode
 
 if TYPE_CHECKING:
     from ..services.state import UpdateRule
@@ -38,79 +38,86 @@ MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "che
 def add(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
-    _add_file(cmd)
-    cmd.add_argument("--training-data", required=True, metavar="F", help=_DATA)
+    _add_file_arguments(cmd)
+    cmd.add_argument("--training-data", required=True, metavar="F", help=_DATA_HELP)
     cmd.add_argument("--validation-data", metavar="F", help="records for validation after every epoch")
     _add_model_options(cmd)
-    cmd.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
+    cmd.add_argument("--num-epochs", type=options.positive_int, default=1, metavar="N")
     cmd.add_argument(
-        "--num-workers", type=workers, default=1, metavar="N|MIN:MAX",
+        "--num-workers", type=parse_workers, default=1, metavar="N|MIN:MAX",
         help="replicas (default 1); with servers, MIN:MAX lets the number vary with the slots that other jobs leave"
              " free",
     )  # fmt: skip
     cmd.add_argument(
-        "--hosts-from", dest="slots_from", type=options.path, metavar="FILE|SCRIPT",
+        "--hosts-from", dest="slots_from", type=options.parse_path, metavar="FILE|SCRIPT",
         help="with MIN:MAX workers: hosts as HOST:SLOTS lines, reread regularly (default: this machine, as"
              " localhost:CORES)",
     )  # fmt: skip
     cmd.add_argument(
-        "--wait", dest="slots_wait", type=duration, metavar="TIME",
+        "--wait", dest="slots_wait", type=parse_duration, metavar="TIME",
         help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
-    cmd.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
+    cmd.add_argument("--num-ps", type=options.nonnegative_int, default=0, metavar="N", help="parameter servers")
     cmd.add_argument(
-        "--tiles", type=tiles, default=(1, 1), metavar="RxC", help="tiles of an image in each replica (default 1x1)"
-    )
+        "--tiles", type=parse_tiles, default=(1, 1), metavar="RxC",
+        help="tiles of an image in each replica (default 1x1)",
+    )  # fmt: skip
     cmd.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
     cmd.add_argument(
         "--use-async", action="store_true", help="apply each gradient immediately, without synchronisation"
     )
     cmd.add_argument(
-        "--grads-to-wait", type=options.positive, metavar="N",
+        "--grads-to-wait", type=options.positive_int, metavar="N",
         help="number of gradients that servers average per update, without --use-async; at most the number of workers"
         " (default 1; with MIN:MAX workers MAX)",
     )  # fmt: skip
     cmd.add_argument(
-        "--sync-version-tolerance", type=options.not_negative, default=0, metavar="N",
+        "--sync-version-tolerance", type=options.nonnegative_int, default=0, metavar="N",
         help="maximum staleness of gradients in updates, without --use-async (default 0)",
     )  # fmt: skip
     cmd.add_argument(
         "--lr-staleness-modulation", action="store_true",
         help="divide the learning rate by the staleness of the gradient, with --use-async",
     )  # fmt: skip
-    cmd.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
     cmd.add_argument(
-        "--evaluation-steps", type=options.not_negative, default=0, metavar="N",
+        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N", help="(default 8)"
+    )
+    cmd.add_argument(
+        "--evaluation-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="also validate every N steps (default 0: only after each epoch)",
     )  # fmt: skip
     cmd.add_argument(
-        "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
+        "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="write a checkpoint every N steps (default 0: every epoch)",
     )  # fmt: skip
-    cmd.add_argument("--checkpoint-dir", type=options.path, metavar="D", help="folder of the run (default --output)")
     cmd.add_argument(
-        "--output", type=options.path, metavar="D",
+        "--checkpoint-dir", type=options.parse_path, metavar="D", help="folder of the run (default --output)"
+    )
+    cmd.add_argument(
+        "--output", type=options.parse_path, metavar="D",
         help="folder for checkpoint.h5 and weights.safetensors (default runs/NAME OF THE FILE)",
     )  # fmt: skip
     cmd.add_argument(
-        "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
+        "--resume", nargs="?", default=False, const=True, type=parse_resume_mode, metavar="auto",
         help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
     cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
-    options.ranks(cmd, argparse.SUPPRESS)  # -n is for a worker in its own job
+    options.add_rank_options(cmd, argparse.SUPPRESS)  # -n is for a worker in its own job
     cmd.set_defaults(
         command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
     )
 
     cmd = _add_model_command(commands, "evaluate")
-    cmd.add_argument("--validation-data", required=True, metavar="F", help=_DATA)
+    cmd.add_argument("--validation-data", required=True, metavar="F", help=_DATA_HELP)
     _add_checkpoint(cmd)
     cmd.set_defaults(command=evaluate)
 
     cmd = _add_model_command(commands, "predict")
-    cmd.add_argument("--prediction-data", required=True, metavar="F", help=_DATA)
+    cmd.add_argument("--prediction-data", required=True, metavar="F", help=_DATA_HELP)
     _add_checkpoint(cmd)
-    cmd.add_argument("--output", type=options.path, metavar="Y.npy", help="also write the outputs of all records here")
+    cmd.add_argument(
+        "--output", type=options.parse_path, metavar="Y.npy", help="also write the outputs of all records here"
+    )
     cmd.set_defaults(command=predict)
 
     cmd = _add_model_command(commands, "check")
@@ -118,7 +125,7 @@ def add(commands: Any) -> None:
     cmd.set_defaults(command=check)
 
 
-def of_model(words: list[str]) -> list[str]:
+def route_to_model_command(words: list[str]) -> list[str]:
     """Return the words with the command for model-definition files, if they name one."""
     if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _operands(words[1:])):
         return [MODEL_COMMANDS[words[0]], *words[1:]]
@@ -127,15 +134,15 @@ def of_model(words: list[str]) -> list[str]:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train in this process, or on several replicas and tiles."""
-    _settle(arguments)
+    _resolve_arguments(arguments)
 
-    def prepare(world: Transport, ranks: int) -> tuple[Any, Any]:
-        from ..io.output import prepare as prepare_folder
+    def load_and_validate(world: Transport, ranks: int) -> tuple[Any, Any]:
+        from ..io.output import prepare_run_folder as prepare_folder
 
         with all_or_none(world):
-            definition = load_definition(arguments.file, _names(arguments))
+            definition = load_definition(arguments.file, _custom_names(arguments))
             data = arguments.training_data, arguments.validation_data
-            experiment = experiment_of(definition, arguments, *data, verbose=world.rank == 0)
+            experiment = create_experiment(definition, arguments, *data, verbose=world.rank == 0)
             if arguments.update_rule is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
@@ -151,51 +158,53 @@ def train(arguments: argparse.Namespace) -> int:
             output=arguments.folder,
             resume=arguments.resume,
             overwrite=arguments.overwrite,
-            hooks=[*hooks_of(arguments), *hooks],
-            worker=worker_place(os.environ) if experiment.server_strategy is not None else None,
+            hooks=[*create_hooks(arguments), *hooks],
+            worker=get_worker_place(os.environ) if experiment.server_strategy is not None else None,
         )
         if world.rank == 0:
-            options.print_written([*result.files, *_exported(arguments)])
-        return result.stop.code if result.stop else 0
+            options.print_written([*result.files, *_copy_results(arguments)])
+        return result.stop.exit_code if result.stop else 0
 
-    def elsewhere(prepared: tuple[Any, Any]) -> int | None:
+    def run_as_workers(prepared: tuple[Any, Any]) -> int | None:
         return run_workers(arguments, prepared[1])
 
-    with open_forks(arguments) as arguments.fork_server:
-        return on_ranks(arguments, prepare, work, elsewhere)
+    with open_job_fork_server(arguments) as arguments.fork_server:
+        return run_on_ranks(arguments, load_and_validate, work, run_as_workers)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss and the metrics of a checkpoint as one line of JSON."""
     from ..train import evaluate_checkpoint
 
-    definition = load_definition(arguments.file, _names(arguments))
-    experiment = experiment_of(definition, arguments, None, arguments.validation_data)
-    results = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
+    definition = load_definition(arguments.file, _custom_names(arguments))
+    experiment = create_experiment(definition, arguments, None, arguments.validation_data)
+    results = evaluate_checkpoint(
+        experiment, _checkpoint_file(arguments.checkpoint), ProcessGrid.serial(), "validation"
+    )
     emit(json.dumps(results))
     return 0
 
 
 def predict(arguments: argparse.Namespace) -> int:
     """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them."""
-    from ..train.inference.records import predictions
+    from ..train.inference.records import predict_records
 
-    definition = load_definition(arguments.file, _names(arguments))
+    definition = load_definition(arguments.file, _custom_names(arguments))
     processor = definition.processor()
     if processor is None and arguments.output is None:
         raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
-    samples = samples_of(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
+    samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
     model, all_outputs, count = definition.model(arguments.seed), [], 0
-    for outputs in predictions(model, samples, arguments.minibatch_size, _file_of(arguments.checkpoint)):
+    for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):
         count += len(outputs)
         if processor is not None:
-            _process(arguments.file, processor, outputs)
+            _process_outputs(arguments.file, processor, outputs)
         if arguments.output is not None:
             all_outputs.append(outputs)
     if arguments.output is not None:
-        from ..io.files import replacing
+        from ..io.files import atomic_replacement
 
-        with replacing(Path(arguments.output)) as file:
+        with atomic_replacement(Path(arguments.output)) as file:
             np.save(file, np.concatenate(all_outputs))
     emit(f"predicted: {count} records")
     return 0
@@ -203,7 +212,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Validate the file; with records, print the plan of the model."""
-    definition = load_definition(arguments.file, _names(arguments))
+    definition = load_definition(arguments.file, _custom_names(arguments))
     definition.metrics()
     definition.model(arguments.seed)
     if arguments.training_data is None:
@@ -215,32 +224,30 @@ def check(arguments: argparse.Namespace) -> int:
     from ..terminal.rich_console import Console
     from ..train import describe
 
-    experiment = experiment_of(definition, arguments, arguments.training_data, None)
+    experiment = create_experiment(definition, arguments, arguments.training_data, None)
     Console(soft_wrap=True).print(describe(experiment, 1))
     return 0
 
 
-# Inner.
-
-_FLAGS = "--force", "--skip-bad-records", "--classes", "--probabilities", "--raw", "--overwrite"
-_DATA = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLAlchemy's URL#TABLE, or '!MNIST {}'"
+_OPTIONS_WITHOUT_VALUES = "--force", "--skip-bad-records", "--classes", "--probabilities", "--raw", "--overwrite"
+_DATA_HELP = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLAlchemy's URL#TABLE, or '!MNIST {}'"
 
 
 def _operands(words: list[str]) -> list[str]:
     """Return the words that are neither options nor the values of options."""
     preceding = ["", *words]
-    is_value = [word.startswith("-") and "=" not in word and word not in _FLAGS for word in preceding]
+    is_value = [word.startswith("-") and "=" not in word and word not in _OPTIONS_WITHOUT_VALUES for word in preceding]
     return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
 
 
-def _settle(arguments: argparse.Namespace) -> None:
+def _resolve_arguments(arguments: argparse.Namespace) -> None:
     """Validate the options, and set ranks and the folder of the run."""
     rows, cols = arguments.tiles
-    _settle_bounds(arguments)
+    _resolve_worker_bounds(arguments)
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
-        arguments.update_rule = _update_rule(arguments)
+        arguments.update_rule = _create_update_rule(arguments)
     else:
         for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
             if getattr(arguments, name):
@@ -249,7 +256,7 @@ def _settle(arguments: argparse.Namespace) -> None:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data")
-    place = worker_place(os.environ)
+    place = get_worker_place(os.environ)
     if place is not None:
         ranks //= arguments.num_workers
     arguments.ranks = ranks if ranks > 1 else None
@@ -257,7 +264,7 @@ def _settle(arguments: argparse.Namespace) -> None:
         arguments.folder = Path(arguments.checkpoint_dir)
 
 
-def _settle_bounds(arguments: argparse.Namespace) -> None:
+def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
     """Resolve MIN:MAX workers and the source of their slots; `num_workers` becomes the maximum."""
     if isinstance(arguments.num_workers, int):
         for name, value in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
@@ -271,7 +278,7 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
             f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
             " --distribution-strategy ParameterServerStrategy, or give one number"
         )
-    if worker_place(os.environ) is None:
+    if get_worker_place(os.environ) is None:
         if arguments.slots_from is not None:
             arguments.slots_from = source = HostSource(arguments.slots_from)
             if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
@@ -279,10 +286,10 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
                     f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
-        check_bounds(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
+        check_demand(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
 
 
-def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
+def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
     """Return the update rule of the servers; None: no servers, the workers own the parameters."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
@@ -318,7 +325,7 @@ def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
     return hooks
 
 
-def _exported(arguments: argparse.Namespace) -> list[Path]:
+def _copy_results(arguments: argparse.Namespace) -> list[Path]:
     """Copy the results to --output, if the run has another folder."""
     if arguments.output is None or Path(arguments.output) == arguments.folder:
         return []
@@ -331,12 +338,12 @@ def _exported(arguments: argparse.Namespace) -> list[Path]:
     return written
 
 
-def _file_of(checkpoint: str) -> Path:
+def _checkpoint_file(checkpoint: str) -> Path:
     path = Path(checkpoint)
     return path / CHECKPOINT if path.is_dir() else path
 
 
-def _process(file: str, processor: Any, outputs: np.ndarray) -> None:
+def _process_outputs(file: str, processor: Any, outputs: np.ndarray) -> None:
     try:
         processor.process(outputs, 0)
     except UserError:
@@ -350,39 +357,40 @@ def _add_model_command(commands: Any, command: str) -> argparse.ArgumentParser:
     cmd: argparse.ArgumentParser = commands.add_parser(
         MODEL_COMMANDS[command], prog=f"neondist {command}", allow_abbrev=False
     )
-    _add_file(cmd)
+    _add_file_arguments(cmd)
     _add_model_options(cmd)
     cmd.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0, strategy=None)
     return cmd
 
 
-def _add_file(cmd: argparse.ArgumentParser) -> None:
-    cmd.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
+def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument("file", type=options.parse_path, metavar="MODEL.py", help="the model-definition file")
     group = cmd.add_argument_group("other names of objects in the file")
-    for name in NAMES:
+    for name in DEFINABLE_NAMES:
         option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
         word = option.get(name, name.replace("_", "-"))
         group.add_argument(f"--{word}", dest=f"name_{name}", metavar="NAME", help=f"of {name}")
 
 
-def _names(arguments: argparse.Namespace) -> dict[str, str]:
+def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the names of objects in the file by option; of FILE.NAME, as in ElasticDL, the last part."""
-    names = {name: getattr(arguments, f"name_{name}") for name in NAMES}
+    names = {name: getattr(arguments, f"name_{name}") for name in DEFINABLE_NAMES}
     return {name: own.rpartition(".")[2] for name, own in names.items() if own is not None}
 
 
 def _add_model_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
-        "--minibatch-size", type=options.positive, default=64, metavar="N", help="batch size of a worker (default 64)"
-    )
+        "--minibatch-size", type=options.positive_int, default=64, metavar="N",
+        help="batch size of a worker (default 64)",
+    )  # fmt: skip
     cmd.add_argument(
-        "--seed", type=options.not_negative, default=0, metavar="N", help="random seed of weights and data order"
+        "--seed", type=options.nonnegative_int, default=0, metavar="N", help="random seed of weights and data order"
     )
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
 def _add_checkpoint(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
-        "--checkpoint", "--checkpoint-dir", type=options.path, required=True, metavar="FILE|D",
+        "--checkpoint", "--checkpoint-dir", type=options.parse_path, required=True, metavar="FILE|D",
         help="checkpoint.h5 of a run, or its folder",
     )  # fmt: skip

@@ -32,11 +32,13 @@ def add(commands: Any) -> None:
     group = commands.add_parser("zoo", help="write a model-definition project")
     parts = group.add_subparsers(required=True, metavar="WHAT")
     cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
-    cmd.add_argument("project", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
-    cmd.set_defaults(command=init)
+    cmd.add_argument(
+        "project", type=options.parse_file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)"
+    )
+    cmd.set_defaults(command=write_project)
 
 
-def init(arguments: argparse.Namespace) -> int:
+def write_project(arguments: argparse.Namespace) -> int:
     """Write the files; existing ones are not replaced."""
     template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
     texts = {"model.py": template, "README.md": _README}

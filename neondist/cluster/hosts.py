@@ -17,33 +17,33 @@ from .. import version
 from ..errors import ConfigError
 from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
-from .ssh_config import AGENT, remote_command
+from .ssh_config import SSH_AGENT_VARIABLE, remote_command
 
 SCRIPT_TIMEOUT = 60.0
 """seconds that a script may take"""
 SSH_TIMEOUT = 15.0
 """seconds in which a host has to answer"""
-SSH_ARGS = "PRTE_MCA_plm_ssh_args"
-DEFAULT_SLOTS = "OMPI_MCA_orte_set_default_slots"
+SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
+DEFAULT_SLOTS_VARIABLE = "OMPI_MCA_orte_set_default_slots"
 """Environment variable with the slots of each host, set by the MPI operator, whose script prints names only."""
-UNREACHABLE = "cannot be reached"
+UNREACHABLE_TEXT = "cannot be reached"
 """Reason for the exclusion of a host that does not respond within SSH_TIMEOUT."""
-_PROBE = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
-_REASONS: dict[int | None, str] = {
+_PROBE_SCRIPT = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
+_REASON_BY_EXIT_CODE: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
     114: "has another version of neondist; install the same one",
 }
-_LARGEST = 1 << 22  # bytes of a host file
-_HOST = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
-_LINE = re.compile(rf"{_HOST}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6}})*))")
+_MAX_FILE_BYTES = 1 << 22  # bytes of a host file
+_HOST_PATTERN = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
+_LINE_PATTERN = re.compile(rf"{_HOST_PATTERN}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6}})*))")
 
 
-def slots_of(resources: ResourceSpec) -> dict[str, int]:
+def slots_by_node(resources: ResourceSpec) -> dict[str, int]:
     """Return the slots of each node: one per GPU, or one per CPU without GPUs."""
     return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
 
 
-def parse_hosts(text: str, label: str) -> dict[str, int]:
+def parse_hosts(text: str, source_label: str) -> dict[str, int]:
     """Return hosts and their slots, in order, from lines 'HOST', 'HOST:SLOTS' or 'HOST slots=N'; '#' begins a comment.
 
     The default number of slots is the environment variable OMPI_MCA_orte_set_default_slots, or 1.
@@ -53,17 +53,19 @@ def parse_hosts(text: str, label: str) -> dict[str, int]:
     ConfigError
         A line is invalid ('LABEL:LINE: problem; remedy'), or the variable is not a positive integer.
     """
-    default = os.environ.get(DEFAULT_SLOTS, "1")
+    default = os.environ.get(DEFAULT_SLOTS_VARIABLE, "1")
     if not re.fullmatch(r"0*[1-9]\d{0,5}", default):
-        raise ConfigError(f"{DEFAULT_SLOTS}: expected the number of ranks per host, got '{default}'")
+        raise ConfigError(f"{DEFAULT_SLOTS_VARIABLE}: expected the number of ranks per host, got '{default}'")
     slots_by_host: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        match = _LINE.fullmatch(content)
+        match = _LINE_PATTERN.fullmatch(content)
         if match is None:
-            raise ConfigError(f"{label}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N")
+            raise ConfigError(
+                f"{source_label}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N"
+            )
         slots = re.search(r"\bslots=(\d+)", match["rest"] or "")
         count = int(match["colon"] or (slots[1] if slots else default))
         if count:
@@ -88,7 +90,7 @@ class HostSource:
         self.is_script = not self.is_resources and os.access(self.path, os.X_OK)
 
     @cached_property
-    def at_start(self) -> dict[str, int]:
+    def slots_at_start(self) -> dict[str, int]:
         """Hosts at the start of the command, read once for all checks and placements; as `read`."""
         return self.read()
 
@@ -101,18 +103,20 @@ class HostSource:
             The script fails, or the file is invalid.
         """
         if self.is_resources:
-            return slots_of(ResourceSpec(self.path))
+            return slots_by_node(ResourceSpec(self.path))
         if self.is_script:
-            return parse_hosts(self._output(), f"{self.path}: output")
+            return parse_hosts(self._run_script(), f"{self.path}: output")
         try:
-            text = read_bytes(self.path, _LARGEST).decode(errors="replace")
+            text = read_bytes(self.path, _MAX_FILE_BYTES).decode(errors="replace")
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read ({error.strerror})") from None
+            raise ConfigError(
+                f"{self.path}: cannot be read ({error.strerror}); name a readable list or script"
+            ) from None
         if text.startswith("#!"):
             raise ConfigError(f"{self.path}: is a script that is not executable; chmod +x it")
         return parse_hosts(text, str(self.path))
 
-    def _output(self) -> str:
+    def _run_script(self) -> str:
         try:
             process = subprocess.run(
                 [str(self.path.absolute())],
@@ -122,7 +126,9 @@ class HostSource:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{self.path}: has not ended within {SCRIPT_TIMEOUT:g} s") from None
+            raise ConfigError(
+                f"{self.path}: has not ended within {SCRIPT_TIMEOUT:g} s; run it by hand to see why"
+            ) from None
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be run ({error.strerror}); begin it with #!/bin/sh") from None
         if process.returncode:
@@ -148,59 +154,61 @@ class HostPool:
 
     Attributes
     ----------
-    listed : dict of str to int
+    listed_slots : dict of str to int
         Slots of each host, as of the last successful `refresh`.
-    error : str
+    refresh_error : str
         Reason why the last `refresh` failed, which keeps the list; '' if it succeeded.
     """
 
     def __init__(
         self, read: Callable[[], dict[str, int]], cool_down: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read, self.cool_down, self._clock = read, cool_down, clock
-        self.listed: dict[str, int] = {}
-        self.error = ""
-        self._failed: dict[str, float] = {}
-        self._reasons: dict[str, str] = {}
+        self._read_slots, self.cool_down, self._clock = read, cool_down, clock
+        self.listed_slots: dict[str, int] = {}
+        self.refresh_error = ""
+        self._excluded_until: dict[str, float] = {}
+        self._reported_reasons: dict[str, str] = {}
 
     def refresh(self) -> None:
         """Reread the list."""
         try:
-            self.listed, self.error = self._read(), ""
+            self.listed_slots, self.refresh_error = self._read_slots(), ""
         except ConfigError as error:
-            self.error = str(error)
+            self.refresh_error = str(error)
 
-    def fail(self, host: str) -> None:
+    def record_failure(self, host: str) -> None:
         """Exclude a host until it has cooled down."""
-        self._failed[host] = self._clock() + self.cool_down
+        self._excluded_until[host] = self._clock() + self.cool_down
 
-    def exclude(self, reasons: Mapping[str, str]) -> list[str]:
+    def exclude_unusable(self, reasons: Mapping[str, str]) -> list[str]:
         """Exclude unusable hosts like failed ones; return a message for each host with a new reason."""
-        new = {host: reason for host, reason in reasons.items() if self._reasons.get(host) != reason}
+        new = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
         for host in reasons:
-            self.fail(host)
-        self._reasons.update(reasons)
+            self.record_failure(host)
+        self._reported_reasons.update(reasons)
         return [f"hosts: {host} {reason}; it is left out" for host, reason in new.items()]
 
-    def cooling(self) -> dict[str, float]:
+    def excluded_hosts(self) -> dict[str, float]:
         """Return the listed hosts that cool down, with the remaining seconds."""
         now = self._clock()
-        return {host: end - now for host, end in self._failed.items() if end > now and host in self.listed}
+        return {
+            host: end - now for host, end in self._excluded_until.items() if end > now and host in self.listed_slots
+        }
 
-    def usable(self) -> dict[str, int]:
+    def usable_hosts(self) -> dict[str, int]:
         """Return the usable hosts with their slots."""
-        cooling = self.cooling()
-        return {host: slots for host, slots in self.listed.items() if host not in cooling}
+        cooling = self.excluded_hosts()
+        return {host: slots for host, slots in self.listed_slots.items() if host not in cooling}
 
-    def match(self, name: str) -> str:
+    def match_host(self, name: str) -> str:
         """Return the listed host with a name, fully qualified or not; '' if there is none."""
-        if name in self.listed:
+        if name in self.listed_slots:
             return name
         short = name.partition(".")[0]
-        return next((host for host in self.listed if host.partition(".")[0] == short), "")
+        return next((host for host in self.listed_slots if host.partition(".")[0] == short), "")
 
 
-def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
+def fill_hosts(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return the number of ranks on each host, filled in order; hosts without ranks are omitted."""
     counts, remaining = {}, ranks
     for host, slots in hosts.items():
@@ -210,20 +218,22 @@ def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     return counts
 
 
-def host_command(host: str, words: Sequence[str], env: Mapping[str, str], extra: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a command on a host by ssh, with `extra` options, or by mpirun's agent."""
-    options = shlex.split(env.get(SSH_ARGS, ""))
-    options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra]
+def host_command(
+    host: str, words: Sequence[str], env: Mapping[str, str], extra_options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that runs a command on a host by ssh, with `extra_options`, or by mpirun's agent."""
+    options = shlex.split(env.get(SSH_ARGS_VARIABLE, ""))
+    options += [] if SSH_AGENT_VARIABLE in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra_options]
     return remote_command(host, options, words, env)
 
 
-def unusable(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
+def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the unusable hosts with reasons; all are checked in parallel, over the connections of mpirun.
 
     A host must respond within 15 seconds, and have this version of neondist for this Python at the same paths.
     """
     hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
-    words = ["sh", "-c", _PROBE, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
+    words = ["sh", "-c", _PROBE_SCRIPT, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
 
     async def check(host: str) -> int | None:
         null = asyncio.subprocess.DEVNULL
@@ -244,4 +254,4 @@ def unusable(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
         return await asyncio.gather(*map(check, hosts))
 
     codes = zip(hosts, asyncio.run(check_all()), strict=True)
-    return {host: _REASONS.get(code, UNREACHABLE) for host, code in codes if code != 0}
+    return {host: _REASON_BY_EXIT_CODE.get(code, UNREACHABLE_TEXT) for host, code in codes if code != 0}

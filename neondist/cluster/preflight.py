@@ -15,18 +15,18 @@ from typing import Any
 
 from ..errors import LaunchError
 from .resources import Node, ResourceSpec, SSHConfig
-from .ssh_config import format_ssh_command, python_of, settings_of, ssh_command
+from .ssh_config import format_ssh_command, python_path_of, ssh_command, ssh_settings_of
 
-PATIENCE = 60.0
+NODE_TIMEOUT = 60.0
 """seconds for a node"""
-SKEW = 30.0
+MAX_CLOCK_SKEW = 30.0
 """seconds by which a node's clock may differ"""
-RANK_BYTES = 64 << 20
+MIN_RANK_BYTES = 64 << 20
 """minimum memory of a rank, in bytes"""
-_MARK = "neondist-preflight "
+_OUTPUT_PREFIX = "neondist-preflight "
 # requires only Python; its argument is a JSON list: [path of mpirun, working folder, a file that exists there if the
 # folder is shared, files to compare]
-_PROGRAM = """
+_CHECK_PROGRAM = """
 import hashlib, importlib.util, json, os, subprocess, sys, time
 from importlib import metadata
 mpirun, folder, witness, files = json.loads(sys.argv[1])
@@ -51,7 +51,7 @@ print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.
     "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
     "folder": os.path.isdir(folder), "shared": os.path.exists(witness),
     "files": [attempt(digest, path) for path in files]}))
-""".replace("MARK", _MARK)
+""".replace("MARK", _OUTPUT_PREFIX)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class NodeReport:
     facts : dict
         Results of the check; empty for a node that does not respond.
     problems : list of str
-    skew : float
+    clock_skew : float
         Seconds by which its clock is ahead.
     """
 
@@ -79,9 +79,9 @@ class NodeReport:
     python: str
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    skew: float = 0.0
+    clock_skew: float = 0.0
 
-    def row(self) -> tuple[str, ...]:
+    def table_row(self) -> tuple[str, ...]:
         """Return the row of the table for this node."""
         facts = self.facts
         if not facts:
@@ -90,7 +90,7 @@ class NodeReport:
         free = "?" if facts["memory"] is None else f"{facts['memory'] / 2**30:.1f} GiB"
         versions = (str(facts[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
         return (
-            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.skew:+.1f} s", files
+            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.clock_skew:+.1f} s", files
         )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ COLUMNS = "node", "ranks", "python", "neondist", "mpi4py", "Open MPI", "cores", 
 def check_nodes(
     resources: ResourceSpec,
     ranks: Mapping[str, int],
-    config: Path,
+    ssh_config_path: Path,
     mpirun: str,
     files: Sequence[Path],
     env: Mapping[str, str],
@@ -112,7 +112,7 @@ def check_nodes(
     resources : ResourceSpec
     ranks : mapping of addresses to numbers of ranks
         Nodes without ranks are skipped.
-    config : Path
+    ssh_config_path : Path
         Path of an ssh_config written by `write_ssh_config`.
     mpirun : str
         Path of mpirun, the same on all nodes, next to the program of its daemons.
@@ -123,16 +123,16 @@ def check_nodes(
     """
     folder = Path.cwd()
     witness = folder / f".neondist-{secrets.token_hex(8)}"
-    words = [mpirun, str(folder), str(witness), [str(folder / file) for file in files]]
+    check_arguments = [mpirun, str(folder), str(witness), [str(folder / file) for file in files]]
     reports = []
     for node in (node for node in resources.nodes if ranks.get(node.address)):
         location = f"ssh.{node.ssh_config}.python_venv"
-        ssh = settings_of(resources, node)
-        reports.append(NodeReport(node, ssh, ranks[node.address], python_of(ssh, location, sys.executable)))
+        ssh = ssh_settings_of(resources, node)
+        reports.append(NodeReport(node, ssh, ranks[node.address], python_path_of(ssh, location, sys.executable)))
     with suppress(OSError):
         witness.touch()
     try:
-        asyncio.run(_check_all(reports, config, json.dumps(words), env))
+        asyncio.run(_check_all_nodes(reports, ssh_config_path, json.dumps(check_arguments), env))
     finally:
         with suppress(OSError):
             witness.unlink()
@@ -154,7 +154,7 @@ class NodesError(LaunchError):
     nodes: tuple[str, ...] = ()
 
 
-def refuse(reports: Iterable[NodeReport]) -> None:
+def raise_on_problems(reports: Iterable[NodeReport]) -> None:
     """Raise NodesError with the problems of all nodes, if any."""
     reports = list(reports)
     problems = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
@@ -165,15 +165,17 @@ def refuse(reports: Iterable[NodeReport]) -> None:
         raise error
 
 
-async def _check_all(reports: Sequence[NodeReport], config: Path, words: str, env: Mapping[str, str]) -> None:
-    await asyncio.gather(*(_check_node(report, config, words, env) for report in reports))
+async def _check_all_nodes(
+    reports: Sequence[NodeReport], ssh_config_path: Path, check_arguments: str, env: Mapping[str, str]
+) -> None:
+    await asyncio.gather(*(_check_node(report, ssh_config_path, check_arguments, env) for report in reports))
 
 
-async def _check_node(report: NodeReport, config: Path, words: str, env: Mapping[str, str]) -> None:
+async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments: str, env: Mapping[str, str]) -> None:
     """Run the check on a node, and record its result."""
-    command = [report.python, "-c", _PROGRAM, words]
+    command = [report.python, "-c", _CHECK_PROGRAM, check_arguments]
     if report.node.ssh_config is not None:
-        command = ssh_command(report.node, config, command, env)
+        command = ssh_command(report.node, ssh_config_path, command, env)
     start_time, pipe = time.time(), asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
@@ -183,16 +185,16 @@ async def _check_node(report: NodeReport, config: Path, words: str, env: Mapping
         report.problems.append(f"{command[0]} cannot be run ({error.strerror}); give python_venv, or install OpenSSH")
         return
     try:
-        out, err = await asyncio.wait_for(process.communicate(), PATIENCE)
+        out, err = await asyncio.wait_for(process.communicate(), NODE_TIMEOUT)
     except asyncio.TimeoutError:
         process.kill()
         await process.wait()
-        report.problems.append(f"no answer within {PATIENCE:g} s; check that it is up and not overloaded")
+        report.problems.append(f"no answer within {NODE_TIMEOUT:g} s; check that it is up and not overloaded")
         return
-    line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_MARK)), "")
+    line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_OUTPUT_PREFIX)), "")
     if line:
-        report.facts = json.loads(line.removeprefix(_MARK))
-        report.skew = report.facts["clock"] - (start_time + time.time()) / 2
+        report.facts = json.loads(line.removeprefix(_OUTPUT_PREFIX))
+        report.clock_skew = report.facts["clock"] - (start_time + time.time()) / 2
         return
     message = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
     if process.returncode == 255 and report.node.ssh_config is not None:
@@ -222,7 +224,7 @@ def _find_problems(
         for file, digest, expected in zip(files, facts["files"], chief.get("files", facts["files"]), strict=True):
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
-    if facts["memory"] is not None and facts["memory"] < report.ranks * RANK_BYTES:
+    if facts["memory"] is not None and facts["memory"] < report.ranks * MIN_RANK_BYTES:
         yield f"{facts['memory'] >> 20} MiB are free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
-    if abs(report.skew) > SKEW:
-        yield f"its clock is {report.skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"
+    if abs(report.clock_skew) > MAX_CLOCK_SKEW:
+        yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

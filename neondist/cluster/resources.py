@@ -13,11 +13,11 @@ from typing import Any
 
 from .. import yaml_nodes
 from ..registry import suggest
-from ..yaml_nodes import fault, join, node_of, parse_file, value_of
+from ..yaml_nodes import join_path, node_error, parse_file, to_node, typed_value
 
-_SSH = "username", "port", "key_file", "python_venv", "shared_envs"
-_NODE = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
-FLAT = "default"
+_SSH_KEYS = "username", "port", "key_file", "python_venv", "shared_envs"
+_NODE_KEYS = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
+SSH_CONFIG_OF_ALL_NODES = "default"
 """Name of a flat `ssh:` mapping, which applies to all nodes."""
 
 
@@ -115,19 +115,21 @@ class ResourceSpec:
 
     def __init__(self, resources: str | PathLike[str] | Mapping[str, Any]) -> None:
         if isinstance(resources, Mapping):
-            self.path, root, folder = None, node_of(dict(resources), "resources"), Path()
+            self.path, root, folder = None, to_node(dict(resources), "resources"), Path()
         else:
             self.path = path = Path(resources)
             root, folder = parse_file(path) or yaml_nodes.Node(None, f"{path}:1"), path.parent
-        top = _mapping(root, "", ("nodes", "ssh"))
-        self.ssh = _ssh(top["ssh"], folder) if "ssh" in top else {}
+        top = _parse_mapping(root, "", ("nodes", "ssh"))
+        self.ssh = _parse_ssh_configs(top["ssh"], folder) if "ssh" in top else {}
         if "nodes" not in top:
-            raise fault(root, "nodes", "missing; list the machines, such as [{address: localhost}]")
-        entries = _list(top["nodes"], "nodes")
+            raise node_error(root, "nodes", "missing; list the machines, such as [{address: localhost}]")
+        entries = _parse_list(top["nodes"], "nodes")
         if not entries:
-            raise fault(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
+            raise node_error(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
         is_single = len(entries) == 1
-        self.nodes = [self._node(node, join("nodes", index), is_single) for index, node in enumerate(entries)]
+        self.nodes = [
+            self._parse_node(node, join_path("nodes", index), is_single) for index, node in enumerate(entries)
+        ]
         self._check_chief(top["nodes"], entries)
         self._check_addresses(entries)
 
@@ -152,140 +154,154 @@ class ResourceSpec:
         """Number of devices that can own parameters: CPUs, at least one of each node."""
         return sum(len(node.cpus) for node in self.nodes)
 
-    def _node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
-        fields = _mapping(node, path, _NODE)
+    def _parse_node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
+        fields = _parse_mapping(node, path, _NODE_KEYS)
         if "address" not in fields:
-            raise fault(node, join(path, "address"), "missing; give the host name or IP address")
-        location = fields["address"], join(path, "address")
+            raise node_error(node, join_path(path, "address"), "missing; give the host name or IP address")
+        location = fields["address"], join_path(path, "address")
         address = str(fields["address"].value) if isinstance(fields["address"].value, str | int) else ""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", address):
-            raise fault(*location, f"invalid address, got {fields['address']}; expected a host name or IP address")
-        cpus, gpus = (_devices(fields[key], join(path, key)) if key in fields else () for key in ("cpus", "gpus"))
+            raise node_error(*location, f"invalid address, got {fields['address']}; expected a host name or IP address")
+        cpus, gpus = (
+            _parse_devices(fields[key], join_path(path, key)) if key in fields else () for key in ("cpus", "gpus")
+        )
         chief = is_single
         if "chief" in fields:
-            chief = value_of(fields["chief"], join(path, "chief"), bool, "true or false") or is_single
+            chief = typed_value(fields["chief"], join_path(path, "chief"), bool, "true or false") or is_single
         bandwidth: float = 1
         if "network_bandwidth" in fields:
             rate = fields["network_bandwidth"]
             if not isinstance(rate.value, int | float) or isinstance(rate.value, bool) or not 0 < rate.value < math.inf:
-                raise fault(rate, join(path, "network_bandwidth"), f"expected Gbit/s above 0, got {rate}")
+                raise node_error(rate, join_path(path, "network_bandwidth"), f"expected Gbit/s above 0, got {rate}")
             bandwidth = rate.value
-        return Node(address, cpus or (0,), gpus, chief, self._ssh_config(node, fields, path, chief), bandwidth)
+        return Node(address, cpus or (0,), gpus, chief, self._choose_ssh_config(node, fields, path, chief), bandwidth)
 
-    def _ssh_config(
+    def _choose_ssh_config(
         self, node: yaml_nodes.Node, fields: Mapping[str, yaml_nodes.Node], path: str, chief: bool
     ) -> str | None:
-        name = FLAT if FLAT in self.ssh and len(self.ssh) == 1 else None
+        name = SSH_CONFIG_OF_ALL_NODES if SSH_CONFIG_OF_ALL_NODES in self.ssh and len(self.ssh) == 1 else None
         if "ssh_config" in fields:
             entry = fields["ssh_config"]
-            name = value_of(entry, join(path, "ssh_config"), str, "a name below ssh")
+            name = typed_value(entry, join_path(path, "ssh_config"), str, "a name below ssh")
             if name not in self.ssh:
-                raise fault(entry, join(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
+                raise node_error(
+                    entry, join_path(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}"
+                )
         if name is None and not chief:
             remedy = f"; choose from {', '.join(self.ssh)}" if self.ssh else ", and an entry of that name below ssh"
-            raise fault(node, join(path, "ssh_config"), f"missing; every node but the chief needs one{remedy}")
+            raise node_error(
+                node, join_path(path, "ssh_config"), f"missing; every node but the chief needs one{remedy}"
+            )
         return name
 
     def _check_chief(self, parent: yaml_nodes.Node, entries: list[yaml_nodes.Node]) -> None:
         chiefs = [index for index, node in enumerate(self.nodes) if node.chief]
         if not chiefs:
-            raise fault(parent, "nodes", "no node is the chief; add chief: true to the one where the job is started")
+            raise node_error(
+                parent, "nodes", "no node is the chief; add chief: true to the one where the job is started"
+            )
         if len(chiefs) > 1:
             first, second = (self.nodes[index].address for index in chiefs[:2])
-            path = join(join("nodes", chiefs[1]), "chief")
-            raise fault(entries[chiefs[1]], path, f"two nodes are chief, {first} and {second}; keep one")
+            path = join_path(join_path("nodes", chiefs[1]), "chief")
+            raise node_error(entries[chiefs[1]], path, f"two nodes are chief, {first} and {second}; keep one")
 
     def _check_addresses(self, entries: list[yaml_nodes.Node]) -> None:
         indices: dict[str, int] = {}
         for index, (entry, node) in enumerate(zip(entries, self.nodes, strict=True)):
-            path = join(join("nodes", index), "address")
+            path = join_path(join_path("nodes", index), "address")
             if node.address in indices:
-                raise fault(entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices")
+                raise node_error(
+                    entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices"
+                )
             indices[node.address] = index
-        local = [node.address for node in self.nodes if _loopback(node.address)]
+        local = [node.address for node in self.nodes if _is_loopback(node.address)]
         if local and len(self.nodes) > 1 and ("localhost" in local or len(local) < len(self.nodes)):
             index = indices["localhost" if "localhost" in local else local[0]]
             address = self.nodes[index].address
             remedy = "give the address by which the other nodes reach it"
-            path = join(join("nodes", index), "address")
-            raise fault(entries[index], path, f"'{address}' means this machine alone; {remedy}")
+            path = join_path(join_path("nodes", index), "address")
+            raise node_error(entries[index], path, f"'{address}' means this machine alone; {remedy}")
 
 
-def _loopback(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
 
 
-def _ssh(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
-    entries = value_of(node, "ssh", dict, "a mapping of names to SSH settings")
-    if any(name in _SSH and not isinstance(child.value, dict) for name, child in entries.items()):
-        return {FLAT: _ssh_config(node, "ssh", folder)}
-    return {name: _ssh_config(child, join("ssh", name), folder) for name, child in entries.items()}
+def _parse_ssh_configs(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
+    entries = typed_value(node, "ssh", dict, "a mapping of names to SSH settings")
+    if any(name in _SSH_KEYS and not isinstance(child.value, dict) for name, child in entries.items()):
+        return {SSH_CONFIG_OF_ALL_NODES: _parse_ssh_config(node, "ssh", folder)}
+    return {name: _parse_ssh_config(child, join_path("ssh", name), folder) for name, child in entries.items()}
 
 
-def _ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
-    fields = _mapping(node, path, _SSH)
+def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
+    fields = _parse_mapping(node, path, _SSH_KEYS)
     values: dict[str, Any] = {}
     for name in ("username", "python_venv"):
         if name in fields:
-            values[name] = _line(fields[name], join(path, name))
+            values[name] = _parse_line(fields[name], join_path(path, name))
     if values.get("username", "").startswith("-") or re.search(r"[\s@]", values.get("username", "")):
-        raise fault(fields["username"], join(path, "username"), f"invalid user name, got {fields['username']}")
+        raise node_error(
+            fields["username"], join_path(path, "username"), f"invalid user name, got {fields['username']}"
+        )
     if "port" in fields:
         port = fields["port"]
         if not isinstance(port.value, int) or isinstance(port.value, bool) or not 1 <= port.value <= 65535:
-            raise fault(port, join(path, "port"), f"expected an integer from 1 to 65535, got {port}")
+            raise node_error(port, join_path(path, "port"), f"expected an integer from 1 to 65535, got {port}")
         values["port"] = port.value
     if "key_file" in fields:
-        values["key_file"] = _key_file(fields["key_file"], join(path, "key_file"), folder)
+        values["key_file"] = _parse_key_file(fields["key_file"], join_path(path, "key_file"), folder)
     if "shared_envs" in fields:
-        variables_path = join(path, "shared_envs")
-        variables = value_of(fields["shared_envs"], variables_path, dict, "a mapping of variable names to text")
+        variables_path = join_path(path, "shared_envs")
+        variables = typed_value(fields["shared_envs"], variables_path, dict, "a mapping of variable names to text")
         for name, child in variables.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise fault(child, join(variables_path, name), "invalid name of an environment variable")
-        values["shared_envs"] = {name: _line(child, join(variables_path, name)) for name, child in variables.items()}
+                raise node_error(child, join_path(variables_path, name), "invalid name of an environment variable")
+        values["shared_envs"] = {
+            name: _parse_line(child, join_path(variables_path, name)) for name, child in variables.items()
+        }
     return SSHConfig(**values)
 
 
-def _key_file(node: yaml_nodes.Node, path: str, folder: Path) -> str:
+def _parse_key_file(node: yaml_nodes.Node, path: str, folder: Path) -> str:
     """Return the absolute path; the launcher checks relative ones, whose files may be created later."""
-    file = Path(_line(node, path)).expanduser()
+    file = Path(_parse_line(node, path)).expanduser()
     if file.is_absolute() and not file.is_file():
-        raise fault(node, path, f"'{file}' does not exist; give the path of a private key")
+        raise node_error(node, path, f"'{file}' does not exist; give the path of a private key")
     return str((folder / file).absolute())
 
 
-def _devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
+def _parse_devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
     indices: list[int] = []
-    for position, item in enumerate(_list(node, path)):
+    for position, item in enumerate(_parse_list(node, path)):
         if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 0:
-            raise fault(item, join(path, position), f"expected a device number of at least 0, got {item}")
+            raise node_error(item, join_path(path, position), f"expected a device number of at least 0, got {item}")
         if item.value in indices:
-            raise fault(item, join(path, position), f"device {item.value} is listed twice; list each once")
+            raise node_error(item, join_path(path, position), f"device {item.value} is listed twice; list each once")
         indices.append(item.value)
     return tuple(indices)
 
 
-def _mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
-    fields: dict[str, yaml_nodes.Node] = value_of(node, path, dict, f"a mapping with {', '.join(names)}")
+def _parse_mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
+    fields: dict[str, yaml_nodes.Node] = typed_value(node, path, dict, f"a mapping with {', '.join(names)}")
     for name, child in fields.items():
         if name not in names:
-            raise fault(child, join(path, name), f"unknown key{suggest(name, names)}")
+            raise node_error(child, join_path(path, name), f"unknown key{suggest(name, names)}")
     return fields
 
 
-def _list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
-    items: list[yaml_nodes.Node] = value_of(node, path, list, "a list")
+def _parse_list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
+    items: list[yaml_nodes.Node] = typed_value(node, path, list, "a list")
     return items
 
 
-def _line(node: yaml_nodes.Node, path: str) -> str:
+def _parse_line(node: yaml_nodes.Node, path: str) -> str:
     """Return text of one line; numbers are taken as text."""
     if isinstance(node.value, bool) or not isinstance(node.value, str | int | float):
-        raise fault(node, path, f"expected text, got {node}")
+        raise node_error(node, path, f"expected text, got {node}")
     if not str(node.value).isprintable():
-        raise fault(node, path, "expected text of one line without control characters")
+        raise node_error(node, path, "expected text of one line without control characters")
     return str(node.value)

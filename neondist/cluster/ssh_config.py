@@ -11,14 +11,14 @@ from pathlib import Path
 from ..errors import ConfigError
 from .resources import Node, ResourceSpec, SSHConfig
 
-OWN = "NEONDIST_SSH_CONFIG"
+USER_CONFIG_VARIABLE = "NEONDIST_SSH_CONFIG"
 """Environment variable with a user's ssh_config to include instead of ~/.ssh/config."""
-AGENT = "PRTE_MCA_plm_ssh_agent"
+SSH_AGENT_VARIABLE = "PRTE_MCA_plm_ssh_agent"
 """Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
-_ACTIVATE = re.compile(r"(?P<folder>.+)/bin/activate")
+_ACTIVATE_PATTERN = re.compile(r"(?P<folder>.+)/bin/activate")
 
 
-def settings_of(resources: ResourceSpec, node: Node) -> SSHConfig:
+def ssh_settings_of(resources: ResourceSpec, node: Node) -> SSHConfig:
     """Return the SSH settings of a node; the defaults for a node reached without SSH."""
     return resources.ssh[node.ssh_config] if node.ssh_config is not None else SSHConfig()
 
@@ -38,28 +38,28 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
     for node in resources.nodes:
         if node.ssh_config is None:
             continue
-        ssh = settings_of(resources, node)
+        ssh = ssh_settings_of(resources, node)
         lines += [f"Host {node.address}", f"  Port {ssh.port}"]
-        lines += [f"  User {_quote(ssh.username, f'ssh.{node.ssh_config}.username')}"] if ssh.username else []
+        lines += [f"  User {_quote_argument(ssh.username, f'ssh.{node.ssh_config}.username')}"] if ssh.username else []
         if ssh.key_file is not None:
-            key = _quote(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
+            key = _quote_argument(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
             lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
-    user_config = env.get(OWN, "~/.ssh/config")
-    lines += [f"Include {_quote(user_config, OWN)}", "Include /etc/ssh/ssh_config"]
+    user_config = env.get(USER_CONFIG_VARIABLE, "~/.ssh/config")
+    lines += [f"Include {_quote_argument(user_config, USER_CONFIG_VARIABLE)}", "Include /etc/ssh/ssh_config"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def ssh_command(
-    node: Node, config: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
+    node: Node, config_path: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that runs a command on a node; `options` are additional options of ssh."""
-    return remote_command(node.address, ["-F", str(config), *options], command, env)
+    return remote_command(node.address, ["-F", str(config_path), *options], command, env)
 
 
 def remote_command(host: str, options: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """Return the command that runs a command on a host by ssh with options, or by mpirun's agent."""
-    agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
+    agent = shlex.split(env.get(SSH_AGENT_VARIABLE, "ssh")) or ["ssh"]
     return [*agent, *options, host, shlex.join(command)]
 
 
@@ -70,7 +70,7 @@ def format_ssh_command(node: Node, ssh: SSHConfig) -> str:
     return shlex.join([*words, f"{ssh.username}@{node.address}" if ssh.username else node.address])
 
 
-def python_of(ssh: SSHConfig, location: str, default: str) -> str:
+def python_path_of(ssh: SSHConfig, setting_name: str, default: str) -> str:
     """Return the path of Python on a node: that of its virtual environment, or the default.
 
     Raises
@@ -84,18 +84,18 @@ def python_of(ssh: SSHConfig, location: str, default: str) -> str:
         words = shlex.split(ssh.python_venv)
     except ValueError:
         words = []
-    match = _ACTIVATE.fullmatch(words[1]) if len(words) == 2 and words[0] in ("source", ".") else None
+    match = _ACTIVATE_PATTERN.fullmatch(words[1]) if len(words) == 2 and words[0] in ("source", ".") else None
     folder = match["folder"] if match else words[0] if len(words) == 1 else ""
     if not os.path.isabs(folder):
         raise ConfigError(
-            f"{location}: '{ssh.python_venv}' is not a virtual environment; give its absolute path,"
+            f"{setting_name}: '{ssh.python_venv}' is not a virtual environment; give its absolute path,"
             " or 'source /PATH/bin/activate'"
         )
     return f"{folder}/bin/python"
 
 
-def _quote(text: str, location: str) -> str:
+def _quote_argument(text: str, setting_name: str) -> str:
     """Return a quoted argument of ssh_config, which cannot escape quotes and variables."""
     if re.search(r'["\\]|\$\{', text):
-        raise ConfigError(f"{location}: '{text}' has characters that ssh_config cannot take (\" \\ ${{); rename it")
+        raise ConfigError(f"{setting_name}: '{text}' has characters that ssh_config cannot take (\" \\ ${{); rename it")
     return f'"{text}"'

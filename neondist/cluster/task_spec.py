@@ -12,11 +12,11 @@ from typing import Any
 from ..comm import Transport
 from ..errors import ConfigError, LaunchError
 from ..registry import suggest
-from ..system.job import detect, local_rank, torchrun_ranks
+from ..system.job import count_torchrun_ranks, detect_job, local_rank
 
-_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
+_CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 
-_RANKS = (
+_RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"),
@@ -73,18 +73,18 @@ class TaskSpecDef:
         num_workers: int | None = None,
         generation: int = 0,
     ) -> None:
-        if task_type not in _TYPES:
-            raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _TYPES)}")
-        self.type, self.index, self.trial, self.generation = _TYPES[task_type], index, trial, generation
+        if task_type not in _CANONICAL_TYPES:
+            raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _CANONICAL_TYPES)}")
+        self.type, self.index, self.trial, self.generation = _CANONICAL_TYPES[task_type], index, trial, generation
         self.ps_hosts, self.worker_hosts, self.master = _split_hosts(ps_hosts), _split_hosts(worker_hosts), master
         self.num_ps = len(self.ps_hosts)
-        self._workers = len(self.worker_hosts) if num_workers is None else num_workers
-        count = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
+        self._worker_count = len(self.worker_hosts) if num_workers is None else num_workers
+        count = {"ps": self.num_ps, "worker": self._worker_count, "master": 1}.get(self.type)
         if index < 0 or (count and index >= count):
             raise ConfigError(
                 f"index: {index} of task type '{self.type}', but there are only {count or 0}, numbered from 0"
             )
-        self.num_workers = max(1, self._workers + (master is not None))
+        self.num_workers = max(1, self._worker_count + (master is not None))
 
     @property
     def shard_index(self) -> int | None:
@@ -117,9 +117,9 @@ class TaskSpecDef:
         ConfigError
             If there is only one worker.
         """
-        if self.num_workers < 2 or not self._workers:
+        if self.num_workers < 2 or not self._worker_count:
             raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another one")
-        last = self._workers - 1
+        last = self._worker_count - 1
         evaluates = self.type == "worker" and self.index == last
         return TaskSpecDef(
             "evaluator" if evaluates else self.type,
@@ -161,17 +161,17 @@ class TaskSpecDef:
             When a parameter server has finished.
         """
         if self.is_ps():
-            sys.exit(import_module("neondist.services.job").serve_task(self))  # by name: a higher layer with gRPC
+            sys.exit(import_module("neondist.services.job").run_server_task(self))  # by name: a higher layer with gRPC
         if self.is_evaluator() or self.num_ps:
             return None
         if not self.worker_hosts:
-            if self.num_workers > 1 and torchrun_ranks(os.environ):
-                world: Transport = _torch_transport().world()
+            if self.num_workers > 1 and count_torchrun_ranks(os.environ):
+                world: Transport = _import_torch_transport().world()
                 return world
             return None
         if self.num_workers == 1:
             return None
-        job = detect(os.environ)
+        job = detect_job(os.environ)
         if job is not None and (job.size or 1) > 1:
             raise ConfigError(
                 f"create_server: task '{self.type}' is already an MPI job of {job.size} ranks; start the ranks of"
@@ -180,7 +180,7 @@ class TaskSpecDef:
         address = self.master or self.worker_hosts[0]
         if not address.rpartition(":")[2].isdecimal() or ":" not in address:
             raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
-        joined: Transport = _torch_transport().join(address, self.shard_index, self.num_workers)
+        joined: Transport = _import_torch_transport().join(address, self.shard_index, self.num_workers)
         return joined
 
     def device_fn(self) -> str:
@@ -221,20 +221,20 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
         return _create_task(
             "JOB_NAME",
             task_type=environ["JOB_NAME"],
-            index=_integer(environ, "TASK_INDEX", "0"),
+            index=_read_integer(environ, "TASK_INDEX", "0"),
             ps_hosts=environ.get("PS_HOSTS"),
             worker_hosts=environ.get("WORKER_HOSTS"),
             master=environ.get("MASTER_HOST") or None,
         )
-    for rank, size, restarts in _RANKS:
+    for rank, size, restarts in _RANK_VARIABLES:
         if rank in environ and size in environ:
-            index, workers = _integer(environ, rank), _integer(environ, size)
-            generation = _integer(environ, restarts, "0") if restarts else 0
+            index, workers = _read_integer(environ, rank), _read_integer(environ, size)
+            generation = _read_integer(environ, restarts, "0") if restarts else 0
             return _create_task(rank, task_type="worker", index=index, num_workers=workers, generation=generation)
     return TaskSpecDef()
 
 
-def _torch_transport() -> Any:
+def _import_torch_transport() -> Any:
     try:
         return import_module("neondist.torch.exchange.transport")  # by name: a higher layer with PyTorch
     except ImportError:
@@ -246,8 +246,8 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG: not valid JSON ({error}); expected {{'cluster': ..., 'task': ...}}") from None
-    cluster, task = (_mapping(config, name) for name in ("cluster", "task"))
-    masters = _addresses(cluster, "master") or _addresses(cluster, "chief")
+    cluster, task = (_tf_config_section(config, name) for name in ("cluster", "task"))
+    masters = _task_addresses(cluster, "master") or _task_addresses(cluster, "chief")
     index = task.get("index", 0)
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
@@ -257,8 +257,8 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
         task_type=str(task.get("type", "master")),
         index=index,
         trial=None if trial is None else str(trial),
-        ps_hosts=_addresses(cluster, "ps"),
-        worker_hosts=_addresses(cluster, "worker"),
+        ps_hosts=_task_addresses(cluster, "ps"),
+        worker_hosts=_task_addresses(cluster, "worker"),
         master=masters[0] if masters else None,
     )
 
@@ -270,14 +270,14 @@ def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
         raise ConfigError(f"{variable}: {error}") from None
 
 
-def _mapping(config: Any, name: str) -> dict[str, Any]:
+def _tf_config_section(config: Any, name: str) -> dict[str, Any]:
     section = config.get(name, {}) if isinstance(config, dict) else None
     if not isinstance(section, dict):
         raise ConfigError(f"TF_CONFIG: {name}: expected an object, got {type(section).__name__}")
     return section
 
 
-def _addresses(cluster: Mapping[str, Any], name: str) -> list[str]:
+def _task_addresses(cluster: Mapping[str, Any], name: str) -> list[str]:
     addresses = cluster.get(name, [])
     if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
         raise ConfigError(f"TF_CONFIG: cluster.{name}: expected a list of addresses")
@@ -289,7 +289,7 @@ def _split_hosts(hosts: Sequence[str] | str | None) -> list[str]:
     return [host.strip() for host in names if host.strip()]
 
 
-def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def _read_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environ.get(name, default)
     try:
         return int(str(text))

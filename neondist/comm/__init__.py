@@ -3,22 +3,22 @@
 transport: interface of a communicator. single, loopback (with turns), mpi: one process, P threads, MPI. grid:
 assignment of ranks to tiles. reductions: recorded sums over ranks. redistribution: change of partition. agree:
 cross-rank agreement on errors and calls. effects: process-wide effects of grids. debug: transport that checks for
-mistakes. segments: MPI's shared-memory files. Importing this package does not start MPI.
+mistakes. shared_memory: MPI's memory-mapped files. Importing this package does not start MPI.
 """
 
 from . import loopback
-from .agree import CALL, agree, all_or_none, check_alike
+from .agree import CALL_FACT, agree, all_or_none, check_alike
 from .debug import DebugTransport
 from .effects import end_job
 from .grid import ProcessGrid
 from .redistribution import Redistribution
-from .reductions import GROUPS, Reductions, group_of
+from .reductions import GROUP_NAMES, Reductions, reduction_group
 from .single import SingleTransport
 from .transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 __all__ = [
-    "CALL",
-    "GROUPS",
+    "CALL_FACT",
+    "GROUP_NAMES",
     "CompletedRequest",
     "DebugTransport",
     "Exchange",
@@ -34,6 +34,6 @@ __all__ = [
     "all_or_none",
     "check_alike",
     "end_job",
-    "group_of",
     "loopback",
+    "reduction_group",
 ]

@@ -13,9 +13,9 @@ import numpy as np
 from .. import errors
 from .transport import Transport
 
-CALL = "the call"
+CALL_FACT = "the call"
 """Name of the first fact of a collective call."""
-ROWS, ROW = 16, 8192
+ROWS_PER_SUM, ROW_BYTES = 16, 8192
 
 
 def agree(transport: Transport, error: Exception | None) -> None:
@@ -43,9 +43,11 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
     Sixteen rows of 8 KiB are summed, 64 bits at a time, before the CRC-32, which is then bound by memory only.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    rows = data.size // (ROWS * ROW)
-    sums = np.add.reduce(data[: rows * ROWS * ROW].view(np.uint64).reshape(rows, ROWS, ROW // 8), 1)
-    return zlib.crc32(data[rows * ROWS * ROW :].data, zlib.crc32(sums.data, start))
+    rows = data.size // (ROWS_PER_SUM * ROW_BYTES)
+    sums = np.add.reduce(
+        data[: rows * ROWS_PER_SUM * ROW_BYTES].view(np.uint64).reshape(rows, ROWS_PER_SUM, ROW_BYTES // 8), 1
+    )
+    return zlib.crc32(data[rows * ROWS_PER_SUM * ROW_BYTES :].data, zlib.crc32(sums.data, start))
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def check_alike(
     Parameters
     ----------
     facts : dict of name to value
-        Facts that must be equal on all ranks, CALL first; values are compared as text.
+        Facts that must be equal on all ranks, CALL_FACT first; values are compared as text.
     error : Exception, optional
         Error of this rank.
     versions : sequence of int
@@ -89,7 +91,7 @@ def check_alike(
             raise error
         return True
     texts = {name: str(value) for name, value in facts.items()}
-    world.begin(texts.get(CALL, ""))
+    world.begin_call(texts.get(CALL_FACT, ""))
     digest = hashlib.sha256(repr((texts, tuple(versions))).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     ends = np.array([number, -number] if error is None else [2**62, 2**62])
@@ -102,13 +104,13 @@ def check_alike(
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise errors.ConfigError(
-                    f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(first.get(name))} on rank 0;"
-                    " all ranks must make the same call"
+                    f"rank {rank}: {name} is {_abbreviate(other.get(name))}, but"
+                    f" {_abbreviate(first.get(name))} on rank 0; all ranks must make the same call"
                 ).on_all_ranks()
     return False
 
 
-def _short(value: str | None) -> str:
+def _abbreviate(value: str | None) -> str:
     if value is None:
         return "missing"
     return value if len(value) < 120 else f"{value[:50]}...{value[-50:]}"

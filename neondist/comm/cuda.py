@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-_CUDA = 0
+_MPIX_GPU_SUPPORT_CUDA = 0
 """MPIX_GPU_SUPPORT_CUDA of MPICH"""
 
 
-def reports_cuda(mpi: Any) -> bool | None:
+def reports_cuda_support(mpi: Any) -> bool | None:
     """Return whether mpi4py's library reports support for GPU memory; None: it has no such query.
 
     Open MPI and MVAPICH have one query, MPICH another.
@@ -20,7 +20,7 @@ def reports_cuda(mpi: Any) -> bool | None:
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):
-        return not library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) and bool(answer.value)
+        return not library.MPIX_GPU_query_support(_MPIX_GPU_SUPPORT_CUDA, ctypes.byref(answer)) and bool(answer.value)
     return None
 
 

@@ -9,11 +9,11 @@ import traceback
 from types import TracebackType
 
 from ..errors import UserError
-from .agree import CALL, check_alike
+from .agree import CALL_FACT, check_alike
 from .transport import Transport
 
 
-class Effects:
+class ProcessHooks:
     """Python's excepthook while grids of several ranks are open, and the setting of their threads.
 
     An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; the same
@@ -22,46 +22,46 @@ class Effects:
 
     Attributes
     ----------
-    worlds : list of Transport
+    open_worlds : list of Transport
         Transports of the open grids.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.worlds: list[Transport] = []
+        self.open_worlds: list[Transport] = []
         self.previous_hook = sys.excepthook
         sys.excepthook = self
         self.restore_threads = transport.share_cores()
-        atexit.register(self.exit)
+        atexit.register(self.check_exit)
 
     @classmethod
-    def enter(cls, transport: Transport) -> Effects:
+    def add_grid(cls, transport: Transport) -> ProcessHooks:
         """Return the effects of this process, after adding a grid."""
-        effects = sys.excepthook if isinstance(sys.excepthook, cls) else cls(transport)
-        effects.worlds.append(transport)
-        return effects
+        hooks = sys.excepthook if isinstance(sys.excepthook, cls) else cls(transport)
+        hooks.open_worlds.append(transport)
+        return hooks
 
-    def leave(self, transport: Transport) -> None:
+    def remove_grid(self, transport: Transport) -> None:
         """Remove a closed grid; restore the process after the last one."""
-        self.worlds.remove(transport)
-        if not self.worlds:
-            atexit.unregister(self.exit)
+        self.open_worlds.remove(transport)
+        if not self.open_worlds:
+            atexit.unregister(self.check_exit)
             self.restore_threads()
             if sys.excepthook is self:
                 sys.excepthook = self.previous_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End the job, as Python's excepthook."""
-        if self.worlds:
-            end_job(self.worlds[-1], error)
+        if self.open_worlds:
+            end_job(self.open_worlds[-1], error)
         else:  # a hook installed later delegates to this one
             self.previous_hook(kind, error, trace)
 
-    def exit(self) -> None:
+    def check_exit(self) -> None:
         """Check at interpreter exit that all ranks exit; otherwise end the job."""
-        for world in self.worlds:
+        for world in self.open_worlds:
             try:
                 if not world.ended:
-                    check_alike(world, {CALL: "exit"})
+                    check_alike(world, {CALL_FACT: "exit"})
             except Exception as error:
                 end_job(world, error)
 

@@ -9,28 +9,32 @@ import numpy as np
 
 from .agree import checksum_of
 
-_FEW = 10  # arrays with fewer elements are written out
+_MAX_WRITTEN_ELEMENTS = 10  # arrays with fewer elements are written out
 
 
-def text_of(arguments: Mapping[str, object]) -> str:
+def format_arguments(arguments: Mapping[str, object]) -> str:
     """Return arguments as text, without paths, which may differ between machines; objects by their class."""
     kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
-    return ", ".join(f"{name}: {_text(value)}" for name, value in kept.items())
+    return ", ".join(f"{name}: {_format_value(value)}" for name, value in kept.items())
 
 
 def describe_object(thing: object, arguments: Mapping[str, object]) -> str:
     """Return the class and arguments of an object as text."""
-    return f"{type(thing).__name__} {text_of(arguments)}".rstrip()
+    return f"{type(thing).__name__} {format_arguments(arguments)}".rstrip()
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, (bool, int, float, str, type(None))):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{text_of(value)}}}"
+        return f"{{{format_arguments(value)}}}"
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
-        return _text(array.tolist()) if array.size < _FEW else f"{array.shape} of hash {checksum_of(array):08x}"
+        return (
+            _format_value(array.tolist())
+            if array.size < _MAX_WRITTEN_ELEMENTS
+            else f"{array.shape} of hash {checksum_of(array):08x}"
+        )
     return type(value).__name__

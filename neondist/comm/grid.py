@@ -14,15 +14,15 @@ from weakref import WeakValueDictionary
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, part_range
 from ..observer import Observers
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from . import mpi
-from .agree import CALL, check_alike, checksum_of
-from .effects import Effects
+from .agree import CALL_FACT, check_alike, checksum_of
+from .effects import ProcessHooks
 from .single import SingleTransport
 from .transport import CLOSED, Transport
 
-_NUMBERS = count()
-_GRIDS: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
+_HANDLES = count()
+_GRID_BY_HANDLE: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 
 
 class ProcessGrid:
@@ -52,10 +52,10 @@ class ProcessGrid:
         If replicas x planes x rows x cols is not the number of ranks. Later, if the grid is used after `close`.
     """
 
-    _tiles: Partition | None = None
+    _tile_partition: Partition | None = None
     _owns_world = False
 
-    @checked
+    @type_checked
     def __init__(
         self,
         comm: Any = None,
@@ -64,10 +64,10 @@ class ProcessGrid:
         cols: int | None = None,
         planes: int = 1,
     ) -> None:
-        self.world, self.observers = _transport(comm), Observers()
+        self.world, self.observers = _as_transport(comm), Observers()
         if self.world.size > 1:
             requested = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
-            check_alike(self.world, {CALL: "ProcessGrid", **requested})
+            check_alike(self.world, {CALL_FACT: "ProcessGrid", **requested})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = self.shape.replicas, planes
@@ -76,21 +76,21 @@ class ProcessGrid:
         place, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(place, self.rows)
         #: transports over the ranks of this replica, by tile, and of this tile, by replica
-        self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
+        self.tile_comm, self.replica_comm = self.world.split_tiles_and_replicas(self.shape.tiles)
         #: objects that users create once per grid, by keys of their own
-        self.kept: dict[Any, Any] = {}
+        self.cached_objects: dict[Any, Any] = {}
         #: number that identifies this grid where objects cannot be passed, as in PyTorch operators
-        self.handle = next(_NUMBERS)
-        _GRIDS[self.handle] = self
-        self._whole: dict[str, int] = {}
-        self._closing = ExitStack()
+        self.handle = next(_HANDLES)
+        _GRID_BY_HANDLE[self.handle] = self
+        self._checksum_by_name: dict[str, int] = {}
+        self._close_callbacks = ExitStack()
         self._owns_world = self.world is not comm
         if self._owns_world:  # a caller's transport stays open, and the process unchanged
-            self._closing.callback(self.world.close)
+            self._close_callbacks.callback(self.world.close)
             if self.size > 1:
-                self._closing.callback(Effects.enter(self.world).leave, self.world)
+                self._close_callbacks.callback(ProcessHooks.add_grid(self.world).remove_grid, self.world)
         for group in (self.tile_comm, self.replica_comm):
-            self._closing.callback(group.close)
+            self._close_callbacks.callback(group.close)
 
     def close(self) -> None:
         """Free the communicators created for this grid, and undo its changes to this process.
@@ -100,7 +100,7 @@ class ProcessGrid:
         """
         if self._owns_world and not self.world.ended:
             self.check("ProcessGrid.close")
-        self._closing.close()
+        self._close_callbacks.close()
         self.world = self.tile_comm = self.replica_comm = self.shape = CLOSED
 
     @property
@@ -127,9 +127,9 @@ class ProcessGrid:
             The array, or its checksum.
         """
         if self.size > 1:
-            previous = self._whole.get(name, 0)
+            previous = self._checksum_by_name.get(name, 0)
             number = array if isinstance(array, int) else checksum_of(array)
-            self._whole[name] = (previous * 31 + number) % 2**32  # combines several, in order
+            self._checksum_by_name[name] = (previous * 31 + number) % 2**32  # combines several, in order
 
     def check(
         self, call: str, facts: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
@@ -139,23 +139,23 @@ class ProcessGrid:
 
         Calls `check_alike`, adding the arrays recorded by `note_replicated`.
         """
-        whole, self._whole = self._whole, {}
+        whole, self._checksum_by_name = self._checksum_by_name, {}
         checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
         with self.observers.during("wait", subject="world"):
-            return check_alike(self.world, {CALL: call, **checksums, **facts}, error, versions)
+            return check_alike(self.world, {CALL_FACT: call, **checksums, **facts}, error, versions)
 
-    def on_close(self, work: Callable[[], object]) -> None:
+    def on_close(self, callback: Callable[[], object]) -> None:
         """Register a callback for `close`, called before the communicators are freed."""
-        self._closing.callback(work)
+        self._close_callbacks.callback(callback)
 
     def group(self, name: str) -> Transport:
-        """Return the ranks of one of GROUPS."""
+        """Return the ranks of one of GROUP_NAMES."""
         return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
 
     @staticmethod
-    def of(handle: int) -> ProcessGrid:
+    def from_handle(handle: int) -> ProcessGrid:
         """Return the grid with this handle, which must still be referenced."""
-        return _GRIDS[handle]
+        return _GRID_BY_HANDLE[handle]
 
     @classmethod
     def serial(cls) -> ProcessGrid:
@@ -168,8 +168,8 @@ class ProcessGrid:
 
     def tile_box(self, extent: Sequence[int]) -> Box:
         """Return this rank's cells of an image of this extent."""
-        if self._tiles is not None and tuple(extent) == self._tiles.extent:
-            return self._tiles.box(self.tile)
+        if self._tile_partition is not None and tuple(extent) == self._tile_partition.extent:
+            return self._tile_partition.box(self.tile)
         return self.partition(extent).box(self.tile)
 
     def with_tiles(self, tiles: Partition | None) -> ProcessGrid:
@@ -177,7 +177,7 @@ class ProcessGrid:
         if tiles is None:
             return self
         grid = copy.copy(self)
-        grid._tiles = tiles
+        grid._tile_partition = tiles
         return grid
 
     def strip_grid(self, shape: GridShape, strip: int) -> ProcessGrid:
@@ -197,7 +197,7 @@ class ProcessGrid:
         return f"ProcessGrid(rank {self.rank} of {self.size}, {'closed' if self.closed else self.shape})"
 
 
-def _transport(comm: Any) -> Transport:
+def _as_transport(comm: Any) -> Transport:
     if isinstance(comm, Transport):
         return comm
     if not (comm is None or callable(getattr(comm, "Get_rank", None))):

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, RemoteError
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
-from .turns import Turns, closed_gate
+from .turns import ComputeTurns, create_closed_gate
 
-_TICK = 0.2
+_JOIN_TIMEOUT = 0.2
 """Seconds after which the caller of virtual ranks wakes to run signal handlers, which need the main thread."""
 
 
@@ -33,93 +33,93 @@ class _Mailbox:
     gate: threading.Lock | None = None
 
 
-class _World:
+class _SharedState:
     """State shared by the threads: turns, current calls, and whether a rank has failed."""
 
-    def __init__(self, timeout: float, turns: Turns) -> None:
+    def __init__(self, timeout: float, turns: ComputeTurns) -> None:
         self.timeout, self.turns, self.failed = timeout, turns, False
-        self.calls: dict[int, str] = {}  # current call of each rank
-        self._ended: set[int] = set()
-        self._waiting: dict[_Mailbox, int] = {}  # sender of each awaited mailbox
+        self.call_by_rank: dict[int, str] = {}  # current call of each rank
+        self._ended_ranks: set[int] = set()
+        self._sender_by_waiting_box: dict[_Mailbox, int] = {}  # sender of each awaited mailbox
 
     def put(self, box: _Mailbox, value: Any) -> None:
         """Put a value into a mailbox, and queue its waiting receiver for the next free turn."""
         with self.turns.lock:
             box.values.append(value)
-            self._wake(box)
+            self._wake_receiver(box)
 
-    def receive(self, box: _Mailbox, ends: tuple[int, int]) -> Any:
-        """Take the next value of a mailbox; `ends` are the world ranks of its sender and receiver."""
-        sender, rank = ends
+    def receive(self, box: _Mailbox, sender_and_receiver: tuple[int, int]) -> Any:
+        """Take the next value of a mailbox; `sender_and_receiver` are world ranks."""
+        sender, rank = sender_and_receiver
         with self.turns.lock:
             if box.values:
                 return box.values.popleft()
-            if self.failed or sender in self._ended:
+            if self.failed or sender in self._ended_ranks:
                 raise self._receive_error(sender, rank)
-            box.gate = gate = closed_gate()
-            self._waiting[box] = sender
-            self.turns.pass_on()  # other ranks compute while this one waits
+            box.gate = gate = create_closed_gate()
+            self._sender_by_waiting_box[box] = sender
+            self.turns.pass_turn_on()  # other ranks compute while this one waits
         if not gate.acquire(timeout=self.timeout):
             with self.turns.lock:
-                self._wake(box)
+                self._wake_receiver(box)
             gate.acquire()
-        self.turns.begun(rank)
+        self.turns.switch_generators(rank)
         with self.turns.lock:
             if box.values:
                 return box.values.popleft()
             raise self._receive_error(sender, rank)
 
-    def end(self, rank: int) -> None:
+    def end_rank(self, rank: int) -> None:
         """Record that a rank has ended, and release the ranks that wait for it."""
         with self.turns.lock:
-            self._ended.add(rank)
-            for box in [box for box, sender in self._waiting.items() if sender == rank]:
-                self._wake(box)
+            self._ended_ranks.add(rank)
+            for box in [box for box, sender in self._sender_by_waiting_box.items() if sender == rank]:
+                self._wake_receiver(box)
 
-    def fail(self) -> None:
+    def fail_all(self) -> None:
         """End all ranks."""
         with self.turns.lock:
             self.failed = True
-            for box in list(self._waiting):
-                self._wake(box)
+            for box in list(self._sender_by_waiting_box):
+                self._wake_receiver(box)
 
-    def _wake(self, box: _Mailbox) -> None:
+    def _wake_receiver(self, box: _Mailbox) -> None:
         if box.gate is not None:
-            del self._waiting[box]
-            self.turns.offer(box.gate)
+            del self._sender_by_waiting_box[box]
+            self.turns.open_when_free(box.gate)
             box.gate = None
 
     def _receive_error(self, sender: int, rank: int) -> Exception:
         if self.failed:
             return RemoteError("another virtual rank failed")
-        if sender in self._ended:
-            where = f", in {self.calls[rank]}" if rank in self.calls else ""
+        if sender in self._ended_ranks:
+            where = f", in {self.call_by_rank[rank]}" if rank in self.call_by_rank else ""
             return RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}")
-        calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.calls.items()))
+        calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.call_by_rank.items()))
         return TimeoutError(f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})")
 
 
-class _Group:
+class _MailboxGroup:
     """Mailboxes of a group of ranks, which live as long as a member."""
 
-    def __init__(self, members: Sequence[int], ranks: Sequence[int]) -> None:
-        self.members, self.ranks = members, ranks  # in the parent group; in the world
+    def __init__(self, parent_ranks: Sequence[int], world_ranks: Sequence[int]) -> None:
+        self.parent_ranks, self.world_ranks = parent_ranks, world_ranks
         self._lock = threading.Lock()
-        self._boxes: defaultdict[tuple, _Mailbox] = defaultdict(_Mailbox)
+        self._mailboxes: defaultdict[tuple, _Mailbox] = defaultdict(_Mailbox)
 
-    def box(self, *address: int) -> _Mailbox:
+    def mailbox(self, *address: int) -> _Mailbox:
         with self._lock:
-            return self._boxes[address]
+            return self._mailboxes[address]
 
 
 class LoopbackTransport(Transport):
     """One virtual rank's view of its group."""
 
-    one_process = True
+    shares_process = True
 
-    def __init__(self, world: _World, group: _Group, rank: int, size: int) -> None:
+    def __init__(self, world: _SharedState, group: _MailboxGroup, rank: int, size: int) -> None:
         self.world, self.group, self.rank, self.size = world, group, rank, size
-        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._opened_counts: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
         """Send a copy of a value to `peer`."""
@@ -131,58 +131,58 @@ class LoopbackTransport(Transport):
 
     def _send(self, peer: int, value: Any) -> None:
         """Send a value that is not modified later to `peer`, without copying."""
-        self.world.put(self.group.box(self.rank, peer), value)
+        self.world.put(self.group.mailbox(self.rank, peer), value)
 
     def _receive(self, peer: int) -> Any:
-        return self.world.receive(self.group.box(peer, self.rank), self.ends(peer))
+        return self.world.receive(self.group.mailbox(peer, self.rank), self.world_ranks_of(peer))
 
-    def ends(self, peer: int) -> tuple[int, int]:
+    def world_ranks_of(self, peer: int) -> tuple[int, int]:
         """Return the world ranks of `peer` and of this rank."""
-        return self.group.ranks[peer], self.group.ranks[self.rank]
+        return self.group.world_ranks[peer], self.group.world_ranks[self.rank]
 
-    def begin(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         """Record the call that begins."""
         if call and not self.closed:
-            self.world.calls[self.group.ranks[self.rank]] = call
+            self.world.call_by_rank[self.group.world_ranks[self.rank]] = call
 
-    def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, _Mailbox]:
+    def open_mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, _Mailbox]:
         """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
         boxes = {}
         for peer in peers:
             pair = (self.rank, peer) if outgoing else (peer, self.rank)
-            self._pairs[pair] += 1
-            boxes[peer] = self.group.box(*pair, self._pairs[pair])
+            self._opened_counts[pair] += 1
+            boxes[peer] = self.group.mailbox(*pair, self._opened_counts[pair])
         return boxes
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks with the same colour, ordered by key."""
-        group = self._via_root((color, key, self.rank, self.group.ranks[self.rank]), _make_groups)[color]
-        return LoopbackTransport(self.world, group, group.members.index(self.rank), len(group.members))
+        group = self._combine_on_root((color, key, self.rank, self.group.world_ranks[self.rank]), _make_groups)[color]
+        return LoopbackTransport(self.world, group, group.parent_ranks.index(self.rank), len(group.parent_ranks))
 
     def close(self) -> None:
         """Release the mailboxes."""
         super().close()
         self.world = self.group = CLOSED
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays."""
         return _LoopbackExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace the array by its sum, or maximum, over all ranks, taken in rank order."""
         combine = {"sum": np.add, "max": np.maximum}[op]
-        array[...] = self._via_root(array.copy(), lambda arrays: reduce(combine, arrays))
+        array[...] = self._combine_on_root(array.copy(), lambda arrays: reduce(combine, arrays))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace the array by its sum over all ranks, taken in rank order."""
         share = array.copy()
         for peer in range(self.size):
-            self.world.put(self.group.box(self.rank, peer, 0), share)
+            self.world.put(self.group.mailbox(self.rank, peer, 0), share)
         return _LoopbackRequest(self, array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, stacked."""
-        return self._via_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
+        return self._combine_on_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Send an array to every rank, and return what every rank sent to this one."""
@@ -196,14 +196,14 @@ class LoopbackTransport(Transport):
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""
-        return [pickle.loads(data) for data in self._via_root(pickle.dumps(value), list)]
+        return [pickle.loads(data) for data in self._combine_on_root(pickle.dumps(value), list)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
         data = pickle.dumps(value) if self.rank == root else None
-        return pickle.loads(self._via_root(data, lambda values: list(values)[root]))
+        return pickle.loads(self._combine_on_root(data, lambda values: list(values)[root]))
 
-    def _via_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
+    def _combine_on_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
         """Return the values of all ranks combined on rank 0: 2 P messages instead of P².
 
         All ranks receive the same object, and must modify neither it nor their own value.
@@ -218,16 +218,16 @@ class LoopbackTransport(Transport):
 
     def abort(self, code: int) -> None:
         """End all virtual ranks."""
-        self.world.fail()
+        self.world.fail_all()
         raise SystemExit(code)
 
 
-def _make_groups(entries: Iterable[tuple[int, int, int, int]]) -> dict[int, _Group]:
+def _make_groups(entries: Iterable[tuple[int, int, int, int]]) -> dict[int, _MailboxGroup]:
     """Return a group for each colour, given (colour, key, rank, world rank) of all ranks."""
     members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for color, _, rank, world_rank in sorted(entries):
         members[color].append((rank, world_rank))
-    return {color: _Group(*zip(*ranks, strict=True)) for color, ranks in members.items()}
+    return {color: _MailboxGroup(*zip(*ranks, strict=True)) for color, ranks in members.items()}
 
 
 class _LoopbackRequest(Request):
@@ -237,8 +237,8 @@ class _LoopbackRequest(Request):
     def wait(self) -> None:
         transport = self.transport
         peers = range(transport.size)
-        boxes = (transport.group.box(peer, transport.rank, 0) for peer in peers)  # exchanges number theirs from 1
-        self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.ends, peers)))
+        boxes = (transport.group.mailbox(peer, transport.rank, 0) for peer in peers)  # exchanges number theirs from 1
+        self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.world_ranks_of, peers)))
 
 
 class _LoopbackExchange(Exchange):
@@ -247,8 +247,8 @@ class _LoopbackExchange(Exchange):
     def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
         # separate mailboxes: several exchanges may be in progress, as with MPI
-        self.outboxes = transport.mailboxes({m.peer for m in self.sends}, outgoing=True)
-        self.inboxes = transport.mailboxes({m.peer for m in self.receives}, outgoing=False)
+        self.outboxes = transport.open_mailboxes({m.peer for m in self.sends}, outgoing=True)
+        self.inboxes = transport.open_mailboxes({m.peer for m in self.receives}, outgoing=False)
 
     def _start(self) -> None:
         for message in self.sends:
@@ -256,11 +256,11 @@ class _LoopbackExchange(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            ends = self.transport.ends(message.peer)
+            ends = self.transport.world_ranks_of(message.peer)
             message.cells[...] = self.transport.world.receive(self.inboxes[message.peer], ends)
 
 
-@checked
+@type_checked
 def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int = 1) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
 
@@ -283,29 +283,29 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
     """
     if at_once < 1:
         raise ConfigError(f"at_once: {at_once}; expected a number of ranks > 0")
-    turns = Turns(ranks, at_once)
-    world, group = _World(timeout, turns), _Group(range(ranks), range(ranks))
+    turns = ComputeTurns(ranks, at_once)
+    world, group = _SharedState(timeout, turns), _MailboxGroup(range(ranks), range(ranks))
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
-        turns.begin(rank)
+        turns.wait_for_turn(rank)
         try:
             results[rank] = function(LoopbackTransport(world, group, rank, ranks))
-            world.end(rank)
+            world.end_rank(rank)
         except BaseException as error:
             errors.append(error)
-            world.fail()
+            world.fail_all()
         finally:
-            turns.end()
+            turns.end_turn()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         while thread.is_alive():
-            thread.join(_TICK)  # wakes to handle a signal that arrived just before the wait
-    turns.begin(0)
+            thread.join(_JOIN_TIMEOUT)  # wakes to handle a signal that arrived just before the wait
+    turns.wait_for_turn(0)
     if errors:
         raise errors[0]
     return results

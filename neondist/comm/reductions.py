@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.namespace import HostTwin, namespace, to_host, wait_for
+from ..arrays.namespace import HostStagingBuffer, namespace, synchronize_stream, to_host
 from ..geometry import part_range
 from .grid import ProcessGrid
 from .transport import CompletedRequest, ReduceOp, Request, Transport
 
-GROUPS = ("world", "tiles", "replicas")
+GROUP_NAMES = ("world", "tiles", "replicas")
 """all ranks; the ranks of one replica; the ranks of the same tile in all replicas"""
 
 
-def group_of(tiled: bool, replicas: bool) -> str | None:
+def reduction_group(tiled: bool, replicas: bool) -> str | None:
     """Return the group over which partial sums of each rank's own cells are reduced; None: no reduction.
 
     Parameters
@@ -34,22 +34,22 @@ def group_of(tiled: bool, replicas: bool) -> str | None:
 
 def _accepts(transport: Transport, array: Any) -> bool:
     """Return whether the transport accepts an array directly, after waiting for its kernels."""
-    if transport.takes_of_device(array):
-        wait_for(array)
-    return transport.takes(array)
+    if transport.accepts_device_array(array):
+        synchronize_stream(array)
+    return transport.accepts_array(array)
 
 
 class _StagedRequest(Request):
     """A nonblocking sum of a device array, staged on the host."""
 
     def __init__(self, transport: Transport, array: Any) -> None:
-        self.twin = HostTwin(array)
-        self.request = transport.iallreduce(self.twin.fetch())
+        self.twin = HostStagingBuffer(array)
+        self.request = transport.iallreduce(self.twin.copy_to_host())
 
     def wait(self) -> None:
         """Wait until the array holds the sum."""
         self.request.wait()
-        self.twin.put()
+        self.twin.copy_to_device()
 
 
 class Reductions:
@@ -63,43 +63,43 @@ class Reductions:
     ----------
     direction : 'forward' or 'backward'
         Direction of the current pass.
-    recorded : Counter of (direction, group, bytes)
+    reduction_counts : Counter of (direction, group, bytes)
         Number of reductions of arrays of this size; groups of one rank are omitted.
-    moved : Counter of (direction, group, peer, bytes)
+    redistribution_counts : Counter of (direction, group, peer, bytes)
         Number of redistribution messages of this size to a rank of the group.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid, self.direction = grid, "forward"
-        self.recorded: Counter[tuple[str, str, int]] = Counter()
-        self.moved: Counter[tuple[str, str, int, int]] = Counter()
+        self.reduction_counts: Counter[tuple[str, str, int]] = Counter()
+        self.redistribution_counts: Counter[tuple[str, str, int, int]] = Counter()
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
-        """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over the group."""
+        """Replace the array by its sum, or maximum, over a group (of GROUP_NAMES), and return it; collective there."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
             if transport.size == 1 or _accepts(transport, array):
                 transport.allreduce(array, op)
             else:
-                twin = HostTwin(array)
-                transport.allreduce(twin.fetch(), op)
-                twin.put()
+                twin = HostStagingBuffer(array)
+                transport.allreduce(twin.copy_to_host(), op)
+                twin.copy_to_device()
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
-        """Begin to replace the array by its sum over one of GROUPS; collective over the group, in the same order."""
+        """Begin to replace the array by its sum over a group (of GROUP_NAMES); collective there, in the same order."""
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
         return transport.iallreduce(array) if _accepts(transport, array) else _StagedRequest(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
-        """Wait for a nonblocking sum over one of GROUPS."""
+        """Wait for a nonblocking sum over one of GROUP_NAMES."""
         with self.grid.observers.during("wait", "", self.direction, group):
             request.wait()
 
     def gather(self, group: str, array: Any) -> Any:
-        """Return all ranks' arrays, stacked in their order; collective over one of GROUPS."""
+        """Return all ranks' arrays, stacked in their order; collective over one of GROUP_NAMES."""
         transport = self._record(group, array)
         if transport.size == 1:
             return array[None]
@@ -109,7 +109,7 @@ class Reductions:
     def sum_encoded(
         self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
     ) -> tuple[np.ndarray, slice, Any]:
-        """Return the sum of numbers that are sent encoded, as codes; collective over one of GROUPS.
+        """Return the sum of numbers that are sent encoded, as codes; collective over one of GROUP_NAMES.
 
         Each rank decodes a slice of all ranks' codes, and adds the numbers in rank order.
 
@@ -138,10 +138,10 @@ class Reductions:
         return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Send an array to every rank of one of GROUPS, and return what each sent to this one; collective over it."""
+        """Send an array to every rank of a group (of GROUP_NAMES), and return what each sent here; collective there."""
         transport = self.grid.group(group)
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
-        self.moved.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)
+        self.redistribution_counts.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)
         with self.grid.observers.during("wait", "", self.direction, group):
             if transport.size == 1:
                 return [array.copy() for array in sends]
@@ -152,11 +152,11 @@ class Reductions:
         """Record a reduction of an array over a group, and return the group."""
         transport = self.grid.group(group)
         if transport.size > 1 and array.nbytes:
-            self.recorded[self.direction, group, array.nbytes] += 1
+            self.reduction_counts[self.direction, group, array.nbytes] += 1
         return transport
 
     @property
     def bytes_reduced(self) -> int:
         """Bytes that this rank has contributed to reductions, or sent for redistributions."""
-        moved = sum(count * nbytes for (*_, nbytes), count in self.moved.items())
-        return moved + sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())
+        moved = sum(count * nbytes for (*_, nbytes), count in self.redistribution_counts.items())
+        return moved + sum(count * nbytes for (_, _, nbytes), count in self.reduction_counts.items())

@@ -30,7 +30,7 @@ class SingleTransport(Transport):
         """Return a group of the same process."""
         return SingleTransport()
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange with no messages."""
         return _EmptyExchange(self, sends, receives)
 

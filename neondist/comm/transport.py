@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.namespace import HostTwin, wait_for
+from ..arrays.namespace import HostStagingBuffer, synchronize_stream
 from ..errors import GridError
 from ..observer import Observers
 
@@ -49,21 +49,23 @@ class Exchange(ABC):
     sends, receives : list of Message
     bytes_sent : int
         Bytes sent per run.
-    runs : int
+    run_count : int
         Number of runs so far.
     observers : Observers
         Notified of waits.
-    under_way : bool
+    is_running : bool
         Whether it has been started and not finished.
     """
 
     def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.transport = transport
-        self._direct = [m.array for m in (*sends, *receives) if m.nbytes and transport.takes_of_device(m.array)]
-        self.sends, self._outgoing = self._on_host([message for message in sends if message.nbytes])
-        self.receives, self._incoming = self._on_host([message for message in receives if message.nbytes])
+        self._device_arrays = [
+            m.array for m in (*sends, *receives) if m.nbytes and transport.accepts_device_array(m.array)
+        ]
+        self.sends, self._outgoing_twins = self._stage_on_host([message for message in sends if message.nbytes])
+        self.receives, self._incoming_twins = self._stage_on_host([message for message in receives if message.nbytes])
         self.bytes_sent = sum(message.nbytes for message in self.sends)
-        self.runs, self.under_way = 0, False
+        self.run_count, self.is_running = 0, False
         self.observers = Observers()
 
     def run(self) -> None:
@@ -75,48 +77,48 @@ class Exchange(ABC):
         """Send the contents of the send boxes; the arrays must not be accessed before `finish`."""
         if self.transport.closed:
             raise closed_error()
-        self.runs, self.under_way = self.runs + 1, True
-        for twin in self._incoming:
-            twin.settle()
-        for twin in self._outgoing:
-            twin.fetch()
-        for array in self._direct[:1]:
-            wait_for(array)
-        self._watched(self._start)
+        self.run_count, self.is_running = self.run_count + 1, True
+        for twin in self._incoming_twins:
+            twin.wait_until_reusable()
+        for twin in self._outgoing_twins:
+            twin.copy_to_host()
+        for array in self._device_arrays[:1]:
+            synchronize_stream(array)
+        self._run_observed(self._start)
 
     def finish(self) -> None:
         """Wait until the receive boxes are filled and the send boxes can be reused; return at once if not started."""
-        if self.under_way:
-            self._watched(self._finish)
-            self.under_way = False
-            for twin in self._incoming:
-                twin.put()
+        if self.is_running:
+            self._run_observed(self._finish)
+            self.is_running = False
+            for twin in self._incoming_twins:
+                twin.copy_to_device()
 
-    def _on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostTwin]]:
+    def _stage_on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostStagingBuffer]]:
         """Return messages of arrays that the transport accepts, with host twins in place of those it does not.
 
         An array covered by its messages has one twin, copied as a whole.
         """
-        accepted, twins, twin_of = [], list[HostTwin](), dict[int, HostTwin]()
+        accepted, twins, twin_of = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
         covered = Counter[int]()
         for message in messages:
             covered[id(message.array)] += message.nbytes
         for message in messages:
             array, key = message.array, id(message.array)
-            if self.transport.takes(array):
+            if self.transport.accepts_array(array):
                 accepted.append(message)
             elif covered[key] == array.nbytes:
                 if key not in twin_of:
-                    twin_of[key] = HostTwin(array)
+                    twin_of[key] = HostStagingBuffer(array)
                     twins.append(twin_of[key])
                 accepted.append(Message(message.peer, twin_of[key].host, message.box))
             else:
-                twins.append(HostTwin(message.cells))
+                twins.append(HostStagingBuffer(message.cells))
                 box = tuple(slice(0, n) for n in twins[-1].host.shape)
                 accepted.append(Message(message.peer, twins[-1].host, box))
         return accepted, twins
 
-    def _watched(self, work: Callable[[], None]) -> None:
+    def _run_observed(self, work: Callable[[], None]) -> None:
         if not self.observers:
             work()
             return
@@ -167,38 +169,38 @@ class Transport(ABC):
     rank, size : int
     closed : bool
         Whether `close` was called.
-    tensors : tuple of str
+    tensor_device_types : tuple of str
         Device types whose PyTorch tensors exchanges and `allreduce` accept directly.
-    one_process : bool
+    shares_process : bool
         Whether all ranks share one process, and so its global random generators.
-    call : str
+    current_call : str
         Last collective call begun by this rank, for error messages.
     """
 
     rank: int
     size: int
     closed: bool = False
-    tensors: tuple[str, ...] = ()
-    one_process: bool = False
-    call: str = ""
+    tensor_device_types: tuple[str, ...] = ()
+    shares_process: bool = False
+    current_call: str = ""
 
     @property
     def ended(self) -> bool:
         """Whether nothing can be sent anymore."""
         return self.closed
 
-    def takes(self, array: Any) -> bool:
+    def accepts_array(self, array: Any) -> bool:
         """Return whether exchanges and `allreduce` accept an array directly; others are staged on the host."""
         kind = getattr(getattr(array, "device", None), "type", None)  # of PyTorch tensors
-        return isinstance(array, np.ndarray) or kind in self.tensors or self.takes_of_device(array)
+        return isinstance(array, np.ndarray) or kind in self.tensor_device_types or self.accepts_device_array(array)
 
-    def takes_of_device(self, array: Any) -> bool:
+    def accepts_device_array(self, array: Any) -> bool:
         """Return whether it accepts a CuPy array in device memory, once its kernels have finished."""
         return False
 
-    def begin(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         """Record the collective call that this rank begins."""
-        self.call = call
+        self.current_call = call
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
@@ -211,7 +213,7 @@ class Transport(ABC):
         """Return the group of the ranks with this rank's colour, in order; `color` must be equal on all ranks."""
         return self.split(color(self.rank), self.rank)
 
-    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+    def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of this rank's `tiles` consecutive ranks, and of the same position in all such groups."""
         replica, tile = divmod(self.rank, tiles)
         return self.split(replica, tile), self.split(tile, replica)
@@ -225,12 +227,12 @@ class Transport(ABC):
         return lambda: None
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays; messages between two ranks match in the order listed."""
 
     @abstractmethod
     def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
-        """Replace a contiguous array, or one of its `tensors`, by its sum, or maximum, over all ranks."""
+        """Replace a contiguous array, or a tensor of `tensor_device_types`, by its sum, or maximum, over all ranks."""
 
     @abstractmethod
     def iallreduce(self, array: np.ndarray) -> Request:

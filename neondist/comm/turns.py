@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 
-class Turns:
+class ComputeTurns:
     """Turns to compute, which at most `at_once` ranks have at a time, in first-come order.
 
     With at_once=1 the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
@@ -20,91 +20,95 @@ class Turns:
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `offer` and `pass_on`, and around their decisions to wait.
+        Held by callers of `open_when_free` and `pass_turn_on`, and around their decisions to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
         self.lock = threading.Lock()
-        self._free, self._gates = at_once, deque[threading.Lock]()
-        self._states = [_Generators()] * ranks if at_once == 1 else []
-        self._last = 0
+        self._free_turns, self._waiting_gates = at_once, deque[threading.Lock]()
+        self._states_by_rank = [_GeneratorStates()] * ranks if at_once == 1 else []
+        self._last_rank = 0
 
-    def begin(self, rank: int) -> None:
+    def wait_for_turn(self, rank: int) -> None:
         """Wait for the turn of a rank."""
-        gate = closed_gate()
+        gate = create_closed_gate()
         with self.lock:
-            self.offer(gate)
+            self.open_when_free(gate)
         gate.acquire()
-        self.begun(rank)
+        self.switch_generators(rank)
 
-    def begun(self, rank: int) -> None:
+    def switch_generators(self, rank: int) -> None:
         """Switch the random generators to a rank whose turn has begun."""
-        if self._states and rank != self._last:
-            self._states[self._last] = current = self._states[self._last].read()
-            self._states[rank].restore(current)
-            self._last = rank
+        if self._states_by_rank and rank != self._last_rank:
+            self._states_by_rank[self._last_rank] = current = self._states_by_rank[self._last_rank].read_current()
+            self._states_by_rank[rank].restore(current)
+            self._last_rank = rank
 
-    def end(self) -> None:
+    def end_turn(self) -> None:
         """Pass the turn to another rank."""
         with self.lock:
-            self.pass_on()
+            self.pass_turn_on()
 
-    def offer(self, gate: threading.Lock) -> None:
+    def open_when_free(self, gate: threading.Lock) -> None:
         """Open a gate as soon as a turn is free for the rank that waits at it."""
-        self._gates.append(gate)
-        if self._free:
-            self._free -= 1
-            self._gates.popleft().release()
+        self._waiting_gates.append(gate)
+        if self._free_turns:
+            self._free_turns -= 1
+            self._waiting_gates.popleft().release()
 
-    def pass_on(self) -> None:
+    def pass_turn_on(self) -> None:
         """Open the next gate."""
-        if self._gates:
-            self._gates.popleft().release()
+        if self._waiting_gates:
+            self._waiting_gates.popleft().release()
         else:
-            self._free += 1
+            self._free_turns += 1
 
 
-def closed_gate() -> threading.Lock:
+def create_closed_gate() -> threading.Lock:
     """Return a lock that another thread is to release."""
     gate = threading.Lock()
     gate.acquire()
     return gate
 
 
-class _Generators:
+class _GeneratorStates:
     """The states of the process's global random generators."""
 
     def __init__(self) -> None:
-        self.python = random.getstate()
-        self.words, self.numpy = _numpy_words(), np.random.get_state(legacy=False)
+        self.python_state = random.getstate()
+        self.numpy_words, self.numpy_state = _numpy_words(), np.random.get_state(legacy=False)
         torch = sys.modules.get("torch")
         self.torch = None if torch is None else torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
 
-    def read(self) -> _Generators:
+    def read_current(self) -> _GeneratorStates:
         """Return the current states; self, if unchanged."""
         torch = sys.modules.get("torch")
-        same = self._words_suffice() and self.words == _numpy_words() and self.python == random.getstate()
+        same = (
+            self._words_are_complete() and self.numpy_words == _numpy_words() and self.python_state == random.getstate()
+        )
         if torch is not None:
             same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
             same = same and not torch.cuda.is_initialized()
-        return self if same else _Generators()
+        return self if same else _GeneratorStates()
 
-    def restore(self, current: _Generators) -> None:
+    def restore(self, current: _GeneratorStates) -> None:
         """Restore these states, given the current ones."""
         if current is self:
             return
-        random.setstate(self.python)
-        if not (self._words_suffice() and current._words_suffice() and self.words == current.words):
-            np.random.set_state(self.numpy)
+        random.setstate(self.python_state)
+        if not (
+            self._words_are_complete() and current._words_are_complete() and self.numpy_words == current.numpy_words
+        ):
+            np.random.set_state(self.numpy_state)
         if self.torch is not None:
             sys.modules["torch"].set_rng_state(self.torch)
         if self.cuda is not None:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
-    def _words_suffice(self) -> bool:
+    def _words_are_complete(self) -> bool:
         """Return whether the words of NumPy's generator are its whole state."""
-        return self.words is not None and not self.numpy["has_gauss"]
+        return self.numpy_words is not None and not self.numpy_state["has_gauss"]
 
 
 def _numpy_words() -> bytes | None:

@@ -6,6 +6,6 @@ converted by `fit` to the constructor's type hints. Only registered classes are 
 
 from .dump import dump
 from .load import load_experiment
-from .source import locate, place
+from .source import add_location, locate
 
-__all__ = ["dump", "load_experiment", "locate", "place"]
+__all__ = ["add_location", "dump", "load_experiment", "locate"]

@@ -7,14 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import ConfigError, MissingPackageError, UserError
-from ..registry import Distributed, Registered, dist_class, registered, serial_class, suggest
-from ..registry.fields import Field, fields
-from ..registry.functions import Function
+from ..registry import DistributedMixin, Registered, dist_class, registered_classes, serial_class, suggest
+from ..registry.fields import Field, constructor_fields
+from ..registry.functions import NamedFunction
 from ..registry.names import classes_by_name, classes_by_short_name, subclasses
-from ..registry.words import bases, words
-from ..yaml_nodes.tree import Node, fault, join
-from .fit import fit
-from .source import Source, locate, mark, place
+from ..registry.words import describe_hint, registered_classes_in_hint
+from ..yaml_nodes.tree import Node, join_path, node_error
+from .fit import convert_node
+from .source import SourcePosition, add_location, locate, set_source
 
 TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
 """Tags whose classes need PyTorch, which takes seconds to import."""
@@ -27,87 +27,94 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
         try:
             from .. import torch  # noqa: F401 - registers them
         except MissingPackageError as error:
-            raise fault(node, path, str(error)) from None
-    for base in bases(hint):
+            raise node_error(node, path, str(error)) from None
+    for base in registered_classes_in_hint(hint):
         if name in (short_names := classes_by_short_name(base)):
             return short_names[name]
-    classes = registered()
+    classes = registered_classes()
     if name in classes:
         matches = [cls for cls in subclasses(Registered) if name in classes_by_name([cls])]
         user_modules = [cls.__module__ for cls in matches if not cls.__module__.startswith("neondist.")]
         if user_modules and len(user_modules) < len(matches):
-            raise fault(node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename the latter")
+            raise node_error(
+                node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename the latter"
+            )
         return classes[name]
     near = suggest(name, [*classes, *TORCH_TAGS])
-    allowed = tuple(bases(hint))
+    allowed = tuple(registered_classes_in_hint(hint))
     if allowed and not near.startswith("; did"):
         near = suggest(name, [other for other, cls in classes.items() if issubclass(cls, allowed)])
-    raise fault(node, path, f"unknown tag !{name}{near}")
+    raise node_error(node, path, f"unknown tag !{name}{near}")
 
 
-class Builder:
+class ObjectBuilder:
     """Builds objects, each class replaced by its distributed or its serial twin.
 
     Parameters
     ----------
-    dist : True for distributed classes, False for serial ones
+    distributed : True for distributed classes, False for serial ones
     modules : names of modules whose functions the file may name
     """
 
-    def __init__(self, dist: bool, modules: Collection[str] = ()) -> None:
-        self.dist, self.modules = dist, modules
+    def __init__(self, distributed: bool, modules: Collection[str] = ()) -> None:
+        self.distributed, self.modules = distributed, modules
 
     def build(self, node: Node, path: str = "", hint: Any = Any) -> Any:
         """Return the object of a tagged node, whose fields are built first, or the function named by a text."""
         if node.tag is None:
             return self._find_function(node, path)
-        cls = self._find_twin(find_class(node, path, hint), node, path)
+        cls = self._choose_twin(find_class(node, path, hint), node, path)
         nodes = node.value if isinstance(node.value, dict) else {}
-        params = fields(cls)
+        params = constructor_fields(cls)
         for name, child in nodes.items():
             if name not in params:
-                raise fault(child, join(path, name), describe_unknown_field(cls, name, params))
+                raise node_error(child, join_path(path, name), describe_unknown_field(cls, name, params))
         for name, field in params.items():
             if field.required and name not in nodes:
-                needs = "" if field.hint is Any else f" ({words(field.hint)})"
-                raise fault(node, join(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{needs}")
-        arguments = {name: fit(child, params[name].hint, join(path, name), self.build) for name, child in nodes.items()}
+                needs = "" if field.hint is Any else f" ({describe_hint(field.hint)})"
+                raise node_error(
+                    node, join_path(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{needs}"
+                )
+        arguments = {
+            name: convert_node(child, params[name].hint, join_path(path, name), self.build)
+            for name, child in nodes.items()
+        }
         places = {name: nodes[name].place if name in nodes else node.place for name in params}
-        source = Source(node.place, path, places)
+        source = SourcePosition(node.place, path, places)
         try:
             obj = cls(**arguments)
         except UserError as error:
             if locate(getattr(error, "subject", None)):  # about a part built earlier
-                raise place(error) from None
+                raise add_location(error) from None
             error.args = (source.message(str(error)),)
             raise
-        mark(obj, source)
+        set_source(obj, source)
         return obj
 
-    def _find_function(self, node: Node, path: str) -> Function:
+    def _find_function(self, node: Node, path: str) -> NamedFunction:
         module, _, name = str(node.value).partition(":")
         if module not in self.modules:
             remedy = f"add --import {module} (or the path of {module}.py)" if module else "write MODULE:NAME"
-            raise fault(node, path, f"'{node.value}': no module '{module}' is imported; {remedy}")
+            raise node_error(node, path, f"'{node.value}': no module '{module}' is imported; {remedy}")
         names = [name for name, value in vars(sys.modules[module]).items() if callable(value) and name[:1] != "_"]
         if name not in names:
-            raise fault(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, names)}")
+            raise node_error(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, names)}")
         function = getattr(sys.modules[module], name)
         owner = str(getattr(function, "__module__", ""))
         if owner.partition(".")[0] != module.partition(".")[0]:  # such as an imported subprocess.run
-            raise fault(node, path, f"'{node.value}': is defined in {owner}; name a function defined in {module}")
-        return Function(str(node.value), function)
+            raise node_error(node, path, f"'{node.value}': is defined in {owner}; name a function defined in {module}")
+        return NamedFunction(str(node.value), function)
 
-    def _find_twin(self, cls: type, node: Node, path: str) -> type:
-        if not self.dist:
+    def _choose_twin(self, cls: type, node: Node, path: str) -> type:
+        if not self.distributed:
             return serial_class(cls)
-        if issubclass(cls, Distributed):
+        if issubclass(cls, DistributedMixin):
             return cls
         try:
             return dist_class(cls)
         except ConfigError as error:
             if getattr(cls, "has_dist_twin", False):
-                raise fault(node, path, str(error)) from None
+                raise node_error(node, path, str(error)) from None
             return cls
 
 

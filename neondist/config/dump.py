@@ -13,9 +13,9 @@ import yaml
 from ..backends import Backend
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.functions import Function
+from ..registry.functions import NamedFunction
 from ..yaml_nodes.scalars import needs_quotes
-from ..yaml_nodes.tree import join
+from ..yaml_nodes.tree import join_path
 
 _SCALAR_TYPES: tuple[Any, ...] = (bool, int, float, str)
 
@@ -28,34 +28,36 @@ def dump(obj: Registered) -> str:
     ConfigError
         If an argument cannot be represented in YAML, such as a lambda.
     """
-    return yaml.serialize(_node(obj, ""), Dumper=yaml.SafeDumper, width=100, allow_unicode=True)
+    return yaml.serialize(_to_yaml_node(obj, ""), Dumper=yaml.SafeDumper, width=100, allow_unicode=True)
 
 
-def _node(value: Any, path: str) -> yaml.Node:
+def _to_yaml_node(value: Any, path: str) -> yaml.Node:
     if isinstance(value, Registered):
-        return _mapping(f"!{type(value).__name__}", value.arguments(), path)
+        return _mapping_node(f"!{type(value).__name__}", value.arguments(), path)
     if isinstance(value, dict):
-        return _mapping("tag:yaml.org,2002:map", value, path)
+        return _mapping_node("tag:yaml.org,2002:map", value, path)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_node(item, join(path, i)) for i, item in enumerate(value)]
-        flow = all(_is_short(item) and not isinstance(item, yaml.MappingNode) for item in items)
+        items = [_to_yaml_node(item, join_path(path, i)) for i, item in enumerate(value)]
+        flow = all(_fits_one_line(item) and not isinstance(item, yaml.MappingNode) for item in items)
         return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=flow)
-    return _scalar(value, path)
+    return _scalar_node(value, path)
 
 
-def _mapping(tag: str, values: dict[str, Any], path: str) -> yaml.Node:
-    pairs = [(_scalar(str(name), path), _node(value, join(path, name))) for name, value in values.items()]
-    return yaml.MappingNode(tag, pairs, flow_style=all(_is_short(value) for _, value in pairs))
+def _mapping_node(tag: str, values: dict[str, Any], path: str) -> yaml.Node:
+    pairs = [
+        (_scalar_node(str(name), path), _to_yaml_node(value, join_path(path, name))) for name, value in values.items()
+    ]
+    return yaml.MappingNode(tag, pairs, flow_style=all(_fits_one_line(value) for _, value in pairs))
 
 
-def _is_short(node: yaml.Node) -> bool:
+def _fits_one_line(node: yaml.Node) -> bool:
     return not isinstance(node, yaml.CollectionNode) or bool(node.flow_style)
 
 
-def _scalar(value: Any, path: str) -> yaml.ScalarNode:
+def _scalar_node(value: Any, path: str) -> yaml.ScalarNode:
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, PurePath | Backend | Function):
+    if isinstance(value, PurePath | Backend | NamedFunction):
         value = str(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
         value = value.item()

@@ -9,22 +9,22 @@ from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
-from ..registry import registered, suggest
-from ..registry.arguments import within
+from ..registry import registered_classes, suggest
+from ..registry.arguments import in_range_of_hint
 from ..registry.functions import accepts_functions
-from ..registry.words import bare, bases, members, words
-from ..yaml_nodes.tree import Node, fault, join
+from ..registry.words import describe_hint, registered_classes_in_hint, union_members, unwrap_hint
+from ..yaml_nodes.tree import Node, join_path, node_error
 
-Build: TypeAlias = Callable[[Node, str, Any], Any]
+BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
 
 
-class Mismatch(ConfigError):
+class TypeMismatch(ConfigError):
     """The value's type does not match; another member of a union may."""
 
     path: str = ""
 
 
-def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
+def convert_node(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     """Return the node's value converted to `hint`: int to float, lists to tuples, objects by `build(node, path, hint)`.
 
     Raises
@@ -32,80 +32,87 @@ def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
     ConfigError
         If the value does not match; states place, path, the expected type and the value.
     """
-    value = _fit_object(node, hint, path, build) if node.tag is not None else _fit_plain(node, hint, path, build)
-    if not within(value, hint):
-        raise _mismatch(node, hint, path)
+    value = (
+        _convert_object(node, hint, path, build) if node.tag is not None else _convert_plain(node, hint, path, build)
+    )
+    if not in_range_of_hint(value, hint):
+        raise _mismatch_error(node, hint, path)
     return value
 
 
-def _fit_plain(node: Node, hint: Any, path: str, build: Build) -> Any:
+def _convert_plain(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     if isinstance(node.value, str) and ":" in node.value and accepts_functions(hint):
         return build(node, path, hint)
-    choices = members(hint)
+    choices = union_members(hint)
     if not isinstance(node.value, list | dict) and type(node.value) in choices:
         return node.value  # first, so that `float | int` keeps an int
-    inner_errors: list[Mismatch] = []
+    inner_errors: list[TypeMismatch] = []
     for choice in choices:
         try:
-            return _fit_member(node, choice, path, build)
-        except Mismatch as error:
+            return _convert_to_member(node, choice, path, build)
+        except TypeMismatch as error:
             if error.path != path:
                 inner_errors.append(error)
     if len(inner_errors) == 1:  # from the only list type of the union: name the wrong item
         raise inner_errors[0]
-    raise _mismatch(node, hint, path)
+    raise _mismatch_error(node, hint, path)
 
 
-def _fit_object(node: Node, hint: Any, path: str, build: Build) -> Any:
+def _convert_object(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     value = build(node, path, hint)
-    if not any(_matches(value, choice) for choice in members(hint)):
-        raise _mismatch(node, hint, path)
+    if not any(_matches_hint(value, choice) for choice in union_members(hint)):
+        raise _mismatch_error(node, hint, path)
     return value
 
 
-def _fit_member(node: Node, hint: Any, path: str, build: Build) -> Any:
+def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
-        return _fit_untyped(node, path, build)
+        return _convert_untyped(node, path, build)
     if origin is typing.Literal:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
     elif isinstance(value, list):
-        return _fit_list(node, value, origin or hint, args, path, build)
+        return _convert_list(node, value, origin or hint, args, path, build)
     elif isinstance(value, dict):
-        if _accepts(origin or hint, dict):
+        if _accepts_type(origin or hint, dict):
             item = args[1] if len(args) == 2 else Any
-            return {name: fit(child, item, join(path, name), build) for name, child in value.items()}
+            return {name: convert_node(child, item, join_path(path, name), build) for name, child in value.items()}
     elif isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
     elif _matches_plain(value, hint):
         return value
-    raise _mismatch(node, hint, path)
+    raise _mismatch_error(node, hint, path)
 
 
-def _fit_list(node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: Build) -> Any:
-    if not _accepts(kind, tuple if kind is tuple else list):
-        raise _mismatch(node, kind, path)
+def _convert_list(
+    node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: BuildObject
+) -> Any:
+    if not _accepts_type(kind, tuple if kind is tuple else list):
+        raise _mismatch_error(node, kind, path)
     fixed = kind is tuple and args and args[-1] is not Ellipsis
     if fixed and len(items) != len(args):
-        raise _mismatch(node, tuple[args], path)  # type: ignore[valid-type]
+        raise _mismatch_error(node, tuple[args], path)  # type: ignore[valid-type]
     hints = args if fixed else [args[0] if args else Any] * len(items)
-    values = [fit(item, hint, join(path, i), build) for i, (item, hint) in enumerate(zip(items, hints, strict=True))]
+    values = [
+        convert_node(item, hint, join_path(path, i), build)
+        for i, (item, hint) in enumerate(zip(items, hints, strict=True))
+    ]
     return tuple(values) if kind is tuple else set(values) if kind is set else values
 
 
-def _fit_untyped(node: Node, path: str, build: Build) -> Any:
+def _convert_untyped(node: Node, path: str, build: BuildObject) -> Any:
     """Return the value as written, for fields without a type."""
     if isinstance(node.value, list):
-        return [fit(item, Any, join(path, i), build) for i, item in enumerate(node.value)]
+        return [convert_node(item, Any, join_path(path, i), build) for i, item in enumerate(node.value)]
     if isinstance(node.value, dict):
-        return {name: fit(item, Any, join(path, name), build) for name, item in node.value.items()}
+        return {name: convert_node(item, Any, join_path(path, name), build) for name, item in node.value.items()}
     return node.value
 
 
-def _accepts(kind: Any, value_type: type) -> bool:
+def _accepts_type(kind: Any, value_type: type) -> bool:
     """Return whether `kind`, a class or an abstract collection, accepts values of type `value_type`."""
     if kind in (list, tuple, set, dict):
         return kind is value_type or (kind is set and value_type is list)
@@ -119,11 +126,11 @@ def _matches_plain(value: Any, hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, collections.abc.Collection):
         return kind is str
-    return _matches(value, hint)
+    return _matches_hint(value, hint)
 
 
-def _matches(value: Any, hint: Any) -> bool:
-    hint = bare(hint)
+def _matches_hint(value: Any, hint: Any) -> bool:
+    hint = unwrap_hint(hint)
     if hint is Any or isinstance(hint, typing.TypeVar):
         return True
     kind = typing.get_origin(hint) or hint
@@ -135,16 +142,18 @@ def _matches(value: Any, hint: Any) -> bool:
         return True
 
 
-def _mismatch(node: Node, hint: Any, path: str) -> Mismatch:
-    error = Mismatch(str(fault(node, path, f"expected {words(hint)}, got {node}{_remedy(node, hint)}")))
+def _mismatch_error(node: Node, hint: Any, path: str) -> TypeMismatch:
+    error = TypeMismatch(
+        str(node_error(node, path, f"expected {describe_hint(hint)}, got {node}{_mismatch_remedy(node, hint)}"))
+    )
     error.path = path
     return error
 
 
-def _remedy(node: Node, hint: Any) -> str:
-    value, kinds = node.value, members(hint)
-    if node.tag is None and bases(hint):
-        if isinstance(value, str) and value in registered():
+def _mismatch_remedy(node: Node, hint: Any) -> str:
+    value, kinds = node.value, union_members(hint)
+    if node.tag is None and registered_classes_in_hint(hint):
+        if isinstance(value, str) and value in registered_classes():
             return f"; write !{value} {{}}"
         if isinstance(value, dict):
             return "; put the class before it: !NAME {field: value}"

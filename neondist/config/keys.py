@@ -7,14 +7,14 @@ from typing import Any
 
 from ..errors import UserError
 from ..io.regular_file import read_bytes
-from ..registry import registered
-from ..registry.fields import fields
+from ..registry import registered_classes
+from ..registry.fields import constructor_fields
 from ..yaml_nodes.parse import parse
 from ..yaml_nodes.read import MAX_BYTES
-from ..yaml_nodes.tree import Node, join
+from ..yaml_nodes.tree import Node, join_path
 
 
-def keys_of(path: str) -> list[str]:
+def settable_keys(path: str) -> list[str]:
     """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, set or not; [] if it is invalid."""
     try:
         root = parse(read_bytes(path, MAX_BYTES).decode(), str)
@@ -27,8 +27,8 @@ def _iterate_keys(node: Node, path: str) -> Iterator[str]:
     children: dict[Any, Node] = {}
     if isinstance(node.value, list | dict):
         children.update(enumerate(node.value) if isinstance(node.value, list) else node.value.items())
-    cls = registered().get(node.tag or "")
-    for name in dict.fromkeys([*(fields(cls) if cls is not None else ()), *children]):
-        yield join(path, name)
+    cls = registered_classes().get(node.tag or "")
+    for name in dict.fromkeys([*(constructor_fields(cls) if cls is not None else ()), *children]):
+        yield join_path(path, name)
         if name in children:
-            yield from _iterate_keys(children[name], join(path, name))
+            yield from _iterate_keys(children[name], join_path(path, name))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry.fields import fields
-from ..yaml_nodes import Node, fault, parse_file
-from .build import Builder, find_class
-from .fit import fit
-from .overrides import override
+from ..registry.fields import constructor_fields
+from ..yaml_nodes import Node, node_error, parse_file
+from .build import ObjectBuilder, find_class
+from .fit import convert_node
+from .overrides import apply_overrides
 
 
 def load_experiment(
@@ -45,18 +45,18 @@ def load_experiment(
     if root is None:
         raise ConfigError(f"{name}:1: the file is empty; it must hold one !{top} {{...}}")
     if root.tag is None:
-        raise fault(root, "", f"the file must hold one !{top} with its fields, got {root}; begin it with !{top}")
-    override(root, overrides)
+        raise node_error(root, "", f"the file must hold one !{top} with its fields, got {root}; begin it with !{top}")
+    apply_overrides(root, overrides)
     cls = find_class(root, "")
     if top not in [base.__name__ for base in cls.__mro__]:
-        raise fault(root, "", f"the top object must be !{top}, got !{root.tag}")
-    return Builder(_read_dist_flag(root, cls), modules).build(root)
+        raise node_error(root, "", f"the top object must be !{top}, got !{root.tag}")
+    return ObjectBuilder(_read_dist_flag(root, cls), modules).build(root)
 
 
 def _read_dist_flag(root: Node, cls: type) -> bool:
     """Return the experiment's dist_flag, needed before any object is built since it selects the classes."""
     assert isinstance(root.value, dict)
-    field = fields(cls).get("dist_flag")
+    field = constructor_fields(cls).get("dist_flag")
     if field is None or "dist_flag" not in root.value:
         return field is None or field.required or bool(field.default)
-    return bool(fit(root.value["dist_flag"], bool, "dist_flag", Builder(True).build))
+    return bool(convert_node(root.value["dist_flag"], bool, "dist_flag", ObjectBuilder(True).build))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import ConfigError
-from ..registry import registered, suggest
-from ..registry.fields import fields
+from ..registry import registered_classes, suggest
+from ..registry.fields import constructor_fields
 from ..yaml_nodes.parse import parse
-from ..yaml_nodes.tree import Node, fault, join, shorten
+from ..yaml_nodes.tree import Node, join_path, node_error, shorten_to_line
 from .build import describe_unknown_field
 
 
-def override(root: Node, settings: Iterable[str]) -> None:
+def apply_overrides(root: Node, settings: Iterable[str]) -> None:
     """Apply 'key.path=value' strings in order; values are YAML, list items are addressed by index.
 
     Raises
@@ -22,46 +22,48 @@ def override(root: Node, settings: Iterable[str]) -> None:
     """
     for setting in settings:
         key, equals, text = setting.partition("=")
-        place = f"--set {shorten(setting)}"
+        place = f"--set {shorten_to_line(setting)}"
         key = key.strip()
         if not equals or not all(key.split(".")):
             raise ConfigError(f"{place}: write --set key.path=value")
-        new = parse(text, lambda line, place=place: place, key) or Node(None, place)  # type: ignore[misc]
-        _set_value(root, key.split("."), new)
+        new_node = parse(text, lambda line, place=place: place, key) or Node(None, place)  # type: ignore[misc]
+        _set_value(root, key.split("."), new_node)
 
 
-def _set_value(node: Node, names: list[str], new: Node) -> None:
+def _set_value(node: Node, names: list[str], new_node: Node) -> None:
     path = ""
-    origin = Node(None, new.place)
+    error_origin = Node(None, new_node.place)
     for depth, name in enumerate(names):
         last = depth == len(names) - 1
         if node.value is None:
             node.value = {}
         if isinstance(node.value, list):
-            index = _parse_index(node.value, name, path, origin)
+            index = _parse_index(node.value, name, path, error_origin)
             if last:
-                node.value[index] = new
+                node.value[index] = new_node
             else:
                 node = node.value[index]
         elif isinstance(node.value, dict):
-            _check_name(node, name, path, origin)
+            _check_field_name(node, name, path, error_origin)
             if last:
-                node.value[name] = new
+                node.value[name] = new_node
             else:
-                node = node.value.setdefault(name, Node({}, new.place))
+                node = node.value.setdefault(name, Node({}, new_node.place))
         else:
-            raise fault(origin, path, f"is a scalar ({node}) and has no '{'.'.join(names)}'")
-        path = join(path, name)
+            raise node_error(error_origin, path, f"is a scalar ({node}) and has no '{'.'.join(names)}'")
+        path = join_path(path, name)
 
 
-def _parse_index(items: list[Node], name: str, path: str, origin: Node) -> int:
+def _parse_index(items: list[Node], name: str, path: str, error_origin: Node) -> int:
     if not name.removeprefix("-").isdecimal() or not -len(items) <= int(name) < len(items):
         size = f"items 0 to {len(items) - 1}" if items else "no items"
-        raise fault(origin, join(path, name), f"{path} is a list with {size}; give the number of an item")
+        raise node_error(
+            error_origin, join_path(path, name), f"{path} is a list with {size}; give the number of an item"
+        )
     return int(name)
 
 
-def _check_name(node: Node, name: str, path: str, origin: Node) -> None:
+def _check_field_name(node: Node, name: str, path: str, error_origin: Node) -> None:
     """Raise ConfigError for a name that is neither in the file nor a field of the class; ignore unknown classes."""
     assert isinstance(node.value, dict)
     if name in node.value:
@@ -70,27 +72,27 @@ def _check_name(node: Node, name: str, path: str, origin: Node) -> None:
         # a plain mapping takes any name: only a near miss of an existing one is an error
         near = suggest(name, node.value)
         if near.startswith("; did"):
-            raise fault(origin, join(path, name), f"there is no '{name}'{near}")
+            raise node_error(error_origin, join_path(path, name), f"there is no '{name}'{near}")
         return
-    cls = registered().get(node.tag)
-    class_fields = {} if cls is None else fields(cls)
+    cls = registered_classes().get(node.tag)
+    class_fields = {} if cls is None else constructor_fields(cls)
     if cls is not None and name not in class_fields:
-        nested = _find_field(node, name, path)
-        raise fault(
-            origin,
-            join(path, name),
+        nested = _find_nested_field(node, name, path)
+        raise node_error(
+            error_origin,
+            join_path(path, name),
             f"{cls.__name__} has no field '{name}'; did you mean '{nested}'?"
             if nested
             else describe_unknown_field(cls, name, class_fields),
         )
 
 
-def _find_field(node: Node, name: str, path: str) -> str:
+def _find_nested_field(node: Node, name: str, path: str) -> str:
     """Return the path of the nearest field of that name in the objects below a node; '' if there is none."""
     assert isinstance(node.value, dict)
-    objects = [(join(path, key), child) for key, child in node.value.items() if isinstance(child.value, dict)]
+    objects = [(join_path(path, key), child) for key, child in node.value.items() if isinstance(child.value, dict)]
     for place, child in objects:
-        cls = registered().get(child.tag or "")
-        if name in child.value or (cls is not None and name in fields(cls)):  # type: ignore[operator]
-            return join(place, name)
-    return next(filter(None, (_find_field(child, name, place) for place, child in objects)), "")
+        cls = registered_classes().get(child.tag or "")
+        if name in child.value or (cls is not None and name in constructor_fields(cls)):  # type: ignore[operator]
+            return join_path(place, name)
+    return next(filter(None, (_find_nested_field(child, name, place) for place, child in objects)), "")

@@ -11,46 +11,51 @@ from os import PathLike
 from typing import Any
 
 from ..layers import Node
-from ..registry import registered
-from ..registry.fields import Field, fields
+from ..registry import registered_classes
+from ..registry.fields import Field, constructor_fields
 from ..registry.names import classes_by_name, subclasses
 from ..registry.ranges import Range
-from ..registry.words import bare, bases, members, ranges
+from ..registry.words import ranges_in_hint, registered_classes_in_hint, union_members, unwrap_hint
 
-_SCALARS: dict[Any, dict[str, Any]] = {
+_SCHEMA_BY_SCALAR_TYPE: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     bool: {"type": "boolean"},
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
-_CHAIN = "layers"  # each a layer or a nested list of layers
+_CHAIN_DEFINITION = "layers"  # each a layer or a nested list of layers
 
 
-def schema(top: str = "FitExperiment") -> dict[str, Any]:
+def experiment_schema(top: str = "FitExperiment") -> dict[str, Any]:
     """Return the JSON Schema of files whose top object is of the class `top`.
 
     Editors check a tagged value by its fields alone, which must be those of any of the possible classes.
     """
-    classes = registered()
+    classes = registered_classes()
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "neondist experiment",
         "$ref": f"#/definitions/{top}",
-        "definitions": {name: _for_class(cls) for name, cls in sorted(classes.items())}
-        | {_CHAIN: {"type": "array", "items": {"anyOf": [_for_hint(Node), {"$ref": f"#/definitions/{_CHAIN}"}]}}},
+        "definitions": {name: _class_schema(cls) for name, cls in sorted(classes.items())}
+        | {
+            _CHAIN_DEFINITION: {
+                "type": "array",
+                "items": {"anyOf": [_hint_schema(Node), {"$ref": f"#/definitions/{_CHAIN_DEFINITION}"}]},
+            }
+        },
     }
 
 
-def tags() -> list[str]:
+def yaml_custom_tags() -> list[str]:
     """Return all tags in the form of the editor setting yaml.customTags."""
-    return [f"!{name} mapping" for name in sorted(registered())]
+    return [f"!{name} mapping" for name in sorted(registered_classes())]
 
 
-def _for_class(cls: type) -> dict[str, Any]:
-    class_fields, descriptions = fields(cls), _argument_docs(cls)
+def _class_schema(cls: type) -> dict[str, Any]:
+    class_fields, descriptions = constructor_fields(cls), _argument_docs(cls)
     summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
-    properties = {name: _for_field(field, descriptions.get(name)) for name, field in class_fields.items()}
+    properties = {name: _field_schema(field, descriptions.get(name)) for name, field in class_fields.items()}
     required = [name for name, field in class_fields.items() if field.required]
     extra = {"required": required} if required else {}
     return {
@@ -62,8 +67,8 @@ def _for_class(cls: type) -> dict[str, Any]:
     }
 
 
-def _for_field(field: Field, description: str | None) -> dict[str, Any]:
-    result = _for_hint(field.hint)
+def _field_schema(field: Field, description: str | None) -> dict[str, Any]:
+    result = _hint_schema(field.hint)
     if description:
         result = {"description": description} | (result if "$ref" not in result else {"allOf": [result]})
     if not field.required and isinstance(field.default, bool | int | float | str):
@@ -71,11 +76,11 @@ def _for_field(field: Field, description: str | None) -> dict[str, Any]:
     return result
 
 
-def _for_hint(hint: Any) -> dict[str, Any]:
-    bounds = _bounds(ranges(hint))
+def _hint_schema(hint: Any) -> dict[str, Any]:
+    bounds = _bounds_schema(ranges_in_hint(hint))
     options: list[dict[str, Any]] = []
-    for member in members(hint):
-        option = _for_member(member)
+    for member in union_members(hint):
+        option = _member_schema(member)
         if option.get("type") in ("integer", "number"):
             option = option | bounds
         options += option["anyOf"] if set(option) == {"anyOf"} else [option]
@@ -85,40 +90,40 @@ def _for_hint(hint: Any) -> dict[str, Any]:
     return options[0] if len(options) == 1 else {"anyOf": options}
 
 
-def _for_member(hint: Any) -> dict[str, Any]:
+def _member_schema(hint: Any) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return {"enum": list(args)}
     kind = origin or hint
-    if classes := bases(hint):
+    if classes := registered_classes_in_hint(hint):
         named = classes_by_name([*classes, *subclasses(classes[0])])
         names = sorted(name for name, cls in named.items() if name == cls.__name__)
         return {"anyOf": [{"$ref": f"#/definitions/{name}"} for name in names]}
-    if kind in _SCALARS:
-        return dict(_SCALARS[kind])
+    if kind in _SCHEMA_BY_SCALAR_TYPE:
+        return dict(_SCHEMA_BY_SCALAR_TYPE[kind])
     if not isinstance(kind, type) or kind is object:
         return {}
     if issubclass(kind, PathLike) or kind is collections.abc.Callable:
         return {"type": "string"}
     if issubclass(kind, collections.abc.Mapping):
-        return {"type": "object", **({"additionalProperties": _for_hint(args[-1])} if args else {})}
+        return {"type": "object", **({"additionalProperties": _hint_schema(args[-1])} if args else {})}
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
         n = len(args)
-        return {"type": "array", "items": [_for_hint(arg) for arg in args], "minItems": n, "maxItems": n}
-    if issubclass(kind, collections.abc.Iterable) and Node in members(*args[:1] or (None,)):
-        return {"$ref": f"#/definitions/{_CHAIN}"}
+        return {"type": "array", "items": [_hint_schema(arg) for arg in args], "minItems": n, "maxItems": n}
+    if issubclass(kind, collections.abc.Iterable) and Node in union_members(*args[:1] or (None,)):
+        return {"$ref": f"#/definitions/{_CHAIN_DEFINITION}"}
     if issubclass(kind, collections.abc.Iterable):
-        return {"type": "array", **({"items": _for_hint(bare(args[0]) and args[0])} if args else {})}
+        return {"type": "array", **({"items": _hint_schema(unwrap_hint(args[0]) and args[0])} if args else {})}
     return {}
 
 
-def _bounds(intervals: tuple[Range, ...]) -> dict[str, Any]:
+def _bounds_schema(intervals: tuple[Range, ...]) -> dict[str, Any]:
     bounds: dict[str, Any] = {}
     for limit in intervals:
         if limit.low > -math.inf:
-            bounds["exclusiveMinimum" if limit.above else "minimum"] = limit.low
+            bounds["exclusiveMinimum" if limit.exclude_low else "minimum"] = limit.low
         if limit.high < math.inf:
-            bounds["exclusiveMaximum" if limit.below else "maximum"] = limit.high
+            bounds["exclusiveMaximum" if limit.exclude_high else "maximum"] = limit.high
     return bounds
 
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..yaml_nodes.tree import join, message
+from ..yaml_nodes.tree import format_message, join_path
 
-E = TypeVar("E", bound=Exception)
+ErrorType = TypeVar("ErrorType", bound=Exception)
 
 
 @dataclass(frozen=True)
-class Source:
+class SourcePosition:
     """An object's place in the file.
 
     Attributes
@@ -35,11 +35,11 @@ class Source:
         """
         for name in re.findall(r"^(?:[^:]*: )?(\w+)", text) + re.findall(r"^\w+", text):
             if name in self.fields:
-                return message(self.fields[name], join(self.path, name), text.removeprefix(f"{name}: "))
-        return message(self.place, self.path, text)
+                return format_message(self.fields[name], join_path(self.path, name), text.removeprefix(f"{name}: "))
+        return format_message(self.place, self.path, text)
 
 
-def mark(obj: Any, source: Source) -> None:
+def set_source(obj: Any, source: SourcePosition) -> None:
     """Store the source position of `obj`."""
     with contextlib.suppress(AttributeError):  # a class with __slots__: its errors have no line
         object.__setattr__(obj, "_source", source)
@@ -48,13 +48,13 @@ def mark(obj: Any, source: Source) -> None:
 def locate(obj: Any) -> str:
     """Return 'FILE:LINE: path' of an object built from a file, otherwise ''."""
     source = getattr(obj, "_source", None)
-    return message(source.place, source.path, "") if isinstance(source, Source) else ""
+    return format_message(source.place, source.path, "") if isinstance(source, SourcePosition) else ""
 
 
-def place(error: E) -> E:
+def add_location(error: ErrorType) -> ErrorType:
     """Prefix an error's message with the place of its `subject`, an object built from a file; return the error."""
     source = getattr(getattr(error, "subject", None), "_source", None)
-    if isinstance(source, Source):
+    if isinstance(source, SourcePosition):
         error.args = (source.message(str(error)),)
         error.subject = None  # type: ignore[attr-defined]
     return error

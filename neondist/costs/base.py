@@ -8,30 +8,30 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError, ShapeError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry import Registered
 
-Total: TypeAlias = Callable[[Any], Any]
+TileSum: TypeAlias = Callable[[Any], Any]
 """Sums an array over the tiles that share a sample (collective), and returns it."""
 
 
-def alone(array: Any) -> Any:
-    """Return the array: the total if no other rank shares the samples."""
+def no_reduction(array: Any) -> Any:
+    """Return the array, the sum if no other rank shares the samples."""
     return array
 
 
 class Cost(Registered, ABC):
     """Base class of costs of outputs against targets, summed over this rank's cells.
 
-    The sums of all ranks are added; the model divides the total by `global batch * cells(output shape)`, so no rank
-    needs to know the parts of the others, or, if the cost is `weighted`, by the sum of all ranks' `weight`. All arrays
-    may be empty. Outputs may be on a device, to which the NumPy targets must then be moved:
-    `namespace(y).asarray(targets)`.
+    The sums of all ranks are added; the model divides the total by `global batch * terms_per_sample(output shape)`, so
+    that no rank needs to know the parts of the others, or, if `has_weighted_mean`, by the sum of the
+    `local_denominator` of all ranks. All arrays may be empty. Outputs may be on a device, to which the NumPy targets
+    must then be moved: `namespace(y).asarray(targets)`.
 
     Attributes
     ----------
-    weighted : bool
+    has_weighted_mean : bool
         Whether the denominator of the mean depends on the targets.
     ignore_index : int or None
         Cells with this label are ignored, also by metrics.
@@ -39,7 +39,7 @@ class Cost(Registered, ABC):
         The costs whose means are added; a simple cost is its only part.
     """
 
-    weighted = False
+    has_weighted_mean = False
     ignore_index: int | None = None
 
     @property
@@ -47,37 +47,37 @@ class Cost(Registered, ABC):
         """The costs whose means are added, each times its factor."""
         return ((1.0, self),)
 
-    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError if the cost cannot be used with the metadata of the output fields."""
 
-    def placed(self, extent: Sequence[int], box: Box, fields: Fields | None) -> Cost:
+    def restrict_to_box(self, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> Cost:
         """Return the cost for outputs whose local cells are a box of the global extent."""
         return self
 
     @abstractmethod
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum of the cost over the local samples and cells of `y`; it may be an array of `y`'s kind, ().
 
-        `total` is for costs that are not sums over cells: each rank returns its share of the total.
+        `sum_over_tiles` is for costs that are not sums over cells: each rank returns its share of the result.
         """
 
     @abstractmethod
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+        """Return the gradient of `local_sum` with respect to `y`: a new array of its shape and dtype."""
 
-    def weight(self, shape: Sequence[int], targets: Any) -> float:
+    def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return this rank's share of the mean's denominator, for outputs of the local `shape` (n, *spatial, C)."""
-        return float(shape[0] * self.cells(tuple(shape[1:])))
+        return float(shape[0] * self.terms_per_sample(tuple(shape[1:])))
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of terms per sample in a GLOBAL output of shape `y_shape` (without the batch axis)."""
         return math.prod(y_shape[:-1])
 
-    def sums_for(self, y_shape: tuple[int, ...]) -> int:
-        """Return the number of float64 elements per sample that `value` and `gradient` pass to `total` together."""
+    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
+        """Return the number of float64 elements per sample that `local_sum` and `gradient` together reduce."""
         return 0
 
-    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with labels of `classes`.
 
         `classes` is None where the targets are not labels.

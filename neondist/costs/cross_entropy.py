@@ -7,8 +7,8 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Share
-from .base import Cost, Total, alone
-from .labels import is_dense, one_hot, pick, without_ignored
+from .base import Cost, TileSum, no_reduction
+from .labels import is_dense, mask_ignored, one_hot, value_at_label
 
 
 class CrossEntropy(Cost):
@@ -37,13 +37,13 @@ class CrossEntropy(Cost):
     ) -> None:
         self.class_weights, self.ignore_index = class_weights, ignore_index
         self.label_smoothing = float(label_smoothing)
-        self.weighted = class_weights is not None or ignore_index is not None
+        self.has_weighted_mean = class_weights is not None or ignore_index is not None
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum of -log p over the local cells, summed in float64."""
-        xp, shifted = namespace(y), _shifted(y)
-        if self._plain(y, targets):
-            label_terms, weight = pick(shifted, targets)[..., 0], 1.0
+        xp, shifted = namespace(y), _subtract_maximum(y)
+        if self._has_equal_weights(y, targets):
+            label_terms, weight = value_at_label(shifted, targets)[..., 0], 1.0
         else:
             weights = self.target_weights(y, targets)
             label_terms = (weights * shifted).sum(axis=-1, dtype="f8")
@@ -51,10 +51,10 @@ class CrossEntropy(Cost):
         mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
         return (weight * xp.log(mass) - label_terms).sum()
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
         p = softmax(y)
-        if self._plain(y, targets):
+        if self._has_equal_weights(y, targets):
             p -= one_hot(p, targets)
         else:
             weights = self.target_weights(y, targets)
@@ -62,18 +62,18 @@ class CrossEntropy(Cost):
             p -= weights
         return p
 
-    def weight(self, shape: Sequence[int], targets: Any) -> float:
+    def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return the sum of the weights of all local labels; for probabilities the number of cells."""
         if is_dense(shape, targets, self.ignore_index):
-            return super().weight(shape, targets)
+            return super().local_denominator(shape, targets)
         labels = targets if self.ignore_index is None else targets[targets != self.ignore_index]
         if self.class_weights is None:
             return float(labels.size)
         return float(namespace(labels).asarray(self.class_weights, "f8")[labels].sum())
 
-    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
-        super().check(y_shape, classes)
+        super().check_output_shape(y_shape, classes)
         self.check_weights("class_weights", self.class_weights, y_shape[-1])
 
     def target_weights(self, y: Any, targets: Any) -> Any:
@@ -82,7 +82,7 @@ class CrossEntropy(Cost):
         if is_dense(y.shape, targets, self.ignore_index):
             weights = xp.asarray(targets)
         else:
-            targets, keep = without_ignored(targets, self.ignore_index)
+            targets, keep = mask_ignored(targets, self.ignore_index)
             weights = one_hot(y, targets).astype(y.dtype)
         if self.label_smoothing:
             weights = weights * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
@@ -90,9 +90,9 @@ class CrossEntropy(Cost):
             weights = weights * xp.asarray(self.class_weights, y.dtype)
         return weights if keep is None else weights * xp.asarray(keep)[..., None]
 
-    def _plain(self, y: Any, targets: Any) -> bool:
+    def _has_equal_weights(self, y: Any, targets: Any) -> bool:
         """Return whether targets are labels with equal weights."""
-        return not (self.weighted or self.label_smoothing or is_dense(y.shape, targets))
+        return not (self.has_weighted_mean or self.label_smoothing or is_dense(y.shape, targets))
 
 
 class SoftmaxCrossEntropy(CrossEntropy):
@@ -101,7 +101,7 @@ class SoftmaxCrossEntropy(CrossEntropy):
 
 def softmax(y: Any) -> Any:
     """Return the softmax over the last axis, a new array."""
-    p = _shifted(y)
+    p = _subtract_maximum(y)
     namespace(y).exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
     return p
@@ -109,11 +109,11 @@ def softmax(y: Any) -> Any:
 
 def log_softmax(y: Any) -> Any:
     """Return the logarithm of the softmax over the last axis, a new array."""
-    xp, shifted = namespace(y), _shifted(y)
+    xp, shifted = namespace(y), _subtract_maximum(y)
     shifted -= xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
     return shifted
 
 
-def _shifted(y: Any) -> Any:
+def _subtract_maximum(y: Any) -> Any:
     """Return `y` minus the largest score of each cell, so that no exponential overflows (a new array)."""
     return y - y.max(axis=-1, keepdims=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
-from .base import Cost, Total, alone
+from .base import Cost, TileSum, no_reduction
 from .cross_entropy import CrossEntropy, softmax
-from .labels import is_dense, one_hot, without_ignored
+from .labels import is_dense, mask_ignored, one_hot
 
 
 class Dice(Cost):
@@ -30,46 +30,46 @@ class Dice(Cost):
     def __init__(self, smooth: Positive = 1.0, *, ignore_index: int | None = None) -> None:
         self.smooth, self.ignore_index = smooth, ignore_index
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return this rank's share: its own sums divided by those of the whole image."""
-        sums = self.of_cells(y, targets)
-        return self.of_samples(sums, total(sums[:, : y.shape[-1]])).sum()
+        sums = self.sums_per_sample(y, targets)
+        return self.losses_from_sums(sums, sum_over_tiles(sums[:, : y.shape[-1]])).sum()
 
-    def of_cells(self, y: Any, targets: Any) -> Any:
+    def sums_per_sample(self, y: Any, targets: Any) -> Any:
         """Return the sums of p + t and of p t of each sample and class, (n, 2 C)."""
-        p, t, keep = softmax(y), *self._one_hot(y, targets)
-        return namespace(y).concatenate([_over_cells((p + t) * keep), _over_cells(p * t)], axis=1)
+        p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
+        return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
 
-    def of_samples(self, sums: Any, whole: Any | None = None) -> Any:
+    def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
         """Return the loss of each sample (n,) from its sums; a part's share, given p + t of the `whole` image."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
         return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
-        p, t, keep = softmax(y), *self._one_hot(y, targets)
-        both, overlap = total(namespace(y).stack([_over_cells((p + t) * keep), _over_cells(p * t)]))
+        p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
+        both, overlap = sum_over_tiles(namespace(y).stack([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)]))
         spatial = (slice(None), *(None for _ in y.shape[1:-1]))
         whole = (both + self.smooth)[spatial]
         by_p = ((2 * overlap + self.smooth)[spatial] / whole - 2 * t) / (whole * y.shape[-1])
         by_p = (by_p * keep).astype(y.dtype)
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
-    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return two sums per class for the gradient, and one for the value."""
         return 3 * y_shape[-1]
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
         return 1
 
-    def _one_hot(self, y: Any, targets: Any) -> tuple[Any, Any]:
+    def _one_hot_and_mask(self, y: Any, targets: Any) -> tuple[Any, Any]:
         """Return the targets, 0 in ignored cells, and the mask of counted cells."""
         xp = namespace(y)
         if is_dense(y.shape, targets, self.ignore_index):
             return xp.asarray(targets), 1.0
-        labels, keep = without_ignored(targets, self.ignore_index)
+        labels, keep = mask_ignored(targets, self.ignore_index)
         t = one_hot(y, labels).astype(y.dtype)
         if keep is None:
             return t, 1.0
@@ -111,31 +111,32 @@ class DiceCE(Cost):
         """Dice, whose mean is over samples, and the cross entropy, whose mean is over cells."""
         return tuple(zip(self.weights, (self.dice, self.cross_entropy), strict=True))
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the number of samples times the mean over all cells of `y`."""
-        return sum(scale * part.value(y, targets, total) for scale, part in self._scaled(y, targets))
+        return sum(scale * part.local_sum(y, targets, sum_over_tiles) for scale, part in self._scaled_parts(y, targets))
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return the gradient of `value`."""
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+        """Return the gradient of `local_sum`."""
         dice, entropy = (
-            y.dtype.type(scale) * part.gradient(y, targets, total) for scale, part in self._scaled(y, targets)
+            y.dtype.type(scale) * part.gradient(y, targets, sum_over_tiles)
+            for scale, part in self._scaled_parts(y, targets)
         )
         return dice + entropy
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
         return 1
 
-    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError as the cross entropy does."""
-        super().check(y_shape, classes)
+        super().check_output_shape(y_shape, classes)
         self.check_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
 
-    def _scaled(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:
-        weights = [part.weight(y.shape, targets) for _, part in self.parts]
+    def _scaled_parts(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:
+        weights = [part.local_denominator(y.shape, targets) for _, part in self.parts]
         return [(f * len(y) / w if w else 0.0, part) for (f, part), w in zip(self.parts, weights, strict=True)]
 
 
-def _over_cells(array: Any) -> Any:
+def _sum_over_cells(array: Any) -> Any:
     """Return the sums over the spatial axes, (n, C), in float64."""
     return array.sum(axis=tuple(range(1, array.ndim - 1)), dtype="f8")

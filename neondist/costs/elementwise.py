@@ -11,11 +11,11 @@ from typing import Any
 from ..arrays.namespace import namespace
 from ..errors import ConfigError, ShapeError
 from ..formats.cell_weights import cell_weights, check_weights
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry.ranges import NotNegative, Positive
-from .base import Cost, Total, alone
-from .labels import is_dense, one_hot, values_of, without_ignored
+from .base import Cost, TileSum, no_reduction
+from .labels import is_dense, mask_ignored, one_hot, targets_as_values
 
 
 class Regression(Cost):
@@ -31,43 +31,43 @@ class Regression(Cost):
         'FILE.nc:NAME'. Default: uniform.
     """
 
-    _cells: Any = None  # weights of the local cells (*tile, 1)
+    _cell_weights: Any = None  # weights of the local cells (*tile, 1)
 
     def __init__(self, *, weights: str | None = None) -> None:
         self.weights = weights
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
-        return self._weighted(self.costs(y - values_of(y, targets))).sum(dtype="f8")
+        return self._apply_cell_weights(self.costs(y - targets_as_values(y, targets))).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the derivative at every difference."""
-        return self._weighted(self.slopes(y - values_of(y, targets)))
+        return self._apply_cell_weights(self.derivatives(y - targets_as_values(y, targets)))
 
-    def _weighted(self, cells: Any) -> Any:
+    def _apply_cell_weights(self, cells: Any) -> Any:
         """Return an array (n, *tile, C) times the weights of its cells."""
         if self.weights is None:
             return cells
-        if self._cells is None or self._cells.shape[:-1] != cells.shape[1:-1]:
+        if self._cell_weights is None or self._cell_weights.shape[:-1] != cells.shape[1:-1]:
             raise ConfigError(
                 "weights: a cost with weights applies only to the tiles of an experiment's data set; leave them out"
                 " here"
             )
-        return cells * namespace(cells).asarray(self._cells, cells.dtype)
+        return cells * namespace(cells).asarray(self._cell_weights, cells.dtype)
 
-    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
             raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 
-    def placed(self, extent: Sequence[int], box: Box, fields: Fields | None) -> Cost:
+    def restrict_to_box(self, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> Cost:
         """Return the cost with the weights of a box of cells."""
         if self.weights is None:
             return self
         cost = copy(self)
-        cost._cells = cell_weights(self.weights, extent, box, fields)
+        cost._cell_weights = cell_weights(self.weights, extent, box, fields)
         return cost
 
     @abstractmethod
@@ -75,17 +75,17 @@ class Regression(Cost):
         """Return the cost of each difference."""
 
     @abstractmethod
-    def slopes(self, difference: Any) -> Any:
+    def derivatives(self, difference: Any) -> Any:
         """Return the derivative of `costs`."""
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of outputs of a sample."""
         return math.prod(y_shape)
 
-    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise ShapeError as for other costs, but that one output may be any number."""
         if y_shape[-1] > 1:
-            super().check(y_shape, classes)
+            super().check_output_shape(y_shape, classes)
 
 
 class MSE(Regression):
@@ -102,7 +102,7 @@ class MSE(Regression):
         """Return the squares."""
         return difference * difference
 
-    def slopes(self, difference: Any) -> Any:
+    def derivatives(self, difference: Any) -> Any:
         """Return twice the differences."""
         return 2 * difference
 
@@ -120,7 +120,7 @@ class MAE(Regression):
         """Return the absolute values."""
         return abs(difference)
 
-    def slopes(self, difference: Any) -> Any:
+    def derivatives(self, difference: Any) -> Any:
         """Return the signs."""
         return namespace(difference).sign(difference)
 
@@ -145,18 +145,18 @@ class Huber(Regression):
         xp, size = namespace(difference), abs(difference)
         return xp.where(size <= self.delta, 0.5 * size * size, self.delta * (size - 0.5 * self.delta))
 
-    def slopes(self, difference: Any) -> Any:
+    def derivatives(self, difference: Any) -> Any:
         """Return the differences, clamped to delta."""
         xp = namespace(difference)
         return xp.minimum(xp.maximum(difference, -self.delta), self.delta)
 
 
 class BCE(Cost):
-    """Binary cross entropy of every output through a logistic function, as `torch.nn.BCEWithLogitsLoss`.
+    """Binary cross entropy of logits, one per output, as `torch.nn.BCEWithLogitsLoss`.
 
-    Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a logistic layer. Targets are numbers
-    from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0 and 1 for one output, otherwise classes, one
-    against the rest. The mean is over batch, cells and outputs.
+    Outputs `y` are logits (n, C) or (n, *spatial, C), local to this rank, not probabilities: the cost applies the
+    logistic function itself. Targets are numbers from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0
+    and 1 for one output, otherwise classes, one against the rest. The mean is over batch, cells and outputs.
 
     Parameters
     ----------
@@ -170,48 +170,48 @@ class BCE(Cost):
         self, *, pos_weight: NotNegative | Sequence[NotNegative] | None = None, ignore_index: int | None = None
     ) -> None:
         self.pos_weight, self.ignore_index = pos_weight, ignore_index
-        self.weighted = ignore_index is not None
+        self.has_weighted_mean = ignore_index is not None
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
         xp = namespace(y)
-        t, positive, keep = self._targets(y, targets)
+        t, positive, keep = self._targets_weights_and_mask(y, targets)
         base = xp.log1p(xp.exp(-abs(y)))  # common term of both classes
         costs = positive * t * (base + xp.maximum(-y, 0)) + (1 - t) * (base + xp.maximum(y, 0))
         return (costs * keep).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return p (1 - t) - (1 - p) t, the latter times its weight, with p the logistic function of `y`."""
         xp = namespace(y)
-        t, positive, keep = self._targets(y, targets)
+        t, positive, keep = self._targets_weights_and_mask(y, targets)
         small = xp.exp(-abs(y))
         p = xp.where(y >= 0, 1 / (1 + small), small / (1 + small))
         rest = xp.where(y >= 0, small / (1 + small), 1 / (1 + small))
         return (keep * (p * (1 - t) - positive * t * rest)).astype(y.dtype)
 
-    def weight(self, shape: Sequence[int], targets: Any) -> float:
+    def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return the number of local outputs in cells that are not ignored."""
         if tuple(targets.shape) == tuple(shape):
-            return super().weight(shape, targets)
+            return super().local_denominator(shape, targets)
         return float((targets != self.ignore_index).sum() * shape[-1])
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of outputs of a sample."""
         return math.prod(y_shape)
 
-    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
         if y_shape[-1] > 1 or classes != 2:
-            super().check(y_shape, classes)
+            super().check_output_shape(y_shape, classes)
         many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None
         self.check_weights("pos_weight", many, y_shape[-1])
 
-    def _targets(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
+    def _targets_weights_and_mask(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Return the targets as numbers, the weights of positive ones, and the mask of counted cells."""
         xp, outputs = namespace(y), y.shape[-1]
         positive = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
         if targets.dtype.kind == "f" or is_dense((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
-            return values_of(y, targets), positive, 1.0
-        labels, keep = without_ignored(targets, self.ignore_index)
+            return targets_as_values(y, targets), positive, 1.0
+        labels, keep = mask_ignored(targets, self.ignore_index)
         t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(y, labels).astype(y.dtype)
         return t, positive, 1.0 if keep is None else xp.asarray(keep, y.dtype)[..., None]

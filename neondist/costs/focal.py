@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative
-from .base import Total, alone
+from .base import TileSum, no_reduction
 from .cross_entropy import CrossEntropy, log_softmax
 
 
@@ -37,12 +37,12 @@ class Focal(CrossEntropy):
         super().__init__(class_weights=class_weights, ignore_index=ignore_index)
         self.gamma = float(gamma)
 
-    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
         xp, log_p = namespace(y), log_softmax(y)
         return -(self.target_weights(y, targets) * (-xp.expm1(log_p)) ** self.gamma * log_p).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient with respect to the scores."""
         xp, log_p = namespace(y), log_softmax(y)
         p, rest = xp.exp(log_p), -xp.expm1(log_p)

@@ -11,14 +11,14 @@ from ..arrays.namespace import namespace
 from ..errors import DataError, ShapeError
 
 
-def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> bool:
+def is_dense(shape: Sequence[int], targets: Any, ignore_index: int | None = None) -> bool:
     """Return whether `targets` has one value per output (one-hot, probabilities), and not one label per cell.
 
     Parameters
     ----------
     shape : sequence of int
         Shape of the outputs, (n, C) or (n, *spatial, C).
-    ignored : int, optional
+    ignore_index : int, optional
         A label that is exempt from validation.
 
     Raises
@@ -33,14 +33,14 @@ def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> 
         return True
     if targets.shape != shape[:-1]:
         raise ShapeError(
-            f"targets of shape {targets.shape}, {targets.dtype}, do not fit outputs of shape {shape}: give labels of"
-            f" shape {shape[:-1]}, whole numbers, or values of shape {shape}; one label per image needs an FC or a"
-            " global pooling layer at the end"
+            f"targets of shape {targets.shape}, {targets.dtype}, do not fit outputs of shape {shape}: give integer"
+            f" labels of shape {shape[:-1]}, or values of shape {shape}; for one label per image, end the model with an"
+            " FC or a global pooling layer"
         )
     classes = shape[-1]
     if targets.dtype.kind not in "iu":
         raise DataError(f"targets: labels must be integers from 0 to {classes - 1}, not {targets.dtype}")
-    labels = targets if ignored is None else targets[targets != ignored]
+    labels = targets if ignore_index is None else targets[targets != ignore_index]
     if labels.size:
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
@@ -52,15 +52,15 @@ def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> 
     return False
 
 
-def without_ignored(labels: np.ndarray, ignored: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+def mask_ignored(labels: np.ndarray, ignore_index: int | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Return labels with class 0 in ignored cells, and the mask of other cells; None: no cell is ignored."""
-    if ignored is None:
+    if ignore_index is None:
         return labels, None
-    keep = labels != ignored
+    keep = labels != ignore_index
     return np.where(keep, labels, 0), keep
 
 
-def values_of(y: Any, targets: Any) -> Any:
+def targets_as_values(y: Any, targets: Any) -> Any:
     """Return targets as numbers of the shape and dtype of `y`.
 
     For a single output the last axis may be missing; labels become one-hot vectors.
@@ -73,12 +73,12 @@ def values_of(y: Any, targets: Any) -> Any:
     return one_hot(y, targets).astype(y.dtype)
 
 
-def labels_of(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def targets_as_labels(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return integer labels of the shape of `y` without its last axis; argmax of dense targets."""
     return targets.argmax(axis=-1) if is_dense(y.shape, targets) else targets
 
 
-def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
+def are_class_targets(y: np.ndarray, targets: np.ndarray) -> bool:
     """Return whether `targets` are labels, one-hot vectors or probabilities, and not regression targets."""
     if not is_dense(y.shape, targets):
         return True
@@ -86,7 +86,7 @@ def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
     return bool(targets.min(initial=0) >= 0 and np.allclose(sums, 1, rtol=0, atol=1e-3))
 
 
-def pick(values: Any, labels: Any) -> Any:
+def value_at_label(values: Any, labels: Any) -> Any:
     """Return the entry of each cell's label from `values`, with the last axis kept (length 1)."""
     xp = namespace(values)
     return xp.take_along_axis(values, xp.asarray(labels)[..., None].astype("i8", copy=False), axis=-1)

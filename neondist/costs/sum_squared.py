@@ -18,10 +18,10 @@ class SumSquared(Regression):
         """Return half the squares."""
         return 0.5 * difference * difference
 
-    def slopes(self, difference: Any) -> Any:
+    def derivatives(self, difference: Any) -> Any:
         """Return the differences."""
         return difference
 
-    def cells(self, y_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is the sum over all its outputs."""
         return 1

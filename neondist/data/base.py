@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from ..comm import ProcessGrid, agree
 from ..comm.facts import describe_object
 from ..errors import ConfigError, DataError, NotReadyError, UserError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import Overlapping
 from ..registry import Registered
-from ..registry.ranges import integer
+from ..registry.ranges import require_integer
 from .augment import AugmentedTile, Transform
-from .split import Split, are_maps, shape_of
+from .split import Split, are_label_maps, tile_shape
 
 SPLITS = ("train", "validation", "test")
 AnyDataset = TypeVar("AnyDataset", bound="Dataset")
@@ -41,7 +41,7 @@ class Dataset(Registered, ABC):
         Available after `open`, as are the next two.
     validation, test : Split or None
         The validation split selects settings; the test split is for reported results. None if absent.
-    content : str
+    content_hash : str
         Set by `load`: a hash of the source data, the same on all ranks with the same data regardless of their tiles. It
         is compared between ranks before training; '' (the default) compares only labels.
 
@@ -51,15 +51,15 @@ class Dataset(Registered, ABC):
         If `validation` is neither a fraction nor a number of samples.
     """
 
-    content: str = ""
-    needs_selection = True
+    content_hash: str = ""
+    needs_selection_split = True
     """Whether `open` refuses data without a validation and a test split."""
-    _validation: float | int | None = None  # for subclasses that do not call this constructor
-    _shard: tuple[int, int] | None = None
+    _validation_share: float | int | None = None  # for subclasses that do not call this constructor
+    _shard_and_count: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
     #: number of shards of the training samples, and number of samples in the smallest
-    num_shards, least_shard = 1, 0
+    num_shards, smallest_shard_size = 1, 0
 
     sample_shape: tuple[int, ...]
     classes: int | None
@@ -68,8 +68,8 @@ class Dataset(Registered, ABC):
     test: Split | None
 
     def __init__(self, validation: float | int | None = None) -> None:
-        require_share("validation", validation)
-        self._validation = validation
+        require_fraction_or_count("validation", validation)
+        self._validation_share = validation
 
     def __getattr__(self, name: str) -> Any:
         """Raise NotReadyError for attributes that `check` or `open` has yet to set."""
@@ -85,12 +85,12 @@ class Dataset(Registered, ABC):
         return {name: split for name, split in splits.items() if split is not None}
 
     @property
-    def selection(self) -> Split:
-        """Name of the split that selects settings: validation, or test if there is none."""
+    def selection_split(self) -> Split:
+        """The split that selects settings: validation, or test if there is none."""
         return list(self.splits.values())[1]
 
     @property
-    def fields(self) -> Fields | None:
+    def fields(self) -> FieldMetadata | None:
         """Metadata of the targets, if they are physical fields; None otherwise."""
         return None
 
@@ -137,22 +137,22 @@ class Dataset(Registered, ABC):
             if not checked:
                 self.check()
             for transform in augment:
-                transform.check(self.sample_shape)
+                transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
-            reading = Overlapping.one(self.sample_shape[:-1], tile.held) if augment else None
+            reading = Overlapping.one(self.sample_shape[:-1], tile.input_box) if augment else None
             self.train, *validation, self.test = self.load(grid.with_tiles(reading))
             self.validation = validation[0] if validation else None
-            if self.validation is None and self._validation is not None:
+            if self.validation is None and self._validation_share is not None:
                 samples = len(self.train)
                 first = samples - self.count_validation(samples)
-                self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
-            if len(self.splits) == 1 and self.needs_selection:
+                self.train, self.validation = self.train.select_range(0, first), self.train.select_range(first, samples)
+            if len(self.splits) == 1 and self.needs_selection_split:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
             self._grid = grid
-            if self._shard is not None:
-                self._divide(*self._shard, grid)
+            if self._shard_and_count is not None:
+                self._keep_shard(*self._shard_and_count, grid)
             if augment:
-                self._augment(tile)
+                self._augment_splits(tile)
         except MemoryError as caught:
             detail = f" ({caught})" if str(caught) else ""
             error = DataError(
@@ -183,23 +183,23 @@ class Dataset(Registered, ABC):
             different shards or a shard is empty.
         """
         for name, value, minimum in (("num_shards", num_shards, 1), ("index", index, 0)):
-            integer(f"shard: {name}", value, minimum)
+            require_integer(f"shard: {name}", value, minimum)
         if index >= num_shards:
             raise ConfigError(f"shard: index: {index}, but there are {num_shards} shards, numbered from 0")
-        if self.num_shards > 1 or self._shard is not None:
+        if self.num_shards > 1 or self._shard_and_count is not None:
             raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
         shard = copy(self)
-        shard._shard = num_shards, index
+        shard._shard_and_count = num_shards, index
         if self._grid is not None:
             error: Exception | None = None
             try:
-                shard._divide(num_shards, index, self._grid)
+                shard._keep_shard(num_shards, index, self._grid)
             except UserError as problem:
                 error = problem
             agree(self._grid.world, error)
         return shard
 
-    def _divide(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
+    def _keep_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
         """Keep one shard of the training samples; collective over the tiles of a replica."""
         shards = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
         own = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
@@ -213,30 +213,31 @@ class Dataset(Registered, ABC):
         samples = len(self.train)
         if samples < num_shards:
             raise DataError(f"shard: {samples} training samples for {num_shards} shards; some would be empty")
-        self.num_shards, self.least_shard = num_shards, samples // num_shards
-        self.train = self.train.every(num_shards, index)
+        self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
+        self.train = self.train.every_nth(num_shards, index)
 
-    def _augment(self, tile: AugmentedTile) -> None:
+    def _augment_splits(self, tile: AugmentedTile) -> None:
         """Augment the training split; cut the tiles of the other splits from the cells read for augmentation."""
-        for split in self.splits.values() if tile.moves else ():
-            if are_maps(split.labels, tile.box) and shape_of(split.labels)[: tile.box.ndim] != tile.held.shape:
+        for split in self.splits.values() if tile.moves_cells else ():
+            shape = tile_shape(split.labels)[: tile.box.ndim]
+            if are_label_maps(split.labels, tile.box) and shape != tile.input_box.shape:
                 raise DataError(
                     f"augment: label maps of another size than the images, {tile.shape[:-1]}, cannot be moved with"
                     " them; leave out Flip, QuarterTurns, Shift and Elastic"
                 )
-        self.train = self.train.augmented(tile)
-        if tile.moves:
-            others = (self.validation, self.test)
-            self.validation, self.test = (None if split is None else split.augmented(tile.plain()) for split in others)
+        self.train = self.train.augment_with(tile)
+        if tile.moves_cells:
+            others, tile = (self.validation, self.test), tile.without_augmentation()
+            self.validation, self.test = (None if split is None else split.augment_with(tile) for split in others)
 
     def count_validation(self, samples: int) -> int:
         """Return the number of training samples held out for validation; DataError if none would remain."""
-        return count_of("validation", self._validation or 0, samples)
+        return count_held_out("validation", self._validation_share or 0, samples)
 
     def fingerprint(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""
         lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
-        return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
+        return [*lines, *([f"data of hash {self.content_hash}"] if self.content_hash else [])]
 
     def close(self) -> None:
         """Close the files of all splits; later reads reopen them."""
@@ -244,7 +245,7 @@ class Dataset(Registered, ABC):
             split.close()
 
 
-def require_share(field: str, share: Any) -> None:
+def require_fraction_or_count(field: str, share: Any) -> None:
     """Raise ConfigError unless `share` is a fraction or a number of samples to hold out for another split."""
     is_count = isinstance(share, Integral) and not isinstance(share, bool)
     if share is not None and not (share > 0 if is_count else _is_fraction(share)):
@@ -254,7 +255,7 @@ def require_share(field: str, share: Any) -> None:
         )
 
 
-def count_of(field: str, share: float | int, samples: int) -> int:
+def count_held_out(field: str, share: float | int, samples: int) -> int:
     """Return the number of training samples held out for another split; DataError if none would remain."""
     limit = samples - 1
     count = share if isinstance(share, Integral) else min(max(1, round(share * samples)), limit)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import IO, Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,16 +26,16 @@ from ..errors import ConfigError, DataError
 from ..io import hdf5
 from ..io.regular_file import open_regular
 from .base import Dataset, Split, tile_slices
-from .datasets.idx import PIECE
+from .datasets.idx import PIECE_BYTES
 
-FORMAT = 3
-Arrays = dict[str, np.ndarray]
+FORMAT_VERSION = 3
+ArraysByName = dict[str, np.ndarray]
 
 
 class CachedDataset(Dataset):
     """Base class of data sets of small images, decoded once by each rank to tiles in memory, and cached in a file.
 
-    A subclass implements `sources`, the files of the images, and `decode`.
+    A subclass implements `source_files`, the files of the images, and `decode`.
     """
 
     mean: float | tuple[float, ...]
@@ -44,15 +44,15 @@ class CachedDataset(Dataset):
     def __init__(self, serialized_path: str | os.PathLike[str] | None, validation: float | int | None) -> None:
         super().__init__(validation=validation)
         if serialized_path is not None:
-            check_template(serialized_path)
+            check_path_template(serialized_path)
         self.serialized_path = serialized_path
 
     @abstractmethod
-    def sources(self) -> list[Path]:
+    def source_files(self) -> list[Path]:
         """Return the files that the images and targets are read from."""
 
     @abstractmethod
-    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+    def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
@@ -61,9 +61,9 @@ class CachedDataset(Dataset):
         if self.serialized_path is None:
             arrays = build()
         else:
-            stamp = fingerprint(type(self).__name__, self.sources(), grid, self.sample_shape[:-1])
+            stamp = cache_fingerprint(type(self).__name__, self.source_files(), grid, self.sample_shape[:-1])
             arrays = load_or_build(cache_path(self.serialized_path, grid), stamp, build)
-        self.content = arrays["content"].tobytes().hex()
+        self.content_hash = arrays["content"].tobytes().hex()
         train, test = (
             Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
             for name in ("train", "test")
@@ -71,11 +71,11 @@ class CachedDataset(Dataset):
         return train, test
 
 
-def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
+def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
     """Return the properties that the cached tile depends on, as text; reads the sources once for their checksums."""
     box = grid.tile_box(extent)
     key = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "data set": name,
         "sources": [_describe_source(path) for path in sources],
         "extent": extent,
@@ -85,7 +85,7 @@ def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: t
     return json.dumps(key, sort_keys=True)
 
 
-def load_or_build(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
+def load_or_build(path: Path, stamp: str, build: Callable[[], ArraysByName]) -> ArraysByName:
     """Return the arrays cached in `path` with the fingerprint `stamp`; otherwise `build` and cache them.
 
     Raises
@@ -94,15 +94,15 @@ def load_or_build(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays
         If the file cannot be written, is not a regular file, or belongs to another user.
     """
     with suppress(OSError):  # missing, or reading and writing report the error
-        _require_own(path, os.stat(path))
-    arrays = read(path, stamp)
+        _require_own_file(path, os.stat(path))
+    arrays = read_cache(path, stamp)
     if arrays is None:
         arrays = build()
-        write(path, stamp, arrays)
+        write_cache(path, stamp, arrays)
     return arrays
 
 
-def _require_own(path: Path, status: os.stat_result) -> None:
+def _require_own_file(path: Path, status: os.stat_result) -> None:
     """Raise DataError for a file of another user, who could forge its fingerprint."""
     if stat.S_ISDIR(status.st_mode):
         return
@@ -117,47 +117,44 @@ def _require_own(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _writable_by_others(file: IO[bytes]) -> bool:
-    return bool(os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-
-
-def read(path: Path, stamp: str) -> Arrays | None:
+def read_cache(path: Path, stamp: str) -> ArraysByName | None:
     """Return the arrays in `path`; None if it is missing, damaged, outdated, or writable by other users."""
     try:
         opened = open_regular(path)
     except OSError:
         return None
     with opened:
-        _require_own(path, os.fstat(opened.fileno()))  # the file may have been replaced since the first check
+        _require_own_file(path, os.fstat(opened.fileno()))  # the file may have been replaced since the first check
         with suppress(Exception):  # HDF5 may raise nearly any error for a damaged file; the cache is rebuilt
-            return _read(opened, stamp)
+            return _read_verified(opened, stamp)
     return None
 
 
-def _read(opened: BinaryIO, stamp: str) -> Arrays | None:
+def _read_verified(opened: BinaryIO, stamp: str) -> ArraysByName | None:
     import h5py
 
+    is_shared = os.fstat(opened.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     with h5py.File(opened, "r") as file:
-        if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
+        if is_shared or hdf5.get_text_attribute(file.attrs, "stamp") != stamp:
             return None
-        sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
-        entries = {name: hdf5.find(file, name) for name in sums}
+        sums: dict[str, str] = json.loads(hdf5.get_text_attribute(file.attrs, "checksums"))
+        entries = {name: hdf5.find_object(file, name) for name in sums}
         arrays = {name: np.asarray(array[()]) for name, array in entries.items() if hdf5.is_numeric(array)}
     return arrays if checksums(arrays) == sums else None
 
 
-def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write_cache(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write the arrays atomically to `path`; DataError if it cannot be written, or is another kind of file."""
-    if _is_foreign(path):
+    if _is_not_a_cache(path):
         raise DataError(
             f"serialized_path: {path} exists but is not a neondist cache, so it is not replaced; choose another name"
         )
     try:
-        with hdf5.NewFile(path, private=True) as new:
+        with hdf5.NewHDF5File(path, private=True) as new:
             for name, array in arrays.items():
                 new.file[name] = array
-            hdf5.put_text(new.file.attrs, "stamp", stamp)
-            hdf5.put_text(new.file.attrs, "checksums", json.dumps(checksums(arrays)))
+            hdf5.put_text_attribute(new.file.attrs, "stamp", stamp)
+            hdf5.put_text_attribute(new.file.attrs, "checksums", json.dumps(checksums(arrays)))
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
@@ -171,7 +168,7 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     return {n: f"{a.shape} {a.dtype} {zlib.crc32(np.ascontiguousarray(a).data):08x}" for n, a in arrays.items()}
 
 
-def _is_foreign(path: Path) -> bool:
+def _is_not_a_cache(path: Path) -> bool:
     """Return whether a file is certainly not a cache of any version, damaged or not."""
     import h5py
 
@@ -189,30 +186,31 @@ def _is_foreign(path: Path) -> bool:
         return False
 
 
-def _describe_source(path: Path) -> list[Any]:
+def _describe_source(path: Path) -> list[str | int]:
     crc = 0
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            while piece := file.read(PIECE):
+            while piece := file.read(PIECE_BYTES):
                 crc = zlib.crc32(piece, crc)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     return [path.name, status.st_size, status.st_mtime_ns, crc]
 
 
-_PADDED = re.compile(r"(0?[1-9])?d?")  # limits the width: format strings could exhaust the memory
+_FORMAT_SPEC = re.compile(r"(0?[1-9])?d?")  # limits the width: format strings could exhaust the memory
 _EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
 
 
-def check_template(template: object) -> None:
+def check_path_template(template: object) -> None:
     """Raise ConfigError unless `template` is a path whose only fields are {rank} and {size}."""
     if not isinstance(template, (str, os.PathLike)) or not os.fspath(template):
         raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_EXAMPLE}")
     text = os.fspath(template)
     try:
         unknown = _field_names(text) - {"rank", "size"}
-        wide = [spec for _, _, spec, conversion in _parse(text) if conversion or not _PADDED.fullmatch(spec or "")]
+        fields = _parse_fields(text)
+        wide = [spec for _, _, spec, conversion in fields if conversion or not _FORMAT_SPEC.fullmatch(spec or "")]
         if wide:
             raise ValueError(f"'{wide[0]}' is not a valid format width")
         if "\0" in text:
@@ -230,7 +228,7 @@ def check_template(template: object) -> None:
 
 def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
     """Return this rank's file; ConfigError if ranks would share it (replicas, too, write separately)."""
-    check_template(template)
+    check_path_template(template)
     text = os.fspath(template)
     if grid.size > 1 and "rank" not in _field_names(text):
         raise ConfigError(
@@ -241,10 +239,10 @@ def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
 
 
 def _field_names(text: str) -> set[str]:
-    return {name for _, name, _, _ in _parse(text)}
+    return {name for _, name, _, _ in _parse_fields(text)}
 
 
-def _parse(text: str) -> list[tuple[str, str, str | None, str | None]]:
+def _parse_fields(text: str) -> list[tuple[str, str, str | None, str | None]]:
     """Return literal text, name, width and conversion of each field."""
     return [
         (literal, name, spec, conversion)

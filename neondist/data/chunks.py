@@ -7,10 +7,10 @@ from math import ceil, log, prod
 
 from ..geometry import part_range
 
-_LEAST, _MOST = 1 << 14, 1 << 20  # bytes of a chunk: small ones cost overhead, large ones excess reads
-_PIECES = 256  # chunks of an image between these bounds
-_SMALL = 1 << 16  # bytes of an image too small to be cut into rows of tiles
-_EXCESS = {2: 1.09, 4: 1.2}  # cells that 2 or 4 tiles per axis may read, relative to the axis; 2 x 2 tiles: 1.19
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 14, 1 << 20  # small chunks cost overhead, large ones excess reads
+_CHUNKS_PER_IMAGE = 256  # chunks of an image between these bounds
+_SMALL_IMAGE_BYTES = 1 << 16  # bytes of an image too small to be cut into rows of tiles
+_MAX_READ_RATIOS = {2: 1.09, 4: 1.2}  # cells that 2 or 4 tiles read of an axis, relative to it; 2 x 2 tiles: 1.19
 
 
 def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[int, ...]:
@@ -21,10 +21,10 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     a row, read at most 1.2 images.
     """
     image_bytes = prod(spatial) * channels * itemsize
-    pieces = image_bytes / min(max(image_bytes / _PIECES, _LEAST), _MOST)
+    pieces = image_bytes / min(max(image_bytes / _CHUNKS_PER_IMAGE, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     along = max(1.0, pieces) ** (1 / len(spatial))
-    bounds = _EXCESS if image_bytes > _SMALL else {2: _EXCESS[2]}
-    return (1, *(_extent(n, n / along, bounds) for n in spatial), channels)
+    max_ratios = _MAX_READ_RATIOS if image_bytes > _SMALL_IMAGE_BYTES else {2: _MAX_READ_RATIOS[2]}
+    return (1, *(_chunk_extent(n, n / along, max_ratios) for n in spatial), channels)
 
 
 def cells_read(n: int, chunk: int, parts: int) -> int:
@@ -36,12 +36,12 @@ def cells_read(n: int, chunk: int, parts: int) -> int:
     return total
 
 
-def _extent(n: int, target: float, bounds: dict[int, float]) -> int:
+def _chunk_extent(n: int, target: float, max_ratios: dict[int, float]) -> int:
     candidates = range(max(1, int(target / 8)), min(n, int(target * 8)) + 1)
     allowed = [
         c
         for c in {*candidates, ceil(n / 2), max(1, n // 16)}
-        if all(cells_read(n, c, p) <= excess * n for p, excess in bounds.items())
+        if all(cells_read(n, c, p) <= excess * n for p, excess in max_ratios.items())
     ]
 
     def cost(chunk: int) -> float:

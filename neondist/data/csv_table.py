@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from ..errors import DataError
-from ..io.files import reason
+from ..io.files import short_reason
 from ..io.regular_file import read_bytes
 
 
@@ -16,4 +16,13 @@ def read_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
         lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
         return [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); give a CSV file of {columns}") from error
+        raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a CSV file of {columns}") from error
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number, such as '-1.5e3'."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

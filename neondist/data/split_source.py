@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import DataError
 
-Block = tuple[np.ndarray, np.ndarray]
-BLOCK = 1 << 24  # bytes of images in memory at once, or one image if larger
+ImagesAndLabels = tuple[np.ndarray, np.ndarray]
+BLOCK_BYTES = 1 << 24  # bytes of images in memory at once, or one image if larger
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class SplitSource:
     dtype : of the images
     label_shape : shape of a sample's label: () for classes, or that of a map
     label_dtype : of the labels
-    blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
-    names : names of the classes, if any
-    notes : messages for the user, such as files left out
+    read_blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
+    class_names : names of the classes, if any
+    messages : messages for the user, such as files left out
     """
 
     count: int
@@ -35,22 +35,17 @@ class SplitSource:
     dtype: np.dtype
     label_shape: tuple[int, ...]
     label_dtype: np.dtype
-    blocks: Callable[[], Iterator[Block]]
-    names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def per_block(self) -> int:
-        """Number of samples of a block."""
-        return per_block(self.shape, self.dtype)
+    read_blocks: Callable[[], Iterator[ImagesAndLabels]]
+    class_names: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
 
-def per_block(shape: tuple[int, ...], dtype: np.dtype) -> int:
+def samples_per_block(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the number of samples of this shape in a block."""
-    return max(1, BLOCK // max(1, int(np.prod(shape, dtype=object)) * dtype.itemsize))
+    return max(1, BLOCK_BYTES // max(1, int(np.prod(shape, dtype=object)) * dtype.itemsize))
 
 
-def with_channels(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+def add_channel_axis(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape (*spatial, C) of the samples of an array; samples (H, W) get one channel."""
     if len(shape) == 2:
         return (*shape, 1)

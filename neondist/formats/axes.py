@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box
 
-ORDER = "NTZYXC"
+AXIS_ORDER = "NTZYXC"
 """standard order: samples, time, depth, height, width, channels; unknown letters count as samples"""
 BoxLike: TypeAlias = Box | Sequence[slice] | Sequence[tuple[int, int]]
 Cells: TypeAlias = tuple[slice, ...]
@@ -22,46 +22,46 @@ class Axes:
 
     Parameters
     ----------
-    stored : str
+    letters : str
         One letter per axis, in stored order: 'CYX'.
 
     Attributes
     ----------
-    names : str
+    channels_last_letters : str
         The same, channels-last: 'YXC'. C is always present, with extent 1 if the file has no channel axis.
     """
 
-    def __init__(self, stored: str) -> None:
-        if len(set(stored)) != len(stored):
-            raise ConfigError(f"axes: '{stored}' repeats a letter; give each axis its own, such as 'ZYXC'")
-        self.stored = stored
-        ordered = sorted(stored, key=lambda name: ORDER.find(name))
-        self._order = [stored.index(name) for name in ordered]
-        self._no_channels = "C" not in stored
-        self.names = "".join(ordered) + "C" * self._no_channels
+    def __init__(self, letters: str) -> None:
+        if len(set(letters)) != len(letters):
+            raise ConfigError(f"axes: '{letters}' repeats a letter; give each axis its own, such as 'ZYXC'")
+        self.letters = letters
+        ordered = sorted(letters, key=lambda name: AXIS_ORDER.find(name))
+        self._channels_last_order = [letters.index(name) for name in ordered]
+        self._lacks_channel_axis = "C" not in letters
+        self.channels_last_letters = "".join(ordered) + "C" * self._lacks_channel_axis
 
-    def extents(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return extents of the stored array (shape or chunks) in the order of `names`."""
-        return (*(int(stored[axis]) for axis in self._order), *(1,) * self._no_channels)
+    def to_channels_last(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return extents of the stored array (shape or chunks) in the order of `channels_last_letters`."""
+        return (*(int(stored[axis]) for axis in self._channels_last_order), *(1,) * self._lacks_channel_axis)
 
     def to_stored(self, extents: Sequence[Any]) -> tuple[Any, ...]:
         """Return extents, or slices, in stored order."""
-        stored: list[Any] = [None] * len(self.stored)
-        for axis, extent in zip(self._order, extents, strict=False):
+        stored: list[Any] = [None] * len(self.letters)
+        for axis, extent in zip(self._channels_last_order, extents, strict=False):
             stored[axis] = extent
         return tuple(stored)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Return stored cells with channels last."""
-        cells = array.transpose(self._order)
-        return cells[..., None] if self._no_channels else cells
+        cells = array.transpose(self._channels_last_order)
+        return cells[..., None] if self._lacks_channel_axis else cells
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
         """Return channels-last cells in stored order."""
-        return (array[..., 0] if self._no_channels else array).transpose(np.argsort(self._order))
+        return (array[..., 0] if self._lacks_channel_axis else array).transpose(np.argsort(self._channels_last_order))
 
 
-def guess(shape: Sequence[int], where: str | Path = "") -> str:
+def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
     """Guess the axes of an array whose file does not name them; of three or more, a last one of extent <= 4 is C.
 
     Raises
@@ -89,7 +89,9 @@ def drop_channel_axis(axes: str, shape: tuple[int, ...], options: Mapping[str, A
 def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     """Return a box as slices of an array; ShapeError if it has the wrong number of axes, or extends beyond it."""
     pairs = (
-        list(box.axes()) if isinstance(box, Box) else [_bounds(part, n) for part, n in zip(box, shape, strict=False)]
+        list(box.axes())
+        if isinstance(box, Box)
+        else [_slice_bounds(part, n) for part, n in zip(box, shape, strict=False)]
     )
     ndim = box.ndim if isinstance(box, Box) else len(box)
     if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(pairs, shape, strict=False)):
@@ -99,13 +101,13 @@ def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
 
 
-def relative(cells: Sequence[slice], origin: Sequence[slice]) -> Cells:
+def relative_slices(cells: Sequence[slice], origin: Sequence[slice]) -> Cells:
     """Return slices of cells relative to the start of `origin`."""
     return tuple(slice(cut.start - base.start, cut.stop - base.start) for cut, base in zip(cells, origin, strict=True))
 
 
-def _bounds(part: Any, n: int) -> tuple[int, int]:
+def _slice_bounds(part: Any, extent: int) -> tuple[int, int]:
     if isinstance(part, slice):
-        return (0 if part.start is None else part.start, n if part.stop is None else part.stop)
+        return (0 if part.start is None else part.start, extent if part.stop is None else part.stop)
     lo, hi = part
     return lo, hi

@@ -16,14 +16,14 @@ import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
-from ..io.files import REMEDY, reason
-from ..system.memory import require_room, words
-from .axes import Axes, BoxLike, Cells, box_to_slices, relative
+from ..io.files import WRITE_REMEDY, short_reason
+from ..system.memory import format_bytes, require_memory
+from .axes import Axes, BoxLike, Cells, box_to_slices, relative_slices
 from .cache import ChunkCache
 from .conventions import AuxiliaryVariable
 
-LARGEST_CHUNK = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
-BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
+MAX_CHUNK_BYTES = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
+AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
 """metadata by axis, and the values that carry no information"""
 
 
@@ -45,7 +45,7 @@ class TileSource(ABC):
     metadata : dict, optional
         Metadata of the image by name. 'scale', 'translation' and 'units' are mappings by axis: {'X': 0.5}; units are
         named as in OME-Zarr. A sink lists metadata that it cannot store in `lost`.
-    named : bool
+    axes_given : bool
         Whether the axes are given by the file or the caller; otherwise they are guessed.
 
     Attributes
@@ -67,7 +67,7 @@ class TileSource(ABC):
         If it does not hold numbers, is empty, or has chunks larger than 1 GiB.
     """
 
-    largest_chunk = LARGEST_CHUNK
+    max_chunk_bytes = MAX_CHUNK_BYTES
     cache: ChunkCache | None = None
 
     def __init__(
@@ -79,29 +79,32 @@ class TileSource(ABC):
         chunks: Sequence[int] | None = None,
         levels: int = 1,
         metadata: dict[str, Any] | None = None,
-        named: bool = True,
+        axes_given: bool = True,
     ) -> None:
         self.path, self.levels, self.metadata, self.bytes_read = str(path), levels, metadata or {}, 0
-        self.named, self._reading = named, Lock()
+        self.axes_given, self._read_lock = axes_given, Lock()
         if len(axes) != len(shape):
             raise ConfigError(
                 f"{path}: axes '{axes}' for an array of shape {list(shape)}; give one letter per"
                 " axis, in the stored order"
             )
-        self.stored = Axes(axes)
-        self.shape, self.axes = self.stored.extents(shape), self.stored.names
+        self.stored_axes = Axes(axes)
+        self.shape, self.axes = self.stored_axes.to_channels_last(shape), self.stored_axes.channels_last_letters
         self.dtype = np.dtype(dtype).newbyteorder("=")
         self.chunks = (
-            None if chunks is None else self.stored.extents([min(c, n) for c, n in zip(chunks, shape, strict=True)])
+            None
+            if chunks is None
+            else self.stored_axes.to_channels_last([min(c, n) for c, n in zip(chunks, shape, strict=True)])
         )
         if self.dtype.kind not in "fiub":
             raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
         if min(self.shape) < 1:
             raise DataError(f"{path}: is empty, with shape {list(self.shape)}; give an array with at least one element")
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
-        if decoded > self.largest_chunk:
+        if decoded > self.max_chunk_bytes:
             raise DataError(
-                f"{path}: {words(decoded)} must be decoded at once; rewrite it with tiles or chunks of about 1 MB"
+                f"{path}: {format_bytes(decoded)} must be decoded at once; rewrite it with tiles or chunks of about"
+                " 1 MB"
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
@@ -123,24 +126,24 @@ class TileSource(ABC):
         shape = tuple(cut.stop - cut.start for cut in cells)
         if 0 in shape:
             return np.empty(shape, self.dtype)
-        require_room(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
-        with faults(self.path), self._reading:  # a file has one position
+        require_memory(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
+        with read_errors(self.path), self._read_lock:  # a file has one position
             if self.cache is None or self.chunks is None:
-                return self._decode(cells)
+                return self._read_channels_last(cells)
             return self._read_cached(self.cache, cells, self.chunks)
 
-    def _decode(self, cells: Cells) -> np.ndarray:
+    def _read_channels_last(self, cells: Cells) -> np.ndarray:
         shape = [cut.stop - cut.start for cut in cells]
-        array = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
+        array = self.stored_axes.from_file(np.asarray(self._read(self.stored_axes.to_stored(cells))))
         if list(array.shape) != shape:
             raise DataError(f"{self.path}: returned {list(array.shape)} for a box of {shape}; it is damaged")
-        self.bytes_read += self._touched_bytes(cells)
+        self.bytes_read += self._decoded_bytes(cells)
         return np.ascontiguousarray(array, self.dtype)
 
     def _read_cached(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
         """Return cells from the cache; read chunks that are not cached, each row of neighbouring chunks at once."""
         out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
-        spans = [_spans(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
+        spans = [_chunk_overlaps(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
         longest = max(range(len(spans)), key=lambda axis: len(spans[axis]))
         for line in product(*spans[:longest], spans[longest][:1], *spans[longest + 1 :]):
             missing = []
@@ -153,9 +156,9 @@ class TileSource(ABC):
                     out[into] = cached[within]
             if missing:
                 enclosing = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
-                decoded = self._decode(enclosing)
+                decoded = self._read_channels_last(enclosing)
                 for chunk, within, into in missing:
-                    cached = decoded[relative(chunk, enclosing)].copy()
+                    cached = decoded[relative_slices(chunk, enclosing)].copy()
                     cache.put((self.path, self.shape, *(cut.start for cut in chunk)), cached)
                     out[into] = cached[within]
         return out
@@ -185,7 +188,7 @@ class TileSource(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _touched_bytes(self, cells: Cells) -> int:
+    def _decoded_bytes(self, cells: Cells) -> int:
         bounds = [(cut.start, cut.stop) for cut in cells]
         if self.chunks is not None:
             extents = zip(bounds, self.chunks, self.shape, strict=True)
@@ -280,19 +283,19 @@ class TileSink(ABC):
         self.close()
 
 
-def _spans(cut: slice, chunk: int, n: int) -> list[tuple[slice, slice, slice]]:
+def _chunk_overlaps(cut: slice, chunk: int, extent: int) -> list[tuple[slice, slice, slice]]:
     """Return, along one axis, each chunk that contains cells, and their slices in the chunk and in the box."""
     spans = []
     for lo in range(cut.start // chunk * chunk, cut.stop, chunk):
         first, end = max(lo, cut.start), min(lo + chunk, cut.stop)
         spans.append(
-            (slice(lo, min(lo + chunk, n)), slice(first - lo, end - lo), slice(first - cut.start, end - cut.start))
+            (slice(lo, min(lo + chunk, extent)), slice(first - lo, end - lo), slice(first - cut.start, end - cut.start))
         )
     return spans
 
 
 @contextmanager
-def faults(path: str | Path) -> Iterator[None]:
+def read_errors(path: str | Path) -> Iterator[None]:
     """Convert any exception that a library raises on a damaged file into DataError; a UserError passes."""
     try:
         yield
@@ -319,7 +322,7 @@ def write_errors(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        raise OutputError(f"{path}: cannot be written ({reason(error)}); {REMEDY}") from error
+        raise OutputError(f"{path}: cannot be written ({short_reason(error)}); {WRITE_REMEDY}") from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ class ChunkCache:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._size = nbytes, 0
+        self.nbytes, self._cached_bytes = nbytes, 0
         self._chunks = OrderedDict[Hashable, np.ndarray]()
 
     def get(self, key: Hashable) -> np.ndarray | None:
@@ -30,6 +30,6 @@ class ChunkCache:
     def put(self, key: Hashable, chunk: np.ndarray) -> None:
         """Add a chunk, and evict the least recently used ones."""
         self._chunks[key] = chunk
-        self._size += chunk.nbytes
-        while self._size > self.nbytes:
-            self._size -= self._chunks.popitem(last=False)[1].nbytes
+        self._cached_bytes += chunk.nbytes
+        while self._cached_bytes > self.nbytes:
+            self._cached_bytes -= self._chunks.popitem(last=False)[1].nbytes

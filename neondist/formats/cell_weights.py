@@ -8,15 +8,15 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, ShapeError
 from ..geometry import Box
-from .fields import Fields
+from .fields import FieldMetadata
 from .table import open_source
 
 COSINE = "cos(lat)"
-_POLE = 90.001  # degrees, with a margin for rounding in files
-_ROWS = 256  # rows summed at once
+_MAX_LATITUDE = 90.001  # degrees, with a margin for rounding in files
+_ROWS_PER_BLOCK = 256  # rows summed at once
 
 
-def check_weights(weights: str, extent: Sequence[int], fields: Fields | None) -> None:
+def check_weights(weights: str, extent: Sequence[int], fields: FieldMetadata | None) -> None:
     """Check that weights are available for outputs of this extent; else raise DataError or ConfigError.
 
     Parameters
@@ -24,16 +24,16 @@ def check_weights(weights: str, extent: Sequence[int], fields: Fields | None) ->
     weights : str
         'cos(lat)', or a file: 'FILE.nc:NAME'.
     extent : tuple of int, global
-    fields : Fields, or None
+    fields : FieldMetadata, or None
         Metadata of the outputs.
     """
     if weights == COSINE:
-        _latitude(extent, fields)
+        _require_latitude(extent, fields)
     else:
-        _Weights(weights, extent).close()
+        _WeightVariable(weights, extent).close()
 
 
-def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: Fields | None) -> np.ndarray:
+def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> np.ndarray:
     """Return the float64 weights (*box, 1) of the cells of a box, normalised to a global mean of 1.
 
     Raises
@@ -42,19 +42,19 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: Fields |
         As `check_weights`; or if weights are negative, or all zero.
     """
     if weights == COSINE:
-        latitude = _latitude(extent, fields)
+        latitude = _require_latitude(extent, fields)
         cosine = np.cos(np.deg2rad(latitude))
         cosine = np.maximum(cosine, 0.0)  # rounding, at the poles
         whole = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
         return np.ascontiguousarray((whole[box.slices] / cosine.mean())[..., None])
-    variable = _Weights(weights, extent)
+    variable = _WeightVariable(weights, extent)
     try:
         return (variable.read(box) / variable.mean())[..., None]
     finally:
         variable.close()
 
 
-def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
+def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np.ndarray:
     if fields is None:
         raise ConfigError(
             f"weights: {COSINE} needs a data set with latitudes, such as ClimateFiles; or give a file, 'FILE.nc:NAME'"
@@ -64,7 +64,7 @@ def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
             f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows with"
             " units degrees_north, or give weights: 'FILE.nc:NAME'"
         )
-    if not (np.abs(fields.latitude) <= _POLE).all():  # NaN is not
+    if not (np.abs(fields.latitude) <= _MAX_LATITUDE).all():  # NaN is not
         raise DataError(
             f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot use;"
             " correct the coordinate, or give weights: 'FILE.nc:NAME'"
@@ -77,7 +77,7 @@ def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
     return fields.latitude
 
 
-class _Weights:
+class _WeightVariable:
     """A variable of weights (Y, X), or (Y,) for all columns."""
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
@@ -107,8 +107,8 @@ class _Weights:
         """Return the mean over all cells, read by rows: the same on every rank."""
         rows, *others = self._extent
         sums = 0.0
-        for first in range(0, rows, _ROWS):
-            box = Box((first, *[0] * len(others)), (min(first + _ROWS, rows), *others))
+        for first in range(0, rows, _ROWS_PER_BLOCK):
+            box = Box((first, *[0] * len(others)), (min(first + _ROWS_PER_BLOCK, rows), *others))
             sums += float(self.read(box).sum())
         if not sums:
             raise DataError(f"{self._source.path}: all weights are 0; give positive weights")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import DataError
 
-_UNITS = {
+_UNIT_NAMES = {
     86400.0: ("days", "day", "d"),
     3600.0: ("hours", "hour", "hrs", "hr", "h"),
     60.0: ("minutes", "minute", "mins", "min"),
@@ -18,19 +18,19 @@ _UNITS = {
     1e-6: ("microseconds", "microsecond"),
     604800.0: ("weeks", "week"),
 }
-_SECONDS = {name: seconds for seconds, names in _UNITS.items() for name in names}
-_CALENDARS = {
+_SECONDS_PER_UNIT = {name: seconds for seconds, names in _UNIT_NAMES.items() for name in names}
+_CALENDAR_KINDS = {
     "standard": "standard", "gregorian": "standard", "proleptic_gregorian": "gregorian", "julian": "julian",
     "noleap": "noleap", "365_day": "noleap", "all_leap": "all_leap", "366_day": "all_leap", "360_day": "360_day",
 }  # fmt: skip
-_SINCE = re.compile(
+_TIME_UNITS_PATTERN = re.compile(
     r"(?P<unit>[a-z]+)\s+since\s+(?P<year>[+-]?\d{1,6})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
     r"(?:[t\s]\s*(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?)?"
     r"\s*(?:z|utc|gmt|(?P<zone>[+-]\d{1,2}(?::?\d{2})?))?",
     re.IGNORECASE,
 )
 _FIRST_GREGORIAN = 1582, 10, 15
-_BEFORE = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
+_DAYS_BEFORE_MONTH = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 """days of a common year before each month"""
 
 
@@ -52,9 +52,9 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     DataError
         If the units are not a fixed length since a date, the calendar is unknown, or a time is missing.
     """
-    kind = _kind(where, calendar)
-    match = _SINCE.fullmatch(units.strip())
-    unit = _SECONDS.get(match["unit"].lower()) if match else None
+    kind = _calendar_kind(where, calendar)
+    match = _TIME_UNITS_PATTERN.fullmatch(units.strip())
+    unit = _SECONDS_PER_UNIT.get(match["unit"].lower()) if match else None
     if match is None or unit is None:
         raise DataError(
             f"{where}: units '{units}' are not supported; use days, hours, minutes or seconds since a date, such as"
@@ -68,30 +68,32 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     year += year < 0 and kind in ("standard", "julian")  # these have no year 0
     date = year, int(match["month"]), int(match["day"])
     hours = int(match["hour"] or 0), int(match["minute"] or 0), float(match["second"] or 0)
-    if not _exists(kind, *date, *hours):
+    if not _is_valid_date(kind, *date, *hours):
         raise DataError(
             f"{where}: units '{units}' begin at a date that does not exist in the calendar '{calendar}'; correct"
             " its month, day or hour"
         )
-    start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(match["zone"])
+    start = (
+        86400.0 * _day_number(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone_offset(match["zone"])
+    )
     return start + unit * times
 
 
-def comparable(where: str, calendar: str, other: str) -> bool:
+def are_comparable_calendars(where: str, calendar: str, other_calendar: str) -> bool:
     """Return whether two calendars agree on all dates since 1582; DataError for unknown calendars."""
     classes = {"gregorian": "standard", "julian": "standard"}
-    a, b = (_kind(where, name) for name in (calendar, other))
+    a, b = (_calendar_kind(where, name) for name in (calendar, other_calendar))
     return classes.get(a, a) == classes.get(b, b)
 
 
-def _kind(where: str, calendar: str) -> str:
-    kind = _CALENDARS.get(calendar.strip().lower())
+def _calendar_kind(where: str, calendar: str) -> str:
+    kind = _CALENDAR_KINDS.get(calendar.strip().lower())
     if kind is None:
-        raise DataError(f"{where}: calendar '{calendar}' is unknown; choose from {', '.join(_CALENDARS)}")
+        raise DataError(f"{where}: calendar '{calendar}' is unknown; choose from {', '.join(_CALENDAR_KINDS)}")
     return kind
 
 
-def _zone(text: str | None) -> float:
+def _zone_offset(text: str | None) -> float:
     """Return the offset of a time zone from UTC in seconds."""
     if not text:
         return 0.0
@@ -99,26 +101,26 @@ def _zone(text: str | None) -> float:
     return (-1 if text[0] == "-" else 1) * (3600.0 * int(hours) + 60.0 * int(minutes or 0))
 
 
-def _exists(kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
+def _is_valid_date(calendar_kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
     """Return whether a date and time exist in a calendar."""
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
     following = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
-    number = _day(kind, year, month, day)
-    gap = kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN
-    return _day(kind, year, month, 1) <= number < _day(kind, *following) and not gap
+    number = _day_number(calendar_kind, year, month, day)
+    gap = calendar_kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN
+    return _day_number(calendar_kind, year, month, 1) <= number < _day_number(calendar_kind, *following) and not gap
 
 
-def _day(kind: str, year: int, month: int, day: int) -> int:
+def _day_number(calendar_kind: str, year: int, month: int, day: int) -> int:
     """Return the day number of a date in a calendar."""
-    if kind == "360_day":
+    if calendar_kind == "360_day":
         return 360 * year + 30 * (month - 1) + day
-    if kind in ("noleap", "all_leap"):
-        leap = kind == "all_leap"
-        return (365 + leap) * year + int(_BEFORE[month - 1]) + (leap and month > 2) + day
-    if kind == "standard":
-        kind = "julian" if (year, month, day) < _FIRST_GREGORIAN else "gregorian"
+    if calendar_kind in ("noleap", "all_leap"):
+        leap = calendar_kind == "all_leap"
+        return (365 + leap) * year + int(_DAYS_BEFORE_MONTH[month - 1]) + (leap and month > 2) + day
+    if calendar_kind == "standard":
+        calendar_kind = "julian" if (year, month, day) < _FIRST_GREGORIAN else "gregorian"
     early = (14 - month) // 12  # Julian day numbers
     y, m = year + 4800 - early, month + 12 * early - 3
     number = day + (153 * m + 2) // 5 + 365 * y + y // 4
-    return number - 32083 if kind == "julian" else number - y // 100 + y // 400 - 32045
+    return number - 32083 if calendar_kind == "julian" else number - y // 100 + y // 400 - 32045

@@ -11,10 +11,10 @@ import numpy as np
 
 from ..errors import AxesError, DataError
 
-FREE = "NMLKJHGFE"
+SAMPLE_AXIS_LETTERS = "NMLKJHGFE"
 """letters for axes that count as samples"""
-_POINTS = {"Y", "X"}
-LARGEST = 1 << 28
+_ROW_COLUMN_LETTERS = {"Y", "X"}
+MAX_COORDINATE_BYTES = 1 << 28
 """limit in bytes for coordinates that are copied into an output"""
 REFERENCE_ATTRIBUTES = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
@@ -23,11 +23,11 @@ AXIS_ATTRIBUTES = ("axis", "units", "standard_name", "positive", "cartesian_axis
 POSITION_ATTRIBUTES = (*REFERENCE_ATTRIBUTES, "cell_methods")
 """attributes of a variable that describe the position and meaning of its cells"""
 
-_TYPES = {
+_LETTER_BY_COORDINATE_TYPE = {
     "time": "T", "runtime": "N", "ensemble": "N", "lat": "Y", "geoy": "Y", "lon": "X", "geox": "X", "height": "Z",
     "pressure": "Z", "geoz": "Z", "channel": "C",
 }  # fmt: skip
-_STANDARD = {
+_STANDARD_NAMES = {
     "T": r"time",
     "N": r"realization|forecast_reference_time|forecast_period",
     "C": r"radiation_(wavelength|frequency|wavenumber)|sensor_band_(identifier|central_\w+)",
@@ -37,13 +37,13 @@ _STANDARD = {
     r"(height|depth|altitude)_(above|below)_\w+|(atmosphere|ocean)_\w*(sigma|coordinate|s_coordinate)\w*|"
     r"\w*_(height|depth|altitude)_coordinate|air_potential_temperature",
 }
-_UNITS = {
+_UNIT_PATTERNS = {
     "T": r".+ (since|as) .+",
     "Y": r"degrees?_?n(orth)?",
     "X": r"degrees?_?e(ast)?",
     "Z": r"[hdkm]?pa|[hk]?pascals?|(deci|milli|[dm])?bars?|atm|atmospheres?|level|layer|sigma_level",
 }
-_NAMES = {
+_NAME_PATTERNS = {
     "-": r"nv|nb2|bnds|n?bounds?|n?_?vert(ex|ices)|axis_nbounds|corners?|n?char\w*|str(ing)?_?len\w*|string\d+",
     "C": r"c|channels?|bands?|n_?bands?|number_of_bands|variables?|rgba?|wave_?(length|number)s?|spectral_bands?",
     "N": r"n|samples?|realization|ensemble\w*|members?|(n_?)?ens|number|batch",
@@ -61,7 +61,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Variable:
+class VariableMetadata:
     """Names and attributes from which the axes of a variable are inferred.
 
     Attributes
@@ -76,7 +76,7 @@ class Variable:
 
     dimensions: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    coordinates: Mapping[str, Variable] = field(default_factory=dict)
+    coordinates: Mapping[str, VariableMetadata] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class AuxiliaryVariable:
         None for a dimension without coordinates.
     attributes : dict
         Numbers as they are, text as bytes.
-    unread : tuple of str
+    unreadable_attributes : tuple of str
         Names of attributes that cannot be read.
     """
 
@@ -101,10 +101,10 @@ class AuxiliaryVariable:
     dimensions: tuple[str, ...]
     values: np.ndarray | None
     attributes: dict[str, Any]
-    unread: tuple[str, ...] = ()
+    unreadable_attributes: tuple[str, ...] = ()
 
 
-def unread_text(attribute: str, variable: str) -> str:
+def unreadable_attribute_text(attribute: str, variable: str) -> str:
     """Return the error text, with its remedy, for an attribute of variable-length text."""
     return (
         f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
@@ -112,26 +112,26 @@ def unread_text(attribute: str, variable: str) -> str:
     )
 
 
-def list_names(variables: Sequence[AuxiliaryVariable], lost: Sequence[str]) -> list[str]:
-    """Return the names of auxiliary variables and attributes of an array, including unreadable (`lost`) ones."""
+def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequence[str]) -> list[str]:
+    """Return the names of auxiliary variables and attributes of an array, including `unreadable` ones."""
     own = [name for one in variables if one.name in ("", "/") for name in one.attributes]
-    return [*(one.name for one in variables if one.values is not None), *own, *lost]
+    return [*(one.name for one in variables if one.values is not None), *own, *unreadable]
 
 
-def collect(
-    own: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
+def collect_referenced_variables(
+    own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
     """Return the variable's own attributes, its dimensions, and all variables that these refer to, recursively."""
-    position = {name: own[name] for name in POSITION_ATTRIBUTES if name in own}
+    position = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
     variables = [AuxiliaryVariable("", (), None, position), *dimensions]
     while missing := sorted(
-        {name for one in variables for name in references(one.attributes)} - {one.name for one in variables}
+        {name for one in variables for name in referenced_variables(one.attributes)} - {one.name for one in variables}
     ):
         variables += [load(name) for name in missing]
     return variables
 
 
-def references(attributes: Mapping[str, Any]) -> list[str]:
+def referenced_variables(attributes: Mapping[str, Any]) -> list[str]:
     """Return the variables that attributes refer to: 'lat lon', 'crs: x y', 'area: areacella', 'ap: ap b: b ps: ps'."""
     names = []
     for key in REFERENCE_ATTRIBUTES:
@@ -142,15 +142,15 @@ def references(attributes: Mapping[str, Any]) -> list[str]:
 
 def split_words(text: Any) -> list[str]:
     """Split a text attribute into words."""
-    return plain_text(text).split()
+    return attribute_text(text).split()
 
 
-def plain_text(value: Any) -> str:
+def attribute_text(value: Any) -> str:
     """Return a text attribute, given as bytes or str, as str; '' for others."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
-def infer_axes(where: str, variable: Variable, shape: Sequence[int]) -> str:
+def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> str:
     """Return a letter for each axis of a variable.
 
     Attributes of coordinates take precedence over names; remaining axes follow the order T Z Y X if it is unambiguous.
@@ -162,7 +162,7 @@ def infer_axes(where: str, variable: Variable, shape: Sequence[int]) -> str:
     """
     names, axes = variable.dimensions, [""] * len(variable.dimensions)
 
-    def unclear(why: str) -> DataError:
+    def ambiguity_error(why: str) -> DataError:
         listed = ", ".join(name or "(no name)" for name in names)
         message = (
             f"{where}: which of its axes ({listed}) are rows and columns is ambiguous: {why}; give axes, one letter"
@@ -179,18 +179,20 @@ def infer_axes(where: str, variable: Variable, shape: Sequence[int]) -> str:
     claims: list[dict[str, int]] = []  # per dimension: letter to rank, 0 for the strongest evidence
     for name in names:
         own = variable.coordinates.get(name) if name else None
-        declared = _attribute_letters(own.attributes) if own is not None and own.dimensions[:1] == (name,) else set()
+        declared = (
+            _letters_from_attributes(own.attributes) if own is not None and own.dimensions[:1] == (name,) else set()
+        )
         if len(declared) > 1:
-            raise unclear(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
-        auxiliary = _listed_letters(name, variable) if name and not declared else set()
-        if auxiliary >= _POINTS:
-            raise unclear(
+            raise ambiguity_error(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
+        auxiliary = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
+        if auxiliary >= _ROW_COLUMN_LETTERS:
+            raise ambiguity_error(
                 f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
             )
-        by_name = _name_letters(name) or (_title_letters(own.attributes) if own is not None else set())
+        by_name = _letters_from_name(name) or (_letters_from_long_name(own.attributes) if own is not None else set())
         unread = [key for key in AXIS_ATTRIBUTES if own.attributes.get(key, "") is None] if own is not None else []
         if unread and not (declared or auxiliary or by_name):
-            raise unclear(f"its coordinate '{name}' has {unread_text(unread[0], name)}")
+            raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_text(unread[0], name)}")
         if name.lower() == "height" and "width" in lower:  # of pictures
             by_name = {"Y"}
         ranked = [*((one, 0) for one in declared), *((one, 1) for one in auxiliary if len(auxiliary) == 1)]
@@ -199,27 +201,29 @@ def infer_axes(where: str, variable: Variable, shape: Sequence[int]) -> str:
         ranks = {at: claim[letter] for at, claim in enumerate(claims) if letter in claim}
         best = [at for at, rank in ranks.items() if rank == min(ranks.values())]
         if len(best) > 1 and letter not in "TN":
-            raise unclear(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
+            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
         for at in ranks:
             axes[at] = letter if at == best[0] else "-"
     for at, claim in enumerate(claims):
         axes[at] = "-" if "-" in claim else axes[at]
     _fill_curvilinear(variable, axes)
     _fill_by_order(axes)
-    if "" in axes and not set(axes) >= _POINTS:
-        raise unclear("neither attributes nor names identify them")
+    if "" in axes and not set(axes) >= _ROW_COLUMN_LETTERS:
+        raise ambiguity_error("neither attributes nor names identify them")
     for at, letter in enumerate(axes):
         if letter in ("", "-"):
-            axes[at] = next(free for free in FREE if free not in axes)
+            axes[at] = next(free for free in SAMPLE_AXIS_LETTERS if free not in axes)
     return "".join(axes)
 
 
-def _fill_curvilinear(variable: Variable, axes: list[str]) -> None:
+def _fill_curvilinear(variable: VariableMetadata, axes: list[str]) -> None:
     """Fill in the axes of two-dimensional latitudes and longitudes, rows first."""
     for name in split_words(variable.attributes.get("coordinates")):
         other = variable.coordinates.get(name)
-        claimed = (_attribute_letters(other.attributes) or _name_letters(name)) if other is not None else set()
-        if other is None or len(claimed) != 1 or not claimed <= _POINTS:
+        claimed = (
+            (_letters_from_attributes(other.attributes) or _letters_from_name(name)) if other is not None else set()
+        )
+        if other is None or len(claimed) != 1 or not claimed <= _ROW_COLUMN_LETTERS:
             continue
         both = [variable.dimensions.index(of) for of in other.dimensions if of and of in variable.dimensions]
         both = [at for at in both if axes[at] in ("", "Y", "X")]
@@ -232,49 +236,55 @@ def _fill_by_order(axes: list[str]) -> None:
     unknown = [at for at, letter in enumerate(axes) if not letter]
     if len(axes) == 1:
         axes[0] = axes[0] or "X"
-    elif len(unknown) == 2 and not _POINTS & set(axes):
+    elif len(unknown) == 2 and not _ROW_COLUMN_LETTERS & set(axes):
         _fill_rows_columns(axes, unknown)
-    elif len(unknown) == 1 and len(_POINTS & set(axes)) == 1:
+    elif len(unknown) == 1 and len(_ROW_COLUMN_LETTERS & set(axes)) == 1:
         (at,) = unknown
         adjacent = axes.index("Y") + 1 == at if "Y" in axes else at + 1 == axes.index("X")
         if adjacent or len(axes) == 2:
             axes[at] = "X" if "Y" in axes else "Y"
 
 
-def _fill_rows_columns(axes: list[str], both: list[int]) -> None:
+def _fill_rows_columns(axes: list[str], positions: list[int]) -> None:
     """Fill in missing rows and columns, rows first."""
     missing = [letter for letter in "YX" if letter not in axes]
-    for at in both:
+    for at in positions:
         if not axes[at] and missing:
             axes[at] = missing.pop(0)
 
 
-def _listed_letters(name: str, variable: Variable) -> set[str]:
+def _letters_from_listed_coordinates(name: str, variable: VariableMetadata) -> set[str]:
     """Return the letters of a dimension by listed coordinates that vary along it alone."""
     listed = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
     along = [other for other in listed if other is not None and other.dimensions == (name,)]
-    return {letter for other in along for letter in _attribute_letters(other.attributes)} - {"N", "C"}
+    return {letter for other in along for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}
 
 
-def _attribute_letters(attributes: Mapping[str, Any]) -> set[str]:
+def _letters_from_attributes(attributes: Mapping[str, Any]) -> set[str]:
     """Return the letters that attributes of a coordinate imply, more than one if they contradict each other."""
     text = {key: value.strip("\0 ") for key, value in attributes.items() if isinstance(value, str)}
-    standard = {letter for letter, pattern in _STANDARD.items() if re.fullmatch(pattern, text.get("standard_name", ""))}
+    standard = {
+        letter for letter, pattern in _STANDARD_NAMES.items() if re.fullmatch(pattern, text.get("standard_name", ""))
+    }
     if standard == {"N"}:
         return standard
     implied = {text.get("axis", "").upper(), text.get("cartesian_axis", "").upper()} & {*"TZYX"}
     implied |= {"N"} if text.get("axis", "").upper() == "E" else set()
-    kind = _TYPES.get(text.get("_CoordinateAxisType", "").lower())
-    units = {letter for letter, pattern in _UNITS.items() if re.fullmatch(pattern, text.get("units", "").lower())}
+    kind = _LETTER_BY_COORDINATE_TYPE.get(text.get("_CoordinateAxisType", "").lower())
+    units = {
+        letter for letter, pattern in _UNIT_PATTERNS.items() if re.fullmatch(pattern, text.get("units", "").lower())
+    }
     upright = {"Z"} if text.get("positive", "").lower() in ("up", "down") else set()
     implied |= standard | units | ({kind} if kind else set()) | upright
     return implied - {"C"} if "C" in implied and len(implied) > 1 else implied
 
 
-def _name_letters(name: str) -> set[str]:
-    return {next((letter for letter, pattern in _NAMES.items() if re.fullmatch(pattern, name.lower())), "")} - {""}
+def _letters_from_name(name: str) -> set[str]:
+    return {next((letter for letter, pattern in _NAME_PATTERNS.items() if re.fullmatch(pattern, name.lower())), "")} - {
+        ""
+    }
 
 
-def _title_letters(attributes: Mapping[str, Any]) -> set[str]:
+def _letters_from_long_name(attributes: Mapping[str, Any]) -> set[str]:
     """Return the letter that the long_name of a coordinate implies: 'Longitude', 'x coordinate of projection'."""
-    return _name_letters("_".join(split_words(attributes.get("long_name"))))
+    return _letters_from_name("_".join(split_words(attributes.get("long_name"))))

@@ -10,41 +10,45 @@ import numpy as np
 from ..errors import DataError
 from .base import TileSource
 from .cf_time import seconds_since
-from .conventions import AuxiliaryVariable, plain_text, unread_text
-from .packing import OF_VALUES, Packing
+from .conventions import AuxiliaryVariable, attribute_text, unreadable_attribute_text
+from .packing import PACKING_ATTRIBUTES, Packing
 
 
-def dimension_of(source: TileSource, letter: str) -> str:
+def dimension_name(source: TileSource, axis_letter: str) -> str:
     """Return the name of the dimension along an axis; '' if it has none."""
-    named = dict(zip(source.stored.stored, source.metadata.get("dimensions", ()), strict=False))
-    return str(named.get(letter, ""))
+    named = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
+    return str(named.get(axis_letter, ""))
 
 
-def coordinate(source: TileSource, letter: str, variables: Sequence[AuxiliaryVariable]) -> AuxiliaryVariable | None:
+def coordinate_along_axis(
+    source: TileSource, axis_letter: str, variables: Sequence[AuxiliaryVariable]
+) -> AuxiliaryVariable | None:
     """Return the coordinate along an axis, or None if the file has none with values."""
-    name = dimension_of(source, letter)
+    name = dimension_name(source, axis_letter)
     return next((one for one in variables if one.name == name and name and one.values is not None), None)
 
 
-def text_of(attributes: Any, name: str) -> str:
+def text_attribute(attributes: Any, name: str) -> str:
     """Return a text attribute; '' if it is missing."""
-    return plain_text(attributes.get(name)).strip("\0 ")
+    return attribute_text(attributes.get(name)).strip("\0 ")
 
 
-def values_of(where: str, coord: AuxiliaryVariable) -> np.ndarray:
+def unpacked_values(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     """Return the unpacked values of a coordinate; DataError if attributes of its packing cannot be read."""
     assert coord.values is not None
-    _require_read(where, coord, *sorted(OF_VALUES))
-    attributes = {name: text_of({name: v}, name) if isinstance(v, bytes) else v for name, v in coord.attributes.items()}
+    _require_readable(where, coord, *sorted(PACKING_ATTRIBUTES))
+    attributes = {
+        name: text_attribute({name: v}, name) if isinstance(v, bytes) else v for name, v in coord.attributes.items()
+    }
     return Packing(f"{where}:{coord.name}", coord.values.dtype, attributes).decode(coord.values)
 
 
 def calendar_of(coord: AuxiliaryVariable) -> str:
     """Return the calendar of a time coordinate."""
-    return text_of(coord.attributes, "calendar") or "standard"
+    return text_attribute(coord.attributes, "calendar") or "standard"
 
 
-def times_of(where: str, coord: AuxiliaryVariable) -> np.ndarray:
+def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     """Return times as seconds that are comparable across files.
 
     Raises
@@ -52,26 +56,26 @@ def times_of(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     DataError
         If the coordinate has no units of time.
     """
-    _require_read(where, coord, "units", "calendar")
-    units = text_of(coord.attributes, "units")
+    _require_readable(where, coord, "units", "calendar")
+    units = text_attribute(coord.attributes, "units")
     if " since " not in units.lower():
         raise DataError(
             f"{where}: its coordinate {coord.name} has {f'units {units!r}' if units else 'no units'}; give it units"
             " such as 'hours since 2000-01-01 00:00:00'"
         )
-    values = np.asarray(values_of(where, coord), np.float64)
+    values = np.asarray(unpacked_values(where, coord), np.float64)
     if coord.values is not None and coord.values.dtype.kind in "iu":
-        values[_missing(coord)] = np.nan
+        values[_missing_mask(coord)] = np.nan
     return seconds_since(f"{where}:{coord.name}", values, units, calendar_of(coord))
 
 
-def _require_read(where: str, coord: AuxiliaryVariable, *names: str) -> None:
+def _require_readable(where: str, coord: AuxiliaryVariable, *names: str) -> None:
     """Raise DataError for an unreadable attribute, without which values would be misinterpreted."""
-    if unread := [name for name in names if name in coord.unread]:
-        raise DataError(f"{where}: its coordinate {coord.name} has {unread_text(unread[0], coord.name)}")
+    if unread := [name for name in names if name in coord.unreadable_attributes]:
+        raise DataError(f"{where}: its coordinate {coord.name} has {unreadable_attribute_text(unread[0], coord.name)}")
 
 
-def _missing(coord: AuxiliaryVariable) -> np.ndarray:
+def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
     """Return a mask of the missing values of an integer coordinate; NumPy's NaT is the least int64."""
     assert coord.values is not None
     marks = [np.ravel(coord.attributes[name]) for name in ("_FillValue", "missing_value") if name in coord.attributes]
@@ -81,17 +85,17 @@ def _missing(coord: AuxiliaryVariable) -> np.ndarray:
 
 def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> np.ndarray | None:
     """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if it has none."""
-    rows, columns = dimension_of(source, "Y"), dimension_of(source, "X")
+    rows, columns = dimension_name(source, "Y"), dimension_name(source, "X")
     extent = dict(zip(source.axes, source.shape, strict=True))
     for coord in variables:
-        units = text_of(coord.attributes, "units").lower()
-        is_latitude = text_of(coord.attributes, "standard_name").lower() == "latitude" or units in _DEGREES_NORTH
+        units = text_attribute(coord.attributes, "units").lower()
+        is_latitude = text_attribute(coord.attributes, "standard_name").lower() == "latitude" or units in _DEGREES_NORTH
         is_latitude |= coord.name.lower() in ("lat", "latitude") and units in ("", "degrees", "degree")
         if not is_latitude or coord.values is None:
             continue
-        values = np.asarray(values_of(source.path, coord), np.float64)
+        values = np.asarray(unpacked_values(source.path, coord), np.float64)
         if not (np.abs(values) > np.pi / 2).any():  # otherwise they must be in degrees
-            _require_read(source.path, coord, "units")
+            _require_readable(source.path, coord, "units")
         values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
         if coord.dimensions == (rows,) and values.shape == (extent["Y"],):
             return values

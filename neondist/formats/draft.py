@@ -16,16 +16,16 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError, OutputError
-from ..io.files import give_name, partial, write_text
+from ..io.files import partial_path, rename_complete_file, write_text
 from ..io.regular_file import read_bytes
 from ..registry import suggest
-from ..system.memory import words
-from .base import BY_AXIS, TileSink, TileSource, collective_errors, write_errors
+from ..system.memory import format_bytes
+from .base import AXIS_METADATA_DEFAULTS, TileSink, TileSource, collective_errors, write_errors
 
-PACKED, LOCK = ".packed", ".lock"
+COMPRESSED_SUFFIX, LOCK_SUFFIX = ".packed", ".lock"
 """suffixes of a draft's name: its compressed copy, and the lock for ranks that write to the same chunk"""
-_EXISTS = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
-_MAX_LENGTH, _MAX_NAMES = 80, 40
+_EXISTS_MESSAGE = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
+_MAX_NAME_LENGTH, _MAX_NAMES = 80, 40
 """limits for messages: length of a metadata name, and number of names"""
 
 
@@ -34,11 +34,11 @@ class DraftSink(TileSink):
 
     Attributes
     ----------
-    choices : dict
+    default_options : dict
         Options of the format and their defaults.
     """
 
-    choices: ClassVar[dict[str, Any]] = {}
+    default_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -55,75 +55,75 @@ class DraftSink(TileSink):
         **options: Any,
     ) -> None:
         super().__init__(path, shape, dtype, axes, chunks, grid)
-        unknown = sorted(set(options) - set(self.choices))
+        unknown = sorted(set(options) - set(self.default_options))
         if unknown:
             raise ConfigError(
-                f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices) or '; leave it out'}"
+                f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.default_options) or '; leave it out'}"
             )
-        self._options = {**self.choices, **options}
-        self._overwrite, self._keep, self._open = overwrite, resume, False
-        self._copied = dict[str, set[str]]()
-        self._part = partial(path)
-        self._note = _note_path(path)
+        self._options = {**self.default_options, **options}
+        self._overwrite, self._keep_on_close, self._is_open = overwrite, resume, False
+        self._copied_metadata = dict[str, set[str]]()
+        self._draft = partial_path(path)
+        self._description_path = _description_path_of(path)
         with collective_errors(grid), write_errors(path):
             if grid is None or grid.rank == 0:
-                self._begin(like, resume)
+                self._create_or_resume(like, resume)
         with collective_errors(grid), write_errors(path):
-            note = json.loads(read_bytes(self._note))
+            note = json.loads(read_bytes(self._description_path))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
             self.lost = note.get("lost", [])
-            self._attach(note["facts"])
-            self._open = True
+            self._open_draft(note["facts"])
+            self._is_open = True
 
     @abstractmethod
-    def _make(self, like: TileSource | None) -> dict[str, Any]:
-        """Create the file at `_part` without its cells, on rank 0, and return the facts for `_attach`.
+    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
+        """Create the file at `_draft` without its cells, on rank 0, and return the facts for `_open_draft`.
 
         Set `chunks` to those of the file.
         """
 
     @abstractmethod
-    def _attach(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, facts: dict[str, Any]) -> None:
         """Open the file that rank 0 has created, on every rank."""
 
     @abstractmethod
-    def _detach(self) -> None:
+    def _close_draft(self) -> None:
         """Close the file."""
 
     def close(self) -> None:
         """Close the file, and remove it if it was neither committed nor created with `resume`."""
-        if self._open:
-            self._open = False
-            self._detach()
-            if not self._keep and (self.grid is None or self.grid.rank == 0):
+        if self._is_open:
+            self._is_open = False
+            self._close_draft()
+            if not self._keep_on_close and (self.grid is None or self.grid.rank == 0):
                 with write_errors(self.path):
                     self._remove_files()
 
-    def _begin(self, like: TileSource | None, resume: bool) -> None:
+    def _create_or_resume(self, like: TileSource | None, resume: bool) -> None:
         """Resume the file of an earlier process, or create a new one."""
         request = {
             "shape": list(self.shape), "dtype": self.dtype.str, "axes": self.axes,
             "chunks": self.chunks and list(self.chunks), "options": repr(sorted(self._options.items())),
         }  # fmt: skip
-        if resume and self._note.exists() and self._part.exists():
+        if resume and self._description_path.exists() and self._draft.exists():
             with suppress(ValueError, KeyError):
-                note = json.loads(read_bytes(self._note))
+                note = json.loads(read_bytes(self._description_path))
                 if note["asked"] != request:
-                    raise OutputError(f"{self._part}: belongs to another array; remove it, or choose another name")
-                write_text(self._note, json.dumps(note | {"resumed": True}))
+                    raise OutputError(f"{self._draft}: belongs to another array; remove it, or choose another name")
+                write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
         if not self.path.exists() and _replaced_path(self.path).exists():  # by a process that was killed
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
-                raise OutputError(f"{self.path}: {_EXISTS}")
+                raise OutputError(f"{self.path}: {_EXISTS_MESSAGE}")
         self._remove_files()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            facts = self._make(like)
+            facts = self._create_draft(like)
             if like is not None:
-                self._list_lost(like)
+                self._list_lost_metadata(like)
             note = {"asked": request, "resumed": False, "chunks": self.chunks, "facts": facts, "lost": self.lost}
-            write_text(self._note, json.dumps(note))
+            write_text(self._description_path, json.dumps(note))
         except BaseException:
             self._remove_files()
             raise
@@ -135,53 +135,58 @@ class DraftSink(TileSink):
         """
         value = None if like is None else like.metadata.get(name)
         if like is None or name in like.metadata:
-            self._copied.setdefault(name, set()).update(axes)
-        return {axis: v for axis, v in (value or {}).items() if axis in axes} if name in BY_AXIS else value
+            self._copied_metadata.setdefault(name, set()).update(axes)
+        return (
+            {axis: v for axis, v in (value or {}).items() if axis in axes} if name in AXIS_METADATA_DEFAULTS else value
+        )
 
-    def _list_lost(self, like: TileSource) -> None:
+    def _list_lost_metadata(self, like: TileSource) -> None:
         """List in `lost` the metadata of the `like` image that the file does not store."""
         for name in like.metadata_names():
-            copied, defaults = self._copied.get(name), BY_AXIS.get(name, ())
+            copied, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
             declared = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
             missing = [axis for axis in declared if axis not in (copied or ())]
             if defaults and missing:
                 self.lost.append(name if missing == declared else f"{name} of {' '.join(missing)}")
             elif not defaults and copied is None:
                 self.lost.append(name)
-        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_LENGTH]) for name in self.lost]
+        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost]
         self.lost = names[:_MAX_NAMES] + ([f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else [])
 
-    def _require_room(self) -> None:
+    def _require_disk_space(self) -> None:
         """Raise OutputError if there is no disk space for all cells, uncompressed."""
         needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
         if needed > free:
-            raise OutputError(f"{self.path}: needs {words(needed)}, but only {words(free)} are free; free disk space")
+            raise OutputError(
+                f"{self.path}: needs {format_bytes(needed)}, but only {format_bytes(free)} are free; free disk space"
+            )
 
     def _remove_files(self) -> None:
         _remove_side_files(self.path)
 
     def _publish(self) -> None:
         if self.path.exists() and not self._overwrite:
-            raise OutputError(f"{self.path}: {_EXISTS}")
+            raise OutputError(f"{self.path}: {_EXISTS_MESSAGE}")
         part, old = self._complete_file(), _replaced_path(self.path)
         identity = os.stat(part)
-        write_text(self._note, json.dumps(json.loads(read_bytes(self._note)) | {"named": identity.st_ino}))
+        description = json.loads(read_bytes(self._description_path))
+        write_text(self._description_path, json.dumps(description | {"named": identity.st_ino}))
         is_folder = self.path.is_dir()  # a rename cannot replace a folder
         if is_folder:
-            _remove(old)
+            _remove_path(old)
             os.rename(self.path, old)
         try:
-            give_name(part, self.path, identity)
+            rename_complete_file(part, self.path, identity)
         except OSError:
             if is_folder and not self.path.exists():
                 os.rename(old, self.path)
             raise
-        self._keep = True
+        self._keep_on_close = True
         _remove_side_files(self.path)
 
     def _complete_file(self) -> Path:
         """Return the complete file under its temporary name."""
-        return self._part
+        return self._draft
 
 
 def is_published(path: Path) -> bool:
@@ -189,11 +194,11 @@ def is_published(path: Path) -> bool:
 
     Only for jobs whose cells are all written; another file under that name is the one to be replaced.
     """
-    note = _note_path(path)
+    note = _description_path_of(path)
     if not path.exists():
         return False
     if not note.exists():
-        return not partial(path).exists()
+        return not partial_path(path).exists()
     with write_errors(path):
         try:
             inode = json.loads(read_bytes(note))["named"]
@@ -205,9 +210,9 @@ def is_published(path: Path) -> bool:
     return True
 
 
-def _note_path(path: Path) -> Path:
+def _description_path_of(path: Path) -> Path:
     """Return the path of the note."""
-    part = partial(path)
+    part = partial_path(path)
     return part.with_name(part.name + ".json")
 
 
@@ -218,16 +223,16 @@ def _replaced_path(path: Path) -> Path:
 
 def _remove_side_files(path: Path) -> None:
     """Remove all temporary files of a sink; the note last, since later processes find the others by it."""
-    part = partial(path)
-    packed = part.with_name(part.name + PACKED)
-    for temporary in (_replaced_path(path), packed, partial(packed), part.with_name(part.name + LOCK), part):
-        _remove(temporary)
-    note = _note_path(path)
-    for temporary in (partial(note), note):
-        _remove(temporary)
+    part = partial_path(path)
+    packed, lock = (part.with_name(part.name + suffix) for suffix in (COMPRESSED_SUFFIX, LOCK_SUFFIX))
+    for temporary in (_replaced_path(path), packed, partial_path(packed), lock, part):
+        _remove_path(temporary)
+    note = _description_path_of(path)
+    for temporary in (partial_path(note), note):
+        _remove_path(temporary)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

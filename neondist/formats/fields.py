@@ -30,7 +30,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldMetadata:
     """Output channels of a network, their normalisation, and their cell positions.
 
     Attributes

@@ -12,23 +12,23 @@ from ..errors import ConfigError, DataError
 from ..io.hdf5 import (
     CheckedArray,
     DeferredErrorFile,
-    arrays_in,
-    faults,
-    file_state,
-    find,
-    get_text,
-    open_file,
-    put_text,
+    find_object,
+    get_text_attribute,
+    hdf5_read_errors,
+    iter_arrays,
+    open_hdf5,
+    put_text_attribute,
+    size_and_mtime,
 )
-from .axes import Cells, drop_channel_axis, guess
+from .axes import Cells, drop_channel_axis, guess_axes
 from .base import TileSource
 from .placed import PlacedSink, Placement
 from .tiles import default_chunks
 
-_USUAL = ("images", "predictions")
-_AXES = "axes"
-_OWN = {
-    _AXES,
+_DEFAULT_ARRAY_NAMES = ("images", "predictions")
+_AXES_ATTRIBUTE = "axes"
+_OWN_ATTRIBUTES = {
+    _AXES_ATTRIBUTE,
     "CLASS",
     "NAME",
     "DIMENSION_LIST",
@@ -43,23 +43,31 @@ _OWN = {
 class HDF5Source(TileSource):
     """Array of an HDF5 file: the one named, else 'images', else the only one; its attribute 'axes' names its axes."""
 
-    refusal: ClassVar[str | None] = None
+    wrong_type_message: ClassVar[str | None] = None
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        self._file, self._state = open_file(path, self.refusal), file_state(path)
-        self._all_cells: CheckedArray | None = None
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        self._file, self._opened_state = open_hdf5(path, self.wrong_type_message), size_and_mtime(path)
+        self._whole_array: CheckedArray | None = None
         try:
-            with faults(path):
-                self._name = self._resolve(inside.strip("/")) or self._choose(path)
-                array = find(self._file, self._name)
+            with hdf5_read_errors(path):
+                self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default(path)
+                array = find_object(self._file, self._name)
                 if not _is_array(array):
-                    raise DataError(f"{path}: has no array '{self._name}'; it has {', '.join(self._names()) or 'none'}")
+                    raise DataError(
+                        f"{path}: has no array '{self._name}'; it has {', '.join(self._array_names()) or 'none'}"
+                    )
                 self._array = array
-                named, dtype, metadata = self._describe(array)
-                axes, name = axes or named, f"{path}:{self._name}" if inside else path
-                shape, chunks = self._extents(array), array.chunks
+                named, dtype, metadata = self._axes_dtype_metadata(array)
+                axes, name = axes or named, f"{path}:{self._name}" if name_in_file else path
+                shape, chunks = self._readable_shape(array), array.chunks
                 super().__init__(
-                    name, axes or guess(shape, name), shape, dtype, chunks, metadata=metadata, named=axes is not None
+                    name,
+                    axes or guess_axes(shape, name),
+                    shape,
+                    dtype,
+                    chunks,
+                    metadata=metadata,
+                    axes_given=axes is not None,
                 )
         except BaseException:
             self._file.close()
@@ -69,44 +77,44 @@ class HDF5Source(TileSource):
         """Close the file."""
         self._file.close()
 
-    def _resolve(self, name: str) -> str:
+    def _resolve_name(self, name: str) -> str:
         """Return the name in the file of an array given by the user."""
         return name
 
-    def _names(self) -> list[str]:
+    def _array_names(self) -> list[str]:
         """Return the names of the arrays in the root group."""
-        return [name for name, _ in arrays_in(self._file)]
+        return [name for name, _ in iter_arrays(self._file)]
 
-    def _choose(self, path: Path) -> str:
-        names = self._names()
-        for name in (*_USUAL, *(names if len(names) == 1 else ())):
+    def _choose_default(self, path: Path) -> str:
+        names = self._array_names()
+        for name in (*_DEFAULT_ARRAY_NAMES, *(names if len(names) == 1 else ())):
             if name in names:
                 return name
         choices = ", ".join(f"{path}:{name}" for name in names) or "none"
         raise DataError(f"{path}: no unique data set; name one: {choices}")
 
-    def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
+    def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes, or None if the file does not name them, the dtype of the values, and metadata for sinks."""
         # HDF5's own dimension labels are not used: libhdf5 crashes on damaged ones
-        named = get_text(array.attrs, _AXES) if _AXES in array.attrs else ""
+        named = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
         named = named if named.isascii() and named.isupper() and named.isalpha() else ""
-        metadata = {name: None for name in array.attrs if name not in _OWN}
+        metadata = {name: None for name in array.attrs if name not in _OWN_ATTRIBUTES}
         return named if len(named) == len({*named}) == array.ndim else None, array.dtype, metadata
 
-    def _extents(self, array: Any) -> tuple[int, ...]:
+    def _readable_shape(self, array: Any) -> tuple[int, ...]:
         """Return the shape of the array as it is read."""
         return tuple(array.shape)
 
     def _read(self, cells: Cells) -> np.ndarray:
         path, (first, *tile) = Path(self._file.filename), cells
         out = np.empty([cut.stop - cut.start for cut in cells], self._array.dtype)
-        with faults(path):
-            if self._all_cells is None:
-                self._all_cells = self._checked = CheckedArray(self._file, self._name)
-            if self._checked.tile != tuple(tile):
-                self._checked = self._all_cells.part(tuple(tile))
-            self._checked.read(first.start, out)
-        if file_state(path) != self._state:
+        with hdf5_read_errors(path):
+            if self._whole_array is None:
+                self._whole_array = self._tile_reader = CheckedArray(self._file, self._name)
+            if self._tile_reader.tile != tuple(tile):
+                self._tile_reader = self._whole_array.part(tuple(tile))
+            self._tile_reader.read(first.start, out)
+        if size_and_mtime(path) != self._opened_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return out
 
@@ -122,39 +130,39 @@ class HDF5Sink(PlacedSink):
         If False, a single channel gets no axis.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"name": "predictions", "channels": True}
+    default_options: ClassVar[dict[str, Any]] = {"name": "predictions", "channels": True}
 
     @property
-    def by_channel(self) -> bool:
+    def one_array_per_channel(self) -> bool:
         """Whether the file has an array for each channel."""
         return False
 
-    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
-        names = self._arrays()
+    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+        names = self._new_array_names()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
         axes, shape = drop_channel_axis(self.axes, self.shape, self._options)
-        by_channel = self.by_channel
+        by_channel = self.one_array_per_channel
         self.chunks = (*self.chunks[:-1], 1) if by_channel else self.chunks
         chunks, own = self.chunks[: len(shape)], len(shape) - by_channel
         offsets: dict[tuple[int, ...], int] = {}
-        with open(part, "xb+") as file:
+        with open(draft, "xb+") as file:
             new = DeferredErrorFile(file, libver="v110")
             try:
-                arrays = [self._array(new.hdf5, name, shape[:own], chunks[:own]) for name in names]
-                self._describe(arrays, like)
+                arrays = [self._create_array(new.hdf5, name, shape[:own], chunks[:own]) for name in names]
+                self._write_metadata(arrays, like)
                 new.hdf5.flush()
                 for number, array in enumerate(arrays):
                     channel = (number,) if by_channel else ()
 
-                    def note(chunk: Any, channel: tuple[int, ...] = channel) -> None:
+                    def record_offset(chunk: Any, channel: tuple[int, ...] = channel) -> None:
                         offsets[(*chunk.chunk_offset, *channel)] = chunk.byte_offset
 
-                    array.id.chunk_iter(note)
+                    array.id.chunk_iter(record_offset)
             finally:
                 new.close()
         return Placement(axes, self.dtype.str, shape, chunks, tuple(offsets[at] for at in sorted(offsets)))
 
-    def _array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
+    def _create_array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
         """Return a new array, whose chunks are allocated at once."""
         import h5py
 
@@ -166,17 +174,17 @@ class HDF5Sink(PlacedSink):
         kind, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
         return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))
 
-    def _arrays(self) -> list[str]:
+    def _new_array_names(self) -> list[str]:
         """Return the names of the arrays: one, or one for each channel."""
         name = self._options["name"]
         if not name or "/" in name:
             raise ConfigError(f"{self.path}: invalid name {name!r}; give one without '/', such as predictions")
         return [name]
 
-    def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
+    def _write_metadata(self, arrays: Sequence[Any], like: TileSource | None) -> None:
         """Write the axes, and their metadata."""
         for array in arrays:
-            put_text(array.attrs, _AXES, self.axes[: array.ndim])
+            put_text_attribute(array.attrs, _AXES_ATTRIBUTE, self.axes[: array.ndim])
 
 
 def _is_array(item: Any) -> bool:

@@ -20,27 +20,27 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
 from ..io.regular_file import open_regular
-from ..system.memory import require_room
+from ..system.memory import require_memory
 
-SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
+IMAGE_SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
 _BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _WIDE_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
-_KEPT = ("L", "LA", "RGB", "RGBA", *_WIDE_MODES)
-_WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
-_ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
-_ON_ITS_SIDE = (5, 6, 7, 8)
-_LAYOUT = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325, 338, _SAMPLE_FORMAT)
+_KEPT_MODES = ("L", "LA", "RGB", "RGBA", *_WIDE_MODES)
+_MODE_WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
+_ORIENTATION, _SAMPLE_FORMAT, _SAMPLE_BITS = 274, 339, 258  # tags of EXIF and TIFF
+_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
+_LAYOUT_TAGS = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325, 338, _SAMPLE_FORMAT)
 """TIFF tags for the pixel layout, which Pillow includes in EXIF"""
-_INCH = 2  # TIFF's code for the unit of resolution
-_FACTS = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
+_INCH_UNIT_CODE = 2  # TIFF's code for the unit of resolution
+_METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED, _SIGNED = 1, 2
-_ONE_AT_A_TIME = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
-_SILENT = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
-_COPIES = 3  # of an image while it is decoded, turned into an array, and written
+_PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
+_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
+_COPIES_IN_MEMORY = 3  # of an image while it is decoded, turned into an array, and written
 
 
 @dataclass(frozen=True)
-class Loader:
+class ImageLoader:
     """Conversion of an image file to an array.
 
     Attributes
@@ -62,18 +62,18 @@ class Loader:
         """
         from PIL import ImageSequence
 
-        with _opened(path, self.size) as image:
+        with _opened_image(path, self.size) as image:
             pages = getattr(image, "n_frames", 1)
             if image.format == "TIFF" and pages > 1:
-                _check_room(path, image.size if self.size is None else self.size, 4, pages)
-                return np.stack([_array(self._picture(path, page)) for page in ImageSequence.Iterator(image)])
-            return _array(self._picture(path, image))
+                _require_memory(path, image.size if self.size is None else self.size, 4, pages)
+                return np.stack([_to_array(self._convert_image(path, page)) for page in ImageSequence.Iterator(image)])
+            return _to_array(self._convert_image(path, image))
 
-    def labels(self, path: Path) -> np.ndarray:
+    def load_labels(self, path: Path) -> np.ndarray:
         """Return a class map (H, W): the stored values, or palette indices."""
         from PIL import Image
 
-        with _opened(path, self.size) as image:
+        with _opened_image(path, self.size) as image:
             if image.mode not in ("1", "L", "P", *_WIDE_MODES):
                 raise DataError(
                     f"{path}: a class map has one channel, but this image is {image.mode}; save the class indices"
@@ -87,64 +87,66 @@ class Loader:
                 raise DataError(f"{path}: its values are scaled to the maximum in its header; save it as PNG")
             if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': grey levels, which Pillow stretches or inverts
                 raise DataError(f"{path}: its values are grey levels ({raw}); save the map with 8 bits per pixel")
-            image = _upright(image, path)
+            image = _apply_orientation(image, path)
             size = image.size if self.size is None else self.size[::-1]
             array = np.asarray(image if image.size == size else image.resize(size, Image.Resampling.NEAREST))
         return array.astype(np.uint8) if array.dtype == bool else array.astype(array.dtype.newbyteorder("="))
 
-    def picture(self, path: Path) -> Any:
+    def load_pillow_image(self, path: Path) -> Any:
         """Return an image as a Pillow image; DataError as for `load`, or if it has several pages."""
-        with _opened(path, self.size) as image:
+        with _opened_image(path, self.size) as image:
             if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
                 raise DataError(f"{path}: has several pages; save each as an image")
-            return self._picture(path, image).copy()
+            return self._convert_image(path, image).copy()
 
     def extents(self, path: Path) -> tuple[int, int]:
         """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
-        with _opened(path, self.size) as image:
+        with _opened_image(path, self.size) as image:
             # for TIFF, Pillow returns the extents after rotation
-            transposed = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+            transposed = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
             return image.size if transposed else image.size[::-1]
 
-    def look(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
+    def shape_and_dtype(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of an unscaled image as returned by `load`, without decoding it."""
-        with _opened(path, None) as image:
+        with _opened_image(path, None) as image:
             if image.format != "TIFF":
-                _check_depth(path, image)
-                mode = self._mode_of(path, image)
-                transposed = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+                _check_bit_depth(path, image)
+                mode = self._default_mode(path, image)
+                transposed = image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
                 width, height = image.size[::-1] if transposed else image.size
                 kind = {"I": "i4", "F": "f4"}.get(mode, "u2" if mode in _WIDE_MODES else "u1")
                 return (height, width, 1 if mode in _WIDE_MODES else len(mode)), np.dtype(kind)
         cells = self.load(path)
         return cells.shape, cells.dtype
 
-    def facts(self, path: Path) -> dict[str, Any]:
+    def metadata(self, path: Path) -> dict[str, Any]:
         """Return metadata: resolution, EXIF, colour profile, texts."""
-        with _opened(path, None) as image:
+        with _opened_image(path, None) as image:
             info = image.info
-            metadata = {name: info[key] for key, name in _FACTS.items() if info.get(key)}
+            metadata = {name: info[key] for key, name in _METADATA_NAMES.items() if info.get(key)}
             dpi = info.get("dpi", ())
             if len(dpi) == 2 and min(dpi) > 0:
-                metadata["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH)
+                metadata["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH_UNIT_CODE)
             metadata |= {f"text '{name}'": value for name, value in info.items() if isinstance(value, str)}
-            exif = {tag: value for tag, value in image.getexif().items() if tag not in (_ORIENTATION, *_LAYOUT)}
+            exif = {tag: value for tag, value in image.getexif().items() if tag not in (_ORIENTATION, *_LAYOUT_TAGS)}
             return metadata | ({"EXIF": exif} if exif else {})
 
-    def _mode_of(self, path: Path, image: Any) -> str:
+    def _default_mode(self, path: Path, image: Any) -> str:
         """Return the default mode of the array."""
         mode = image.mode
-        target = _WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
-        if target not in _KEPT:
+        target = (
+            _MODE_WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
+        )
+        if target not in _KEPT_MODES:
             raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
         return str(target)
 
-    def _picture(self, path: Path, image: Any) -> Any:
-        _check_depth(path, image)
-        image = _upright(image, path)
+    def _convert_image(self, path: Path, image: Any) -> Any:
+        _check_bit_depth(path, image)
+        image = _apply_orientation(image, path)
         mode, transparent = image.mode, image.has_transparency_data
         if self.mode is None:
-            target = self._mode_of(path, image)
+            target = self._default_mode(path, image)
         else:
             target = self.mode
             if mode in _WIDE_MODES:
@@ -165,15 +167,15 @@ class Loader:
         return image
 
 
-def pictures_in(folder: Path) -> list[Path]:
+def image_files_in(folder: Path) -> list[Path]:
     """Return the image files of a folder, sorted by name; DataError if it has none."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     if not paths:
-        raise DataError(f"{folder}: has no images ({', '.join(SUFFIXES)}); give a folder with images")
+        raise DataError(f"{folder}: has no images ({', '.join(IMAGE_SUFFIXES)}); give a folder with images")
     return paths
 
 
-def _array(image: Any) -> np.ndarray:
+def _to_array(image: Any) -> np.ndarray:
     array = np.asarray(image)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return array if array.ndim == 3 else array[..., None]
@@ -186,7 +188,7 @@ def _raw_mode(image: Any) -> str:
     return first if isinstance(first, str) else ""
 
 
-def _check_depth(path: Path, image: Any) -> None:
+def _check_bit_depth(path: Path, image: Any) -> None:
     """Refuse pixels of which Pillow would keep only a part, before decoding."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
@@ -200,13 +202,13 @@ def _check_depth(path: Path, image: Any) -> None:
     if raw in ("I;32", "I;32N", "I;32B") and tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _UNSIGNED:
         if image.getextrema()[0] < 0:
             raise DataError(f"{path}: has values above 2147483647, which would turn negative; save it as .npy")
-    elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_BITS, (16,))[0] <= 8:
+    elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_SAMPLE_BITS, (16,))[0] <= 8:
         raise DataError(f"{path}: has signed 8-bit values, which would lose their sign; save it as .npy")
     if image.format == "TIFF" and raw.endswith("X"):
         raise DataError(f"{path}: has {raw} channels, of which those named X would be lost; save it as .npy")
 
 
-def _upright(image: Any, path: Path) -> Any:
+def _apply_orientation(image: Any, path: Path) -> Any:
     """Return the image rotated according to its EXIF orientation."""
     from PIL import ImageOps
 
@@ -214,32 +216,38 @@ def _upright(image: Any, path: Path) -> Any:
     return ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) != 1 else image
 
 
-def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
+def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
     """Refuse images that do not fit in memory, based on their extents."""
     extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
-    needed = prod(size) * channels * pages * _COPIES
-    require_room(
+    needed = prod(size) * channels * pages * _COPIES_IN_MEMORY
+    require_memory(
         needed, f"{path}: an image of {extents}", "split it into smaller images, or use a machine with more memory"
     )
 
 
 @contextmanager
-def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
+def _opened_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[Any]:
     """Open an image of one frame, or pages, that can be decoded; convert errors into DataError."""
     try:
         from PIL import Image
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
-    logging.getLogger("PIL").addHandler(_SILENT)  # adding it again does nothing
+    logging.getLogger("PIL").addHandler(_SILENT_HANDLER)  # adding it again does nothing
     # given a name, Pillow would map the file, which crashes on truncated and scrambles rotated images
-    with _ONE_AT_A_TIME, _faults(path), open_regular(path) as file, warnings.catch_warnings(), _without_limit(Image):
+    with (
+        _PILLOW_LOCK,
+        _decode_errors(path),
+        open_regular(path) as file,
+        warnings.catch_warnings(),
+        _without_limit(Image),
+    ):
         # invalid tags of a TIFF file may change its pixels; a wrong date in a JPEG does not matter
         warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
         file.seek(0)
         with Image.open(file) as image:
-            for extents in (image.size, size or ()):
+            for extents in (image.size, decoded_size or ()):
                 if extents:
-                    _check_room(path, extents, 1 if image.mode in ("1", "L") else 4)
+                    _require_memory(path, extents, 1 if image.mode in ("1", "L") else 4)
             frames = 1 if image.format in ("TIFF", "MPO") else getattr(image, "n_frames", 1)
             if frames > 1:
                 raise DataError(f"{path}: has {frames} frames, of which only one would be kept; save each as an image")
@@ -257,7 +265,7 @@ def _without_limit(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _faults(path: Path) -> Iterator[None]:
+def _decode_errors(path: Path) -> Iterator[None]:
     """Convert exceptions and warnings of Pillow on damaged images into DataError; a UserError passes."""
     try:
         yield

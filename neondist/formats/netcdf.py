@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import arrays_in, faults, find, get_text, is_numeric, read_array
+from ..io.hdf5 import find_object, get_text_attribute, hdf5_read_errors, is_numeric, iter_arrays, read_array
 from ..io.regular_file import open_regular
 from . import conventions
 from .axes import Cells
 from .base import TileSource
-from .conventions import AuxiliaryVariable, Variable, list_names, references, split_words
+from .conventions import AuxiliaryVariable, VariableMetadata, list_metadata_names, referenced_variables, split_words
 from .hdf5 import HDF5Sink, HDF5Source
 from .packing import Packing
 
-_OF_VARIABLE, _OF_DIMENSION, _USERS = "_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST"
-_OWN = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS}
-_BARE = "This is a netCDF dimension but not a netCDF variable."
-_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
-_NOT_COORDINATE = "_nc4_non_coord_"  # prefix of a variable named like a dimension that is not its own
+_DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
+_OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS_LIST}
+_NO_COORDINATES = "This is a netCDF dimension but not a netCDF variable."
+_MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
+_NON_COORDINATE = "_nc4_non_coord_"  # prefix of a variable named like a dimension that is not its own
 
 
 class NetCDFSource(HDF5Source):
@@ -32,55 +32,61 @@ class NetCDFSource(HDF5Source):
     inferred from coordinates and names (`conventions.infer_axes`).
     """
 
-    refusal = "not a NetCDF file; check the path, or restore it from a good copy"
+    wrong_type_message = "not a NetCDF file; check the path, or restore it from a good copy"
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        with faults(path), open_regular(path) as file:
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        with hdf5_read_errors(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._axes_option = axes
-        self._dimensions_of: dict[str, list[tuple[str, Any]]] = {}  # by variable, since look-ups are slow
-        self._scales: dict[str, tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]] = {}
-        super().__init__(path, inside, level, axes)
+        self._dimensions_by_variable: dict[str, list[tuple[str, Any]]] = {}  # by variable, since look-ups are slow
+        self._scales_by_group: dict[str, tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]] = {}
+        super().__init__(path, name_in_file, level, axes)
 
-    def _resolve(self, name: str) -> str:
+    def _resolve_name(self, name: str) -> str:
         group, _, last = name.rpartition("/")
-        hidden = f"{group}/{_NOT_COORDINATE}{last}".strip("/")
-        return hidden if find(self._file, hidden) is not None else name
+        hidden = f"{group}/{_NON_COORDINATE}{last}".strip("/")
+        return hidden if find_object(self._file, hidden) is not None else name
 
-    def _choose(self, path: Path) -> str:
-        arrays = {name: self._file[name] for name in self._names()}
-        named = {other for one in arrays.values() for other in references(_all_attributes(one))}
+    def _choose_default(self, path: Path) -> str:
+        arrays = {name: self._file[name] for name in self._array_names()}
+        named = {other for one in arrays.values() for other in referenced_variables(_all_attributes(one))}
         ndims = {name: a.ndim for name, a in arrays.items() if a.ndim > 1 and is_numeric(a) and name not in named}
         ndims = {name: n for name, n in ndims.items() if not name.endswith(("_bnds", "_bounds"))}
         largest = [name for name, n in ndims.items() if n == max(ndims.values())]
         if len(largest) == 1:
             return largest[0]
-        choices = ", ".join(f"{path}:{name}" for name in ndims) or "it has none of two dimensions"
-        raise DataError(f"{path}: no unique variable; name one: {choices}")
+        if not ndims:
+            raise DataError(f"{path}: has no numeric variable of two or more dimensions; name a variable: {path}:NAME")
+        choices = ", ".join(f"{path}:{name}" for name in ndims)
+        raise DataError(f"{path}: has several variables; name one: {choices}")
 
-    def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
+    def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         where = f"{self._file.filename}:{self._name}"
-        if array.name.count("/") > _NESTING:
-            raise DataError(f"{self._file.filename}: its variable is nested in more than {_NESTING} groups; move it up")
-        if _is_bare(array):
+        if array.name.count("/") > _MAX_NESTING:
+            raise DataError(
+                f"{self._file.filename}: its variable is nested in more than {_MAX_NESTING} groups; move it up"
+            )
+        if _lacks_coordinates(array):
             raise DataError(f"{where}: is a dimension without coordinates; name a variable")
         if not is_numeric(array):
             raise DataError(f"{where}: holds text, records or lists, not numbers; name a variable of numbers")
-        self._packing = Packing(where, array.dtype, _all_attributes(array), prefilled=True)
+        self._packing = Packing(where, array.dtype, _all_attributes(array), has_default_fill=True)
         dimensions = self._dimensions(array)
         names = tuple(name for name, _ in dimensions)
         axes = self._axes_option
         if axes is None and array.ndim:
-            coordinates = {name: self._variable(name, one) for name, one in dimensions if one is not None}
+            coordinates = {name: self._variable_metadata(name, one) for name, one in dimensions if one is not None}
             for name in split_words(array.attrs["coordinates"]) if "coordinates" in _storable(array, "", []) else ():
-                other = self._in_scope(name)
+                other = self._find_in_scope(name)
                 if name not in coordinates and other is not None:
-                    coordinates[name] = self._variable(name, other)
-            axes = conventions.infer_axes(where, Variable(names, _all_attributes(array), coordinates), array.shape)
+                    coordinates[name] = self._variable_metadata(name, other)
+            axes = conventions.infer_axes(
+                where, VariableMetadata(names, _all_attributes(array), coordinates), array.shape
+            )
         return axes, self._packing.dtype, {"dimensions": list(names)}
 
-    def _extents(self, array: Any) -> tuple[int, ...]:
+    def _readable_shape(self, array: Any) -> tuple[int, ...]:
         """Return the extents of the dimensions; a variable may be shorter than an unlimited dimension."""
         import h5py
 
@@ -88,9 +94,9 @@ class NetCDFSource(HDF5Source):
         if None not in array.maxshape:
             return tuple(extents)
         for axis, (_, scale) in enumerate(self._dimensions(array)):
-            users = dict(_users_of(scale)) if array.maxshape[axis] is None else {}
-            for group in self._groups() if users else ():
-                for _, user in arrays_in(find(self._file, group)):
+            users = dict(_users_of_dimension(scale)) if array.maxshape[axis] is None else {}
+            for group in self._enclosing_groups() if users else ():
+                for _, user in iter_arrays(find_object(self._file, group)):
                     at = users.get(h5py.h5o.get_info(user.id).addr)
                     if at is not None and at < user.ndim:
                         extents[axis] = max(extents[axis], user.shape[at])
@@ -108,23 +114,25 @@ class NetCDFSource(HDF5Source):
             raw[tuple(slice(0, cut.stop - cut.start) for cut in stored)] = super()._read(stored)
         return self._packing.decode(raw)
 
-    def _variable(self, name: str, array: Any) -> Variable:
+    def _variable_metadata(self, name: str, array: Any) -> VariableMetadata:
         """Return the metadata of a coordinate."""
-        if _is_bare(array):
-            return Variable(())
-        return Variable(tuple(dimension for dimension, _ in self._dimensions(array)), _all_attributes(array))
+        if _lacks_coordinates(array):
+            return VariableMetadata(())
+        return VariableMetadata(tuple(dimension for dimension, _ in self._dimensions(array)), _all_attributes(array))
 
-    def _groups(self) -> list[str]:
+    def _enclosing_groups(self) -> list[str]:
         """Return the groups that contain the variable, the innermost first."""
         inner, groups = self._array.parent.name, ["/"]
         for part in inner.strip("/").split("/") if inner != "/" else ():
             groups.append(f"{groups[-1].rstrip('/')}/{part}")
         return groups[::-1]
 
-    def _in_scope(self, name: str) -> Any:
+    def _find_in_scope(self, name: str) -> Any:
         """Return a variable by name from the innermost group that has it, or None."""
-        for group in self._groups() if not name.startswith("/") else [""]:
-            variable = find(self._file, f"{group}/{_NOT_COORDINATE}{name}") or find(self._file, f"{group}/{name}")
+        for group in self._enclosing_groups() if not name.startswith("/") else [""]:
+            variable = find_object(self._file, f"{group}/{_NON_COORDINATE}{name}") or find_object(
+                self._file, f"{group}/{name}"
+            )
             if isinstance(variable, type(self._array)):
                 return variable
         return None
@@ -137,61 +145,65 @@ class NetCDFSource(HDF5Source):
         """
         import h5py
 
-        if array.name in self._dimensions_of:
-            return self._dimensions_of[array.name]
+        if array.name in self._dimensions_by_variable:
+            return self._dimensions_by_variable[array.name]
         own, scale_of = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
-        ids = np.ravel(array.attrs[_OF_VARIABLE]).tolist() if _is_numeric(array, _OF_VARIABLE) else []
+        ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numbers(array, _DIMENSION_IDS) else []
         ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
-        for group in self._groups():
+        for group in self._enclosing_groups():
             users, scales = self._scales_in(group)
             for axis, scale in [*users.get(own, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
                 scale_of.setdefault(axis, scale)
         if not scale_of and array.ndim == 1 and "CLASS" in array.attrs:
             scale_of[0] = (array.name.rpartition("/")[2], array)
-        self._dimensions_of[array.name] = [scale_of.get(axis, ("", None)) for axis in range(array.ndim)]
-        return self._dimensions_of[array.name]
+        self._dimensions_by_variable[array.name] = [scale_of.get(axis, ("", None)) for axis in range(array.ndim)]
+        return self._dimensions_by_variable[array.name]
 
     def _scales_in(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
         """Return the dimensions of a group: by address of each variable that uses them, and by number."""
-        if group not in self._scales:
-            users, numbered = self._scales[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()
-            for name, scale in arrays_in(find(self._file, group)):
-                for at, axis in _users_of(scale):
+        if group not in self._scales_by_group:
+            users, numbered = self._scales_by_group[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()
+            for name, scale in iter_arrays(find_object(self._file, group)):
+                for at, axis in _users_of_dimension(scale):
                     users.setdefault(at, []).append((axis, (name, scale)))
-                if "CLASS" in scale.attrs and _is_numeric(scale, _OF_DIMENSION):
-                    numbered.setdefault(int(np.ravel(scale.attrs[_OF_DIMENSION])[0]), (name, scale))
-        return self._scales[group]
+                if "CLASS" in scale.attrs and _has_numbers(scale, _DIMENSION_ID):
+                    numbered.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
+        return self._scales_by_group[group]
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the file as '/', the variable as '', and those it refers to; and the names of unreadable ones."""
         array, lost = self._array, list[str]()
-        with faults(Path(self.path)):
+        with hdf5_read_errors(Path(self.path)):
             variables = [AuxiliaryVariable("/", (), None, _storable(self._file, "", lost))]
             own = _storable(array, "", [])
             lost += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
-            along = [self._load(name, one, lost) for name, one in self._dimensions(array) if name]
-            variables += conventions.collect(own, along, lambda name: self._load(name, self._in_scope(name), lost))
+            along = [self._load_variable(name, one, lost) for name, one in self._dimensions(array) if name]
+            variables += conventions.collect_referenced_variables(
+                own, along, lambda name: self._load_variable(name, self._find_in_scope(name), lost)
+            )
         return variables, list(dict.fromkeys(lost))
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the variable."""
-        with faults(Path(self.path)):
+        with hdf5_read_errors(Path(self.path)):
             return {name: value for name, value in _all_attributes(self._array).items() if value is not None}
 
     def metadata_names(self) -> list[str]:
         """Return the names of the variable's metadata."""
-        return list_names(*self.auxiliary_variables())
+        return list_metadata_names(*self.auxiliary_variables())
 
-    def _load(self, name: str, array: Any, lost: list[str]) -> AuxiliaryVariable:
+    def _load_variable(self, name: str, array: Any, lost: list[str]) -> AuxiliaryVariable:
         if array is None:
             lost.append(name)
             return AuxiliaryVariable(name, (), None, {})
         dimensions = tuple(dimension for dimension, _ in self._dimensions(array))
-        if _is_bare(array):
+        if _lacks_coordinates(array):
             return AuxiliaryVariable(name, dimensions, None, {})
-        if is_numeric(array) and "" not in dimensions and array.nbytes <= conventions.LARGEST:
+        if is_numeric(array) and "" not in dimensions and array.nbytes <= conventions.MAX_COORDINATE_BYTES:
             attributes = _storable(array, f"{name}:", lost)
-            unread = [one for one, value in _all_attributes(array).items() if value is None and one not in _OWN]
+            unread = [
+                one for one, value in _all_attributes(array).items() if value is None and one not in _OWN_ATTRIBUTES
+            ]
             return AuxiliaryVariable(name, dimensions, read_array(array, name), attributes, tuple(unread))
         lost.append(name)
         return AuxiliaryVariable(name, dimensions, None, {})
@@ -213,16 +225,16 @@ class NetCDFSink(HDF5Sink):
         Names of metadata that cannot be stored.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"name": "predictions", "variables": None}
+    default_options: ClassVar[dict[str, Any]] = {"name": "predictions", "variables": None}
 
     @property
-    def by_channel(self) -> bool:
+    def one_array_per_channel(self) -> bool:
         """Whether the file has a variable for each channel."""
         return self._options["variables"] is not None
 
-    def _arrays(self) -> list[str]:
-        if not self.by_channel:
-            return super()._arrays()
+    def _new_array_names(self) -> list[str]:
+        if not self.one_array_per_channel:
+            return super()._new_array_names()
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
             raise ConfigError(
@@ -231,22 +243,24 @@ class NetCDFSink(HDF5Sink):
             )
         return names
 
-    def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
+    def _write_metadata(self, arrays: Sequence[Any], like: TileSource | None) -> None:
         file, names, variables = arrays[0].file, dict[str, str](), list[AuxiliaryVariable]()
         if like is not None:
             variables, self.lost = like.auxiliary_variables()
-            self._copied = {name: set() for name in list_names(variables, self.lost)}  # others are in `lost`
-            stored = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False)
+            self._copied_metadata = {
+                name: set() for name in list_metadata_names(variables, self.lost)
+            }  # others are in `lost`
+            stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             names = {letter: name for letter, name in stored if name}
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
-        if self.by_channel:
+        if self.one_array_per_channel:
             sizes.popitem()  # channels
         own, kept = tuple(sizes), dict[str, AuxiliaryVariable]()
         for one in variables:
             if one.values is not None:
                 extents = dict(zip(one.dimensions, one.values.shape, strict=True))
-                if sizes | extents == extents | sizes and one.name not in self._arrays():
+                if sizes | extents == extents | sizes and one.name not in self._new_array_names():
                     sizes, kept[one.name] = sizes | extents, one
                     file[one.name] = one.values
                 else:
@@ -254,17 +268,17 @@ class NetCDFSink(HDF5Sink):
         for number, (name, n) in enumerate(sizes.items()):
             if name not in kept:
                 file[name] = np.zeros(n, ">f4")
-            file[name].make_scale(name if name in kept else f"{_BARE}{n:10d}")
-            file[name].attrs[_OF_DIMENSION] = np.int32(number)
+            file[name].make_scale(name if name in kept else f"{_NO_COORDINATES}{n:10d}")
+            file[name].attrs[_DIMENSION_ID] = np.int32(number)
         for array in arrays:
-            array.attrs[_OF_VARIABLE] = np.arange(len(own), dtype=np.int32)
+            array.attrs[_DIMENSION_IDS] = np.arange(len(own), dtype=np.int32)
         all_own = [(array.name, own) for array in arrays]
         for name, dimensions in [*all_own, *((one.name, one.dimensions) for one in kept.values())]:
             for axis, dimension in enumerate(dimensions if name not in sizes else ()):
                 file[name].dims[axis].attach_scale(file[dimension])
         for one in variables:
             for key, value in one.attributes.items() if one.name in {"", "/", *kept} else ():
-                named = references({key: value})
+                named = referenced_variables({key: value})
                 if key == "coordinates" and not {*named} <= {*kept}:
                     named = [name for name in named if name in kept]
                     value = np.bytes_(" ".join(named)) if named else None
@@ -283,22 +297,22 @@ def _storable(item: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
     """Return attributes that are numbers or fixed-length text; append others, except netCDF's own, to `lost`."""
     kept: dict[str, Any] = {}
     for name in item.attrs:
-        if name in _OWN or name.startswith("_N"):
+        if name in _OWN_ATTRIBUTES or name.startswith("_N"):
             continue
-        if _is_text(item, name) or (is_numeric(item.attrs.get_id(name)) and item.attrs.get_id(name).shape is not None):
+        if _has_text(item, name) or (is_numeric(item.attrs.get_id(name)) and item.attrs.get_id(name).shape is not None):
             kept[name] = item.attrs[name]
         else:
             lost.append(f"{prefix}{name}")
     return kept
 
 
-def _users_of(scale: Any) -> list[tuple[int, int]]:
+def _users_of_dimension(scale: Any) -> list[tuple[int, int]]:
     """Return the addresses of the variables that use a dimension, and its axis in each."""
     from h5py import h5t
 
-    if _USERS not in getattr(scale, "attrs", {}):
+    if _USERS_LIST not in getattr(scale, "attrs", {}):
         return []
-    at = scale.attrs.get_id(_USERS)
+    at = scale.attrs.get_id(_USERS_LIST)
     kind = at.get_type()
     members = [kind.get_member_type(n) for n in range(2)] if kind.get_class() == h5t.COMPOUND else []
     if [(one.get_class(), one.get_size()) for one in members] != [(h5t.REFERENCE, 8), (h5t.INTEGER, 4)]:
@@ -317,14 +331,18 @@ def _all_attributes(array: Any) -> dict[str, Any]:
     return {name: v.decode(errors="replace") if isinstance(v, bytes) else v for name, v in values.items()}
 
 
-def _is_numeric(item: Any, name: str) -> bool:
+def _has_numbers(item: Any, name: str) -> bool:
     return name in item.attrs and is_numeric(item.attrs.get_id(name))
 
 
-def _is_bare(item: Any) -> bool:
-    return "NAME" in item.attrs and _is_text(item, "NAME") and get_text(item.attrs, "NAME").startswith(_BARE)
+def _lacks_coordinates(item: Any) -> bool:
+    return (
+        "NAME" in item.attrs
+        and _has_text(item, "NAME")
+        and get_text_attribute(item.attrs, "NAME").startswith(_NO_COORDINATES)
+    )
 
 
-def _is_text(item: Any, name: str) -> bool:
+def _has_text(item: Any, name: str) -> bool:
     kind = item.attrs.get_id(name)
     return kind.dtype.kind == "S" and kind.shape == ()

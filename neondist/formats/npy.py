@@ -11,33 +11,34 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ..errors import DataError
-from ..io.hdf5 import file_state
+from ..io.hdf5 import size_and_mtime
 from ..io.regular_file import open_regular
-from .axes import Cells, drop_channel_axis, guess
-from .base import TileSource, faults
-from .placed import PlacedSink, Placement, read_placed
+from .axes import Cells, drop_channel_axis, guess_axes
+from .base import TileSource, read_errors
+from .placed import PlacedSink, Placement, read_cells_in_place
 
-_PARSING = Lock()
+_HEADER_LOCK = Lock()
 """NumPy parses headers as Python, which is not thread-safe before CPython 3.11.8 and 3.12.2 (gh-106905)"""
 
 
 class NPYSource(TileSource):
     """Array of a .npy file; axes that are not given are guessed from its shape."""
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        with faults(path):
-            self._state, self._file = file_state(path), open_regular(path)
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        with read_errors(path):
+            self._opened_state, self._file = size_and_mtime(path), open_regular(path)
             try:
-                self._place = _placement(path, self._file, axes)
-                super().__init__(path, self._place.axes, self._place.shape, self._place.dtype, named=axes is not None)
+                self._placement = _read_placement(path, self._file, axes)
+                stored = self._placement
+                super().__init__(path, stored.axes, stored.shape, stored.dtype, axes_given=axes is not None)
             except BaseException:
                 self._file.close()
                 raise
 
     def _read(self, cells: Cells) -> np.ndarray:
         # not memory-mapped: truncating a mapped file would kill the process
-        array = read_placed(self._file, self.path, self._place, cells)
-        if file_state(Path(self.path)) != self._state:
+        array = read_cells_in_place(self._file, self.path, self._placement, cells)
+        if size_and_mtime(Path(self.path)) != self._opened_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return array
 
@@ -49,11 +50,11 @@ class NPYSource(TileSource):
 class NPYSink(PlacedSink):
     """New .npy file; if `channels` is False, a single channel gets no axis."""
 
-    choices: ClassVar[dict[str, Any]] = {"channels": True}
+    default_options: ClassVar[dict[str, Any]] = {"channels": True}
 
-    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
         axes, shape = drop_channel_axis(self.axes, self.shape, self._options)
-        with open(part, "xb") as file:
+        with open(draft, "xb") as file:
             npy.write_array_header_1_0(file, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
             return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))
 
@@ -62,11 +63,11 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Return the shape, whether the order is Fortran's, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    with _PARSING:
+    with _HEADER_LOCK:
         return read(file)
 
 
-def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
+def _read_placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
     """Return the placement of the cells in an open file."""
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
@@ -74,7 +75,7 @@ def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
     start, end = file.tell(), file.seek(0, 2)
     if min(shape, default=1) < 0 or start + prod(shape) * dtype.itemsize > end:
         raise DataError(f"{path}: is truncated: its header specifies an array of {list(shape)}; restore the file")
-    axes = axes or guess(shape, path)
+    axes = axes or guess_axes(shape, path)
     if fortran:
         axes, shape = axes[::-1], shape[::-1]
     return Placement(axes, dtype.str, shape, shape, (start,))

@@ -8,33 +8,33 @@ from math import inf, isfinite, isnan, prod
 from typing import Any
 from xml.etree import ElementTree
 
-from .conventions import Variable
+from .conventions import VariableMetadata
 
-_OLD_AXES = "tczyx"  # of versions without axis names
-_PREFIXES = {
+_DEFAULT_AXIS_NAMES = "tczyx"  # of versions without axis names
+_SI_PREFIXES = {
     "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
     "M": ("mega", 6), "k": ("kilo", 3), "h": ("hecto", 2), "da": ("deca", 1), "": ("", 0), "d": ("deci", -1),
     "c": ("centi", -2), "m": ("milli", -3), "µ": ("micro", -6), "n": ("nano", -9), "p": ("pico", -12),
     "f": ("femto", -15), "a": ("atto", -18), "z": ("zepto", -21), "y": ("yocto", -24),
 }  # fmt: skip
-_UNITS = {
-    **{short + "m": (long + "meter", "m", 10.0**power) for short, (long, power) in _PREFIXES.items()},
-    **{short + "s": (long + "second", "s", 10.0**power) for short, (long, power) in _PREFIXES.items()},
+_OME_UNITS = {
+    **{short + "m": (long + "meter", "m", 10.0**power) for short, (long, power) in _SI_PREFIXES.items()},
+    **{short + "s": (long + "second", "s", 10.0**power) for short, (long, power) in _SI_PREFIXES.items()},
     "Å": ("angstrom", "m", 1e-10), "in": ("inch", "m", 0.0254), "ft": ("foot", "m", 0.3048),
     "yd": ("yard", "m", 0.9144), "mi": ("mile", "m", 1609.344), "min": ("minute", "s", 60.0),
     "h": ("hour", "s", 3600.0), "d": ("day", "s", 86400.0),
 }  # fmt: skip
 """OME-XML symbols: OME-Zarr name, base unit, and size in metres or seconds"""
-_NAMES = {symbol: name for symbol, (name, _, _) in _UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
-_SYMBOLS = {name: symbol for symbol, (name, _, _) in _UNITS.items()}
+_UNIT_NAMES = {symbol: name for symbol, (name, _, _) in _OME_UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
+_UNIT_SYMBOLS = {name: symbol for symbol, (name, _, _) in _OME_UNITS.items()}
 _NO_UNIT = "reference frame"  # of OME-XML, where the default unit is micrometres
-_SIZES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
-_STRUCTURE = {
+_SIZE_ATTRIBUTES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
+_LAYOUT_ATTRIBUTES = {
     "Image": {"ID", "Name"},
     "Pixels": {
         *("ID", "DimensionOrder", "Type", "SignificantBits", "Interleaved", "BigEndian"),
         *(f"Size{axis}" for axis in "XYZCT"),
-        *(name + unit for name in _SIZES.values() for unit in ("", "Unit")),
+        *(name + unit for name in _SIZE_ATTRIBUTES.values() for unit in ("", "Unit")),
     },
     "Channel": {"ID", "SamplesPerPixel"},
     "TiffData": {"IFD", "FirstZ", "FirstC", "FirstT", "PlaneCount"},
@@ -46,48 +46,48 @@ _STRUCTURE = {
 
 def unit_name(text: str) -> str:
     """Return OME-Zarr's name of a unit, or the text itself if there is none."""
-    return _NAMES.get(text.strip(), text.strip())
+    return _UNIT_NAMES.get(text.strip(), text.strip())
 
 
 def base_unit(name: str) -> tuple[str, float] | None:
     """Return the base unit, 'm' or 's', and the conversion factor; None for other units."""
-    return _UNITS[_SYMBOLS[name]][1:] if name in _SYMBOLS else None
+    return _OME_UNITS[_UNIT_SYMBOLS[name]][1:] if name in _UNIT_SYMBOLS else None
 
 
-def is_extent(axis: str, size: float) -> bool:
+def is_cell_size(axis: str, size: float) -> bool:
     """Return whether a number is a valid cell size: positive, or 0 for time."""
     return size > 0 or (axis == "T" and size == 0)
 
 
-def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
+def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
     """Return the metadata of an image of a file: scale, units, and other contents of its OME-XML by name."""
     try:
         root = ElementTree.fromstring(text or "<none/>")
     except ElementTree.ParseError:
         return {"OME-XML": text}
-    images = [one for one in root if _tag(one) == "Image"]
+    images = [one for one in root if _tag_name(one) == "Image"]
     scale, units, facts = dict[str, float](), dict[str, str](), dict[str, Any]()
-    if number < len(images):
-        for one in images[number].iter():
-            structural = _STRUCTURE.get(_tag(one), set())
-            facts |= {f"{_tag(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
-            if (one.text or "").strip() and _tag(one) != "UUID":
-                facts[_tag(one)] = (one.text or "").strip()
-        for pixels in (one for one in images[number] if _tag(one) == "Pixels"):
-            for axis, name in _SIZES.items():
-                if (size := _number(pixels.get(name))) is not None and isfinite(size):
+    if image_number < len(images):
+        for one in images[image_number].iter():
+            structural = _LAYOUT_ATTRIBUTES.get(_tag_name(one), set())
+            facts |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
+            if (one.text or "").strip() and _tag_name(one) != "UUID":
+                facts[_tag_name(one)] = (one.text or "").strip()
+        for pixels in (one for one in images[image_number] if _tag_name(one) == "Pixels"):
+            for axis, name in _SIZE_ATTRIBUTES.items():
+                if (size := _to_float(pixels.get(name))) is not None and isfinite(size):
                     scale[axis] = size
                     unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
                     units |= {axis: unit} if unit != _NO_UNIT else {}
                 elif name in pixels.attrib:
                     facts[f"Pixels {name}"] = pixels.get(name)
-    facts |= {_tag(one): None for one in root if _tag(one) != "Image"}
+    facts |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
     return {"scale": scale, "units": units, **facts}
 
 
-def planes_of(attributes: Mapping[str, str]) -> float:
+def max_plane_count(attributes: Mapping[str, str]) -> float:
     """Return the largest number of planes, or of plane indices, that an element of OME-XML specifies."""
-    numbers = {name: _number(value) or 0.0 for name, value in attributes.items()}
+    numbers = {name: _to_float(value) or 0.0 for name, value in attributes.items()}
     counts = [numbers.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
     counts.append(prod(numbers.get(f"Size{axis}", 1.0) for axis in "ZCT"))
     if {"Start", "End"} <= {*numbers}:
@@ -98,21 +98,26 @@ def planes_of(attributes: Mapping[str, str]) -> float:
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
     """Return the valid cell sizes with OME-XML units, by OME-XML attribute."""
     sizes: dict[str, Any] = {}
-    for axis, name in _SIZES.items():
-        unit = _SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
+    for axis, name in _SIZE_ATTRIBUTES.items():
+        unit = _UNIT_SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
         base = "m" if axis != "T" else "s"
-        if axis in scale and is_extent(axis, scale[axis]) and unit and (unit == _NO_UNIT or _UNITS[unit][1] == base):
+        if (
+            axis in scale
+            and is_cell_size(axis, scale[axis])
+            and unit
+            and (unit == _NO_UNIT or _OME_UNITS[unit][1] == base)
+        ):
             sizes |= {name: scale[axis], name + "Unit": unit}
     return sizes
 
 
-def axes_in(sizes: Mapping[str, Any]) -> str:
+def axes_with_sizes(sizes: Mapping[str, Any]) -> str:
     """Return the axes with cell sizes among OME-XML attributes."""
-    return "".join(axis for axis, name in _SIZES.items() if name in sizes)
+    return "".join(axis for axis, name in _SIZE_ATTRIBUTES.items() if name in sizes)
 
 
 @dataclass
-class Multiscale:
+class MultiscaleImage:
     """Image of OME-Zarr: its levels, axes, and the cell positions of one level.
 
     Attributes
@@ -122,11 +127,11 @@ class Multiscale:
     names : list of str
         Names of the axes, in stored order.
     units : list of str or None
-    types : list of str
+    axis_types : list of str
         Types of the axes: 'time', 'channel', 'space' or others, '' for one without.
     scale, translation : list of float
         Cell size and centre of the first cell, by axis: transforms of the level, then those of the image.
-    others : dict
+    other_metadata : dict
         Other metadata by name.
     """
 
@@ -135,39 +140,39 @@ class Multiscale:
     units: list[str | None] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     translation: list[float] = field(default_factory=list)
-    others: dict[str, Any] = field(default_factory=dict)
-    types: list[str] = field(default_factory=list)
+    other_metadata: dict[str, Any] = field(default_factory=dict)
+    axis_types: list[str] = field(default_factory=list)
 
-    def variable(self) -> Variable:
+    def to_variable_metadata(self) -> VariableMetadata:
         """Return names and types, from which the axes are inferred."""
-        along = zip(self.names, self.types, strict=False)
-        coordinates = {name: Variable((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
-        return Variable(tuple(self.names), {}, coordinates)
+        along = zip(self.names, self.axis_types, strict=False)
+        coordinates = {name: VariableMetadata((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
+        return VariableMetadata(tuple(self.names), {}, coordinates)
 
-    def facts(self, axes: str) -> dict[str, Any]:
+    def array_metadata(self, axes: str) -> dict[str, Any]:
         """Return the metadata of an array with these axes."""
         units = {axis: unit for axis, unit in zip(axes, self.units, strict=False) if unit}
         if len(self.names) != len(axes):
-            return {"units": units, **self.others}
+            return {"units": units, **self.other_metadata}
         return {
             "scale": dict(zip(axes, self.scale, strict=True)),
             "translation": dict(zip(axes, self.translation, strict=True)),
             "units": units,
-            **self.others,
+            **self.other_metadata,
         }
 
 
-def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, Any]) -> Multiscale:
+def parse_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, Any]) -> MultiscaleImage:
     """Parse an entry of 'multiscales', for one level of its image."""
     levels = [str(one["path"]) for one in image["datasets"]]
-    axes = image.get("axes", list(_OLD_AXES))
+    axes = image.get("axes", list(_DEFAULT_AXIS_NAMES))
     names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
     units = [str(axis["unit"]) if isinstance(axis, dict) and axis.get("unit") else None for axis in axes]
     scale, translation, rest = [1.0] * len(names), [0.0] * len(names), dict(others)
     steps = image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", [])
     for step in [*steps, *image.get("coordinateTransformations", [])]:
         kind = str(step.get("type"))
-        values = [_number(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
+        values = [_to_float(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
         finite = [value for value in values if value is not None and isfinite(value)]
         if kind == "scale" and len(finite) == len(names):
             scale = [a * b for a, b in zip(scale, finite, strict=True)]
@@ -179,10 +184,10 @@ def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, A
     standard = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
     rest |= {name: value for name, value in image.items() if name not in standard}
     types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
-    return Multiscale(levels, names, units, scale, translation, rest, types)
+    return MultiscaleImage(levels, names, units, scale, translation, rest, types)
 
 
-def multiscale(
+def format_multiscale(
     name: str,
     axes: str,
     levels: int,
@@ -216,11 +221,11 @@ def multiscale(
     }
 
 
-def _tag(element: ElementTree.Element) -> str:
+def _tag_name(element: ElementTree.Element) -> str:
     return str(element.tag).rpartition("}")[2]
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):

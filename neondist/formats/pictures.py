@@ -8,61 +8,65 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.files import replacing
+from ..io.files import atomic_replacement
 from .axes import Cells
 from .base import TileSource
 from .class_colours import class_colours
-from .draft import PACKED
-from .image_loader import Loader, pictures_in
+from .draft import COMPRESSED_SUFFIX
+from .image_loader import ImageLoader, image_files_in
 from .placed import PlacedSink, Placement
 from .table import open_source
 
-_PACKED = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+_ENCODER_NAMES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 
 class PictureSource(TileSource):
     """Picture, decoded at the first read and cached until it is closed."""
 
-    largest_chunk = 1 << 62  # the loader checks available memory
+    max_chunk_bytes = 1 << 62  # the loader checks available memory
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        shape, dtype = Loader().look(path)
-        self._cells: np.ndarray | None = None
-        self._file = path
-        super().__init__(path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape, metadata=Loader().facts(path))
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        shape, dtype = ImageLoader().shape_and_dtype(path)
+        self._decoded_cells: np.ndarray | None = None
+        self._path = path
+        super().__init__(
+            path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape, metadata=ImageLoader().metadata(path)
+        )
 
     def _read(self, cells: Cells) -> np.ndarray:
-        if self._cells is None:
-            self._cells = self._load()
-        return self._cells[cells]
+        if self._decoded_cells is None:
+            self._decoded_cells = self._decode_file()
+        return self._decoded_cells[cells]
 
-    def _load(self) -> np.ndarray:
-        return Loader().load(self._file)
+    def _decode_file(self) -> np.ndarray:
+        return ImageLoader().load(self._path)
 
     def close(self) -> None:
         """Release the cells."""
-        self._cells = None
+        self._decoded_cells = None
 
 
-class IndexedSource(PictureSource):
+class ClassMapSource(PictureSource):
     """Class map in a picture: its stored values, or palette indices."""
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        self._file = path
-        self._cells = self._load()
-        TileSource.__init__(self, path, "YXC", self._cells.shape, self._cells.dtype, self._cells.shape)
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        self._path = path
+        self._decoded_cells = self._decode_file()
+        TileSource.__init__(
+            self, path, "YXC", self._decoded_cells.shape, self._decoded_cells.dtype, self._decoded_cells.shape
+        )
 
-    def _load(self) -> np.ndarray:
-        return Loader().labels(self._file)[..., None]
+    def _decode_file(self) -> np.ndarray:
+        return ImageLoader().load_labels(self._path)[..., None]
 
 
 class FolderSource(TileSource):
     """Images of a folder as samples, sorted by name; all have the same shape."""
 
-    largest_chunk = 1 << 62
+    max_chunk_bytes = 1 << 62
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        self._files = pictures_in(path)
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        self._files = image_files_in(path)
         with open_source(self._files[0], level=level) as first:
             shape, chunks = first.shape, first.chunks
             facts = {f"{name} of each image": None for name in first.metadata_names()}
@@ -70,16 +74,16 @@ class FolderSource(TileSource):
             super().__init__(path, "N" + first.axes, stacked, first.dtype, chunks and (1, *chunks), first.levels, facts)
         self._level = level
         for file in self._files[1:]:
-            self._open(file).close()
+            self._open_image(file).close()
 
     def _read(self, cells: Cells) -> np.ndarray:
         samples = []
         for file in self._files[cells[0]]:
-            with self._open(file) as source:
+            with self._open_image(file) as source:
                 samples.append(source.read(cells[1:]))
         return np.stack(samples)
 
-    def _open(self, file: Path) -> TileSource:
+    def _open_image(self, file: Path) -> TileSource:
         source = open_source(file, level=self._level)
         if (source.shape, source.dtype) == (self.shape[1:], self.dtype):
             return source
@@ -101,10 +105,10 @@ class PictureSink(PlacedSink):
         For an 8-bit PNG with one channel: cells are class indices, each shown in its own colour, 0 in black.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
+    default_options: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
 
-    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
-        kind = _PACKED.get(self.path.suffix.lower())
+    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+        kind = _ENCODER_NAMES.get(self.path.suffix.lower())
         if kind is None:
             raise ConfigError(f"{self.path}: writing this format is not supported; choose .png or .tif")
         channels = (1, 3) if kind == "JPEG" else (1, 2, 3, 4)
@@ -116,18 +120,18 @@ class PictureSink(PlacedSink):
             )
         if self._options["palette"] and (kind, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
             raise ConfigError(f"{self.path}: a palette requires a PNG with one 8-bit channel; leave out palette")
-        part.touch(exist_ok=False)
+        draft.touch(exist_ok=False)
         self.chunks = None
         return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
 
     def _complete_file(self) -> Path:
         from PIL import Image
 
-        cells = np.fromfile(self._part, self.dtype).reshape(self.shape)
+        cells = np.fromfile(self._draft, self.dtype).reshape(self.shape)
         cells = cells.astype(np.uint8) * np.uint8(255) if self.dtype == np.bool_ else cells
-        packed = self._part.with_name(self._part.name + PACKED)
-        with replacing(packed) as file:
-            kind = _PACKED[self.path.suffix.lower()]
+        packed = self._draft.with_name(self._draft.name + COMPRESSED_SUFFIX)
+        with atomic_replacement(packed) as file:
+            kind = _ENCODER_NAMES[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)
             if self._options["palette"]:
                 image.putpalette([part for colour in class_colours(256) for part in colour])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .axes import Axes, Cells, relative
+from .axes import Axes, Cells, relative_slices
 from .base import TileSource, write_errors
 from .draft import DraftSink
 
@@ -42,7 +42,7 @@ class Placement:
     block: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def runs(self, cells: Cells) -> Iterator[tuple[Cells, np.ndarray, int]]:
+    def byte_runs(self, cells: Cells) -> Iterator[tuple[Cells, np.ndarray, int]]:
         """Yield (cells relative to the box, offsets of runs, bytes per run) for each block that intersects a box."""
         counts = [ceil(n / b) for n, b in zip(self.shape, self.block, strict=True)]
         item = np.dtype(self.dtype).itemsize
@@ -62,55 +62,55 @@ class Placement:
             for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
                 along = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
                 at = np.add.outer(at, np.array(along, np.int64) * strides[axis]).ravel()
-            yield relative(part, cells), at, item * prod(extents[whole - 1 :])
+            yield relative_slices(part, cells), at, item * prod(extents[whole - 1 :])
 
 
 class PlacedSink(DraftSink):
     """Sink that lays out the file first, and then writes cells in place."""
 
     @abstractmethod
-    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
         """Create the file without its cells, and return their placement; set `chunks` to those of the file."""
 
     def flush(self) -> None:
         """Flush everything this rank has written to disk."""
         with write_errors(self.path):
-            os.fsync(self._fd)
+            os.fsync(self._descriptor)
 
-    def _make(self, like: TileSource | None) -> dict[str, Any]:
-        self._require_room()
-        place = self._lay_out(self._part, like)
+    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
+        self._require_disk_space()
+        place = self._create_layout(self._draft, like)
         end = max(place.offsets) + prod(place.block) * np.dtype(place.dtype).itemsize
-        os.truncate(self._part, max(end, self._part.stat().st_size))
+        os.truncate(self._draft, max(end, self._draft.stat().st_size))
         return asdict(place)
 
-    def _attach(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, facts: dict[str, Any]) -> None:
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
         }
-        self._place = Placement(**fields)
-        self._stored = Axes(self._place.axes)
-        self._fd = os.open(self._part, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        self._placement = Placement(**fields)
+        self._stored_axes = Axes(self._placement.axes)
+        self._descriptor = os.open(self._draft, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
 
-    def _detach(self) -> None:
-        os.close(self._fd)
+    def _close_draft(self) -> None:
+        os.close(self._descriptor)
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        stored = self._stored.to_file(array)
-        for inner, offsets, size in self._place.runs(self._stored.to_stored(cells)):
-            values = np.ascontiguousarray(stored[inner], self._place.dtype)
+        stored = self._stored_axes.to_file(array)
+        for inner, offsets, size in self._placement.byte_runs(self._stored_axes.to_stored(cells)):
+            values = np.ascontiguousarray(stored[inner], self._placement.dtype)
             rest = memoryview(values.reshape(-1).view(np.uint8).data)
             for offset in offsets.tolist():
                 run, rest = rest[:size], rest[size:]
                 while run:
-                    count = os.pwrite(self._fd, run, offset)
+                    count = os.pwrite(self._descriptor, run, offset)
                     run, offset = run[count:], offset + count
 
 
-def read_placed(file: Any, path: str, place: Placement, cells: Cells) -> np.ndarray:
+def read_cells_in_place(file: Any, path: str, placement: Placement, cells: Cells) -> np.ndarray:
     """Return cells of an open file; DataError if it has been truncated."""
-    out = np.empty([cut.stop - cut.start for cut in cells], place.dtype)
-    for inner, offsets, size in place.runs(cells):
+    out = np.empty([cut.stop - cut.start for cut in cells], placement.dtype)
+    for inner, offsets, size in placement.byte_runs(cells):
         buffer = bytearray(size * len(offsets))
         view = memoryview(buffer)
         for offset in offsets.tolist():
@@ -118,5 +118,5 @@ def read_placed(file: Any, path: str, place: Placement, cells: Cells) -> np.ndar
             if file.readinto(view[:size]) != size:
                 raise DataError(f"{path}: ends early, or has changed since it was opened; run the command again")
             view = view[size:]
-        out[inner] = np.frombuffer(buffer, place.dtype).reshape(out[inner].shape)
+        out[inner] = np.frombuffer(buffer, placement.dtype).reshape(out[inner].shape)
     return out

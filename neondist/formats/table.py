@@ -15,10 +15,10 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError, MissingPackageError, OutputError
-from .axes import ORDER, Axes
-from .base import LARGEST_CHUNK, TileSink, TileSource
+from .axes import AXIS_ORDER, Axes
+from .base import MAX_CHUNK_BYTES, TileSink, TileSource
 
-PLUGINS = "neondist.formats"
+PLUGIN_GROUP = "neondist.formats"
 """group of entry points, each of which is a Format"""
 
 
@@ -31,7 +31,7 @@ class Format:
     name : display name
     suffixes : of its files, lower case, with the dot
     source, sink : callable, or 'MODULE:NAME' that is imported on demand, or None
-        source(path, inside, level, axes) returns a TileSource; `inside` names the array in the file, '' if not given,
+        source(path, name, level, axes) returns a TileSource; `name` is that of the array in the file, '' if not given,
         and `axes` are its stored axes, None if not given. sink(path, shape, dtype, axes, chunks) returns a TileSink;
         like, overwrite, resume, grid and options of the format are keyword arguments.
     package : required library, or ''
@@ -48,8 +48,8 @@ class Format:
         factory = self.source if role == "source" else self.sink
         if factory is None:
             verb = "read" if role == "source" else "written"
-            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_choices(role)}")
-        if not _available(self):
+            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_list_choices(role)}")
+        if not _is_installed(self):
             raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
         if callable(factory):
             return factory
@@ -58,20 +58,22 @@ class Format:
         return imported
 
 
-def _built_in(name: str, suffixes: str, module: str, kind: str, sink: bool = True, package: str = "") -> Format:
-    place = f"{__package__}.{module}:{kind}"
-    return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if sink else None, package)
+def _built_in(
+    name: str, suffixes: str, module: str, class_prefix: str, writable: bool = True, package: str = ""
+) -> Format:
+    place = f"{__package__}.{module}:{class_prefix}"
+    return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if writable else None, package)
 
 
-_PICTURES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two if tifffile is not installed
-_FOLDER = _built_in("a folder of images", "", "pictures", "Folder", sink=False)
-FORMATS = (
+_PICTURE_SUFFIXES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two if tifffile is not installed
+_FOLDER_FORMAT = _built_in("a folder of images", "", "pictures", "Folder", writable=False)
+BUILT_IN_FORMATS = (
     _built_in("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
     _built_in("NetCDF-4", ".nc .nc4", "netcdf", "NetCDF"),
     _built_in("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
     _built_in("NPY", ".npy", "npy", "NPY"),
     _built_in("TIFF", ".tif .tiff .svs .ndpi .scn .btf", "tiff", "TIFF", package="tifffile"),
-    _built_in("PNG, JPEG", _PICTURES, "pictures", "Picture", package="PIL"),
+    _built_in("PNG, JPEG", _PICTURE_SUFFIXES, "pictures", "Picture", package="PIL"),
     _built_in("Zarr", ".zarr", "zarr_files", "Zarr", package="zarr"),
 )
 
@@ -104,10 +106,12 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     text = str(path)
     if level is None and not os.path.exists(text) and (match := re.fullmatch(r"(.+)#(\d+)", text)):
         text, level = match[1], int(match[2])
-    file, inside = _parts(text)
-    kind = _find(file) or _by_content(file)
+    file, inside = _split_array_name(text)
+    kind = _format_by_suffix(file) or _format_by_content(file)
     if kind is None:
-        problem = f"unknown file type; choose from {_choices('source')}" if os.path.exists(file) else "no such file"
+        problem = (
+            f"unknown file type; choose from {_list_choices('source')}" if os.path.exists(file) else "no such file"
+        )
         raise DataError(f"{text}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
         raise DataError(f"{text}: no such file; check the path")
@@ -131,7 +135,7 @@ def create_sink(
     grid: ProcessGrid | None = None,
     **options: Any,
 ) -> TileSink:
-    """Create a file whose type is own by its suffix, and return its sink; collective over `grid`, if own.
+    """Create a file of the type of its suffix, and return its sink; collective over `grid`, if given.
 
     Parameters
     ----------
@@ -165,20 +169,23 @@ def create_sink(
     MissingPackageError
         If a library is not installed.
     """
-    path, kind = Path(path), _find(Path(path))
+    path, kind = Path(path), _format_by_suffix(Path(path))
     if kind is None:
-        raise ConfigError(f"{path}: unknown file type; choose from {_choices('sink')}")
+        raise ConfigError(f"{path}: unknown file type; choose from {_list_choices('sink')}")
     make = kind.load("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
-    if len(axes) != len(extents) or not axes.endswith("C") or Axes(axes).names != axes or min(extents) < 1:
-        raise ConfigError(f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {ORDER}, C the last")
+    ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
+    if len(axes) != len(extents) or not ordered or min(extents) < 1:
+        raise ConfigError(
+            f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {AXIS_ORDER}, C the last"
+        )
     if dtype.kind not in "fiub":
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
             raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number per axis")
         chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
-        if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
+        if np.prod(chunks, dtype=object) * dtype.itemsize > MAX_CHUNK_BYTES:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
@@ -198,62 +205,65 @@ def create_sink(
     return sink
 
 
-def formats() -> Iterator[Format]:
+def iter_formats() -> Iterator[Format]:
     """Yield all formats, the built-in ones first."""
-    yield from FORMATS
+    yield from BUILT_IN_FORMATS
     from importlib.metadata import entry_points  # slow to import
 
-    for point in entry_points(group=PLUGINS):
+    for point in entry_points(group=PLUGIN_GROUP):
         plugin = point.load()
         if not isinstance(plugin, Format):
             raise ConfigError(
-                f"entry point {point.value} of {PLUGINS} is not a neondist.formats.Format; correct the plugin"
+                f"entry point {point.value} of {PLUGIN_GROUP} is not a neondist.formats.Format; correct the plugin"
             )
         yield plugin
 
 
-def is_known(path: Path) -> bool:
+def has_known_suffix(path: Path) -> bool:
     """Return whether the suffix belongs to a format."""
-    return _find(path) is not None
+    return _format_by_suffix(path) is not None
 
 
-def _find(path: Path) -> Format | None:
+def _format_by_suffix(path: Path) -> Format | None:
     """Return the format with the longest matching suffix, preferably one whose library is installed.
 
     Built-in formats take precedence over plugins.
     """
     name = path.name.lower()
-    for kinds in (FORMATS, formats()):
+    for kinds in (BUILT_IN_FORMATS, iter_formats()):
         fits = [
-            (len(suffix), _available(kind), kind) for kind in kinds for suffix in kind.suffixes if name.endswith(suffix)
+            (len(suffix), _is_installed(kind), kind)
+            for kind in kinds
+            for suffix in kind.suffixes
+            if name.endswith(suffix)
         ]
         if fits:
             return max(fits, key=lambda match: match[:2])[2]
     return None
 
 
-def _by_content(path: Path) -> Format | None:
+def _format_by_content(path: Path) -> Format | None:
     """Return the format of a folder by its content: a Zarr group or array, or images."""
     inside_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
     if inside_zarr:
-        return next(kind for kind in FORMATS if kind.name == "Zarr")
-    return _FOLDER if os.path.isdir(path) else None
+        return next(kind for kind in BUILT_IN_FORMATS if kind.name == "Zarr")
+    return _FOLDER_FORMAT if os.path.isdir(path) else None
 
 
-def _parts(text: str) -> tuple[Path, str]:
+def _split_array_name(text: str) -> tuple[Path, str]:
     """Split 'FILE:NAME' into the file and the name of the array in it."""
     file, colon, inside = text.rpartition(":")
-    if colon and not os.path.exists(text) and _find(Path(file)) is not None:
+    if colon and not os.path.exists(text) and _format_by_suffix(Path(file)) is not None:
         return Path(file).expanduser(), inside
     return Path(text).expanduser(), ""
 
 
-def _available(kind: Format) -> bool:
+def _is_installed(kind: Format) -> bool:
     return not kind.package or find_spec(kind.package) is not None
 
 
-def _choices(role: str) -> str:
-    kinds = [kind for kind in formats() if getattr(kind, role) is not None]
-    missing = sorted({kind.package for kind in kinds if not _available(kind)})
+def _list_choices(role: str) -> str:
+    kinds = [kind for kind in iter_formats() if getattr(kind, role) is not None]
+    missing = sorted({kind.package for kind in kinds if not _is_installed(kind)})
     listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)
     return listed + (f"; {', '.join(missing)} not installed: pip install 'neondist[files]'" if missing else "")

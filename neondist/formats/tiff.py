@@ -16,19 +16,27 @@ import numpy as np
 from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
 from .axes import Cells
-from .base import LARGEST_CHUNK, TileSource, faults
-from .ome import axes_in, planes_of, sizes_for_xml
-from .placed import PlacedSink, Placement, read_placed
-from .tiff_segments import Segments
-from .tiff_tags import GEOREFERENCE, check_colours, check_pages, check_side_file, facts_of, nodata_of, rename_axes
+from .base import MAX_CHUNK_BYTES, TileSource, read_errors
+from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
+from .placed import PlacedSink, Placement, read_cells_in_place
+from .tiff_segments import SegmentDecoder
+from .tiff_tags import (
+    GEOREFERENCE_TAGS,
+    check_colour_space,
+    check_pages_alike,
+    check_side_file_nodata,
+    image_metadata,
+    nodata_value,
+    rename_metadata_axes,
+)
 from .tiles import default_chunks
 
-_NAMES = {"I": "Z", "Q": "Z", "R": "N"}
+_RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages of unknown meaning, which `neondist data convert` takes as depth"""
-_ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
+_ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
 _MAX_PLANES = 1_000_000
-_MASK = 4  # a bit of the page's subfile type
-_SILENT = logging.NullHandler()  # otherwise Python prints tifffile's warnings about unusual files
+_MASK_BIT = 4  # a bit of the page's subfile type
+_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's warnings about unusual files
 
 
 class TIFFSource(TileSource):
@@ -38,111 +46,115 @@ class TIFFSource(TileSource):
     in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
     """
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         import tifffile
 
-        logging.getLogger("tifffile").addHandler(_SILENT)  # adding it again does nothing
-        self._mask: TIFFSource | None = None
-        with faults(path):
-            self._opened = open_regular(path)
+        logging.getLogger("tifffile").addHandler(_SILENT_HANDLER)  # adding it again does nothing
+        self._mask_source: TIFFSource | None = None
+        with read_errors(path):
+            self._binary_file = open_regular(path)
             try:
-                self._file = tifffile.TiffFile(self._opened, _multifile=False)
-                check_ome(path, self._file.ome_metadata)
-                self._open(path, inside, level, axes)
+                self._tiff = tifffile.TiffFile(self._binary_file, _multifile=False)
+                check_ome_xml(path, self._tiff.ome_metadata)
+                self._open_image(path, name_in_file, level, axes)
             except BaseException:
                 self._release()
                 raise
 
-    def _open(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        images = self._file.series
-        if not (inside or "0").isdecimal() or int(inside or 0) >= len(images):
-            raise DataError(f"{path}: has no image '{inside}'; give a number below {len(images)}")
-        number = int(inside or 0)
+    def _open_image(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
+        images = self._tiff.series
+        if not (name_in_file or "0").isdecimal() or int(name_in_file or 0) >= len(images):
+            raise DataError(f"{path}: has no image '{name_in_file}'; give a number below {len(images)}")
+        number = int(name_in_file or 0)
         levels = images[number].levels
         level = min(level, len(levels) - 1)
         series = levels[level]
         key = series.keyframe
-        self._key: Any = key
-        check_colours(path, key)
+        self._keyframe: Any = key
+        check_colour_space(path, key)
         self._pages: list[Any] = list(series)
-        self._segments = Segments(path, key, series.dtype)
-        check_pages(path, key, self._pages)
+        self._decoder = SegmentDecoder(path, key, series.dtype)
+        check_pages_alike(path, key, self._pages)
         leading: list[int] = []
         names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
-        self._within = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
+        self._page_axes = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
         inner = "".join(names) + "C" * (key.shaped[4] > 1)
         full = list(zip(series.get_axes(False), series.get_shape(False), strict=True))
         count, outer = prod(n for _, n in full) // prod(key.shaped), ""
         while prod(leading) < count and full:
             name, n = full.pop(0)
             if n > 1:
-                name = _NAMES.get(name, name)
+                name = _RENAMED_AXES.get(name, name)
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
                 leading.append(n)
         if prod(leading) != count:
             raise DataError(f"{path}: has {len(self._pages)} pages for an image of shape {list(series.shape)}")
         self._leading = leading
-        shape = (*leading, *(key.shaped[axis] for axis in self._within))
-        chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(self._segments.chunk[axis] for axis in self._within))
-        missing = nodata_of(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
-        self._missing = missing if series.dtype.kind == "f" else None
+        shape = (*leading, *(key.shaped[axis] for axis in self._page_axes))
+        segment = self._decoder.segment_shape
+        chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(segment[axis] for axis in self._page_axes))
+        missing = nodata_value(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
+        self._nodata = missing if series.dtype.kind == "f" else None
         self._fill_value = _fill_value(missing, series.dtype)
-        self._place = self._placement(outer + inner, shape, series)
-        if self._place is not None:
+        self._placement = self._find_placement(outer + inner, shape, series)
+        if self._placement is not None:
             chunks = None
         else:
-            self._segments.check()
+            self._decoder.check_compression()
         stored, orientation = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
         named = list(axes or stored)
         if orientation in _TRANSPOSED and len(named) == len(stored):
             y, x = stored.index("Y"), stored.index("X")
             named[y], named[x] = named[x], named[y]
         flips = (("Y", _FLIPPED_Y), ("X", _FLIPPED_X))
-        self._flipped = [stored.index(axis) for axis, codes in flips if orientation in codes]
-        masks, facts = _masks(images, number), facts_of(self._file, path, number, level)
-        facts = rename_axes(facts, stored, "".join(named), orientation) | ({"mask": None} if masks else {})
-        name = f"{path}:{inside}" if inside else str(path)
-        super().__init__(name, "".join(named), shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
+        self._flipped_axes = [stored.index(axis) for axis, codes in flips if orientation in codes]
+        masks, facts = _mask_numbers(images, number), image_metadata(self._tiff, path, number, level)
+        facts = rename_metadata_axes(facts, stored, "".join(named), orientation) | ({"mask": None} if masks else {})
+        name = f"{path}:{name_in_file}" if name_in_file else str(path)
+        super().__init__(
+            name, "".join(named), shape, series.dtype, chunks, len(levels), facts, axes_given=axes is not None
+        )
         if series.dtype.kind == "f":
-            check_side_file(path)
+            check_side_file_nodata(path)
             self._open_mask(path, masks[:1] or number, level, axes, upright=orientation == 1)
 
     def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
         """Open the mask of the image: [its number] in the file, or FILE.msk if the image, by number, is the first."""
         axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
         if isinstance(image, list):
-            self._mask = TIFFSource(path, str(image[0]), level, axes)
+            self._mask_source = TIFFSource(path, str(image[0]), level, axes)
         elif image == 0 and side.is_file():
-            self._mask = TIFFSource(side, "", level, axes)
-        if self._mask is not None:
-            fits = self._mask.shape[:-1] == self.shape[:-1] and self._mask.shape[-1] in (1, self.shape[-1])
+            self._mask_source = TIFFSource(side, "", level, axes)
+        if self._mask_source is not None:
+            *extent, channels = self._mask_source.shape
+            fits = tuple(extent) == self.shape[:-1] and channels in (1, self.shape[-1])
             if not (fits and upright):
                 raise DataError(
-                    f"{path}: its mask, of {list(self._mask.shape)} cells, does not match its image of"
+                    f"{path}: its mask, of {list(self._mask_source.shape)} cells, does not match its image of"
                     f" {list(self.shape)}; open level 0, or write the image without the mask"
                 )
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._tiff.close()
         self._release()
 
     def _release(self) -> None:
-        self._opened.close()
-        if self._mask is not None:
-            self._mask.close()
+        self._binary_file.close()
+        if self._mask_source is not None:
+            self._mask_source.close()
 
-    def _decode(self, cells: Cells) -> np.ndarray:
-        array = super()._decode(cells)
-        if self._mask is not None:
-            channels = cells[-1] if self._mask.shape[-1] > 1 else slice(0, 1)
-            array[np.broadcast_to(self._mask.read((*cells[:-1], channels)) == 0, array.shape)] = np.nan
+    def _read_channels_last(self, cells: Cells) -> np.ndarray:
+        array = super()._read_channels_last(cells)
+        if self._mask_source is not None:
+            channels = cells[-1] if self._mask_source.shape[-1] > 1 else slice(0, 1)
+            array[np.broadcast_to(self._mask_source.read((*cells[:-1], channels)) == 0, array.shape)] = np.nan
         return array
 
-    def _placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
+    def _find_placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
         """Return the placement of the cells, or None if they are compressed."""
         block = (*(1 for _ in self._leading), *shape[len(self._leading) :])
-        dtype = np.dtype(self._file.byteorder + series.dtype.char).str
+        dtype = np.dtype(self._tiff.byteorder + series.dtype.char).str
         if series.dataoffset is not None:
             return Placement(axes, dtype, shape, shape, (series.dataoffset,))
         if all(page is not None and page.is_final for page in self._pages):
@@ -151,46 +163,46 @@ class TIFFSource(TileSource):
 
     def _read(self, cells: Cells) -> np.ndarray:
         stored = list(cells)
-        for axis in self._flipped:
-            n = self.stored.to_stored(self.shape)[axis]
+        for axis in self._flipped_axes:
+            n = self.stored_axes.to_stored(self.shape)[axis]
             stored[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
-        array = np.flip(self._read_stored(tuple(stored)), tuple(self._flipped))
-        if self._missing is not None:
-            array[_is_nodata(array, self._missing)] = np.nan
+        array = np.flip(self._read_stored(tuple(stored)), tuple(self._flipped_axes))
+        if self._nodata is not None:
+            array[_nodata_mask(array, self._nodata)] = np.nan
         return array
 
     def _read_stored(self, cells: Cells) -> np.ndarray:
-        file = self._file.filehandle
-        if self._place is not None:
-            return read_placed(file, self.path, self._place, cells)
+        file = self._tiff.filehandle
+        if self._placement is not None:
+            return read_cells_in_place(file, self.path, self._placement, cells)
         outer, inner = cells[: len(self._leading)], cells[len(self._leading) :]
-        box = [slice(0, n) for n in self._key.shaped]
-        for axis, cut in zip(self._within, inner, strict=True):
+        box = [slice(0, n) for n in self._keyframe.shaped]
+        for axis, cut in zip(self._page_axes, inner, strict=True):
             box[axis] = cut
-        pages = [self._page(place, box) for place in product(*(range(cut.start, cut.stop) for cut in outer))]
+        pages = [self._read_page(place, box) for place in product(*(range(cut.start, cut.stop) for cut in outer))]
         return np.stack(pages).reshape([cut.stop - cut.start for cut in cells])
 
-    def _page(self, place: tuple[int, ...], box: list[slice]) -> np.ndarray:
+    def _read_page(self, place: tuple[int, ...], box: list[slice]) -> np.ndarray:
         """Return cells of one page, on the five axes of tifffile's pages."""
         number = int(np.ravel_multi_index(place, self._leading)) if place else 0
-        page, key, file = self._pages[number], self._key, self._file.filehandle
+        page, key, file = self._pages[number], self._keyframe, self._tiff.filehandle
         out = np.full([cut.stop - cut.start for cut in box], self._fill_value, self.dtype)
         if page is None:
             return out
-        chunk = self._segments.chunk
+        chunk = self._decoder.segment_shape
         counts = [ceil(n / c) for n, c in zip(key.shaped, chunk, strict=True)]
         for at in product(*(range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(box, chunk, strict=True))):
             index = int(np.ravel_multi_index(at, counts))
             offset, size = page.dataoffsets[index], page.databytecounts[index]
             if not size:
                 continue  # was never written
-            if size > min(file.size, LARGEST_CHUNK):
+            if size > min(file.size, MAX_CHUNK_BYTES):
                 raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file size")
             file.seek(offset)
             data = file.read(size)
             if len(data) != size:
                 raise DataError(f"{self.path}: ends early; restore it from a good copy")
-            tile, corner, extents = self._segments.decode(data, index, page)
+            tile, corner, extents = self._decoder.decode(data, index, page)
             if tile is None:
                 continue
             target, source = [], []
@@ -205,7 +217,7 @@ class TIFFSource(TileSource):
 class TIFFSink(PlacedSink):
     """New tiled BigTIFF, or OME-TIFF if named so, with the georeference of the `like` image."""
 
-    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
         import tifffile
 
         extents = dict(zip(self.axes, self.shape, strict=True))
@@ -225,11 +237,11 @@ class TIFFSink(PlacedSink):
         if ome and like is not None:
             calibration = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
             for name in ("scale", "units"):
-                self._copy_metadata(like, name, axes_in(calibration))
+                self._copy_metadata(like, name, axes_with_sizes(calibration))
             if date := self._copy_metadata(like, "AcquisitionDate"):
                 calibration["AcquisitionDate"] = date
         tifffile.imwrite(
-            part,
+            draft,
             shape=shape,
             dtype=self.dtype,
             tile=tile,
@@ -245,12 +257,12 @@ class TIFFSink(PlacedSink):
             },
             extratags=[
                 (code, kind, 0 if kind == "s" else np.size(place[code]), place[code], True)
-                for code, kind in GEOREFERENCE.items()
+                for code, kind in GEOREFERENCE_TAGS.items()
                 if code in place
             ],
             **tags,
         )
-        with tifffile.TiffFile(part) as file:
+        with tifffile.TiffFile(draft) as file:
             offsets = tuple(offset for page in file.pages for offset in page.dataoffsets)
             dtype = np.dtype(file.byteorder + self.dtype.char).str
         block = (*(1 for name in axes if name not in "YXC"), *tile, *((extents["C"],) if channels else ()))
@@ -258,15 +270,15 @@ class TIFFSink(PlacedSink):
         return Placement(axes, dtype, shape, block, offsets)
 
 
-def _masks(images: Any, number: int) -> list[int]:
+def _mask_numbers(images: Any, image_number: int) -> list[int]:
     """Return the numbers of the masks of an image: mask pages of the same size that follow it directly."""
-    key, masks = images[number].keyframe, list[int]()
-    for at, image in enumerate(images[number + 1 :], number + 1):
+    key, masks = images[image_number].keyframe, list[int]()
+    for at, image in enumerate(images[image_number + 1 :], image_number + 1):
         if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
-            if not image.keyframe.subfiletype & _MASK:
+            if not image.keyframe.subfiletype & _MASK_BIT:
                 break
             masks.append(at)
-    return [] if key.subfiletype & _MASK else masks
+    return [] if key.subfiletype & _MASK_BIT else masks
 
 
 def _fill_value(missing: float | None, dtype: np.dtype) -> Any:
@@ -280,7 +292,7 @@ def _fill_value(missing: float | None, dtype: np.dtype) -> Any:
     return most if whole >= most else least if whole <= least else int(whole)
 
 
-def _is_nodata(cells: np.ndarray, missing: float) -> np.ndarray:
+def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
     """Return a mask of the cells that GDAL takes as nodata: equal to 7 digits, in the image's precision."""
     kind = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
@@ -289,14 +301,14 @@ def _is_nodata(cells: np.ndarray, missing: float) -> np.ndarray:
         return np.asarray((values == number) | (np.abs(values - number) < tolerance))
 
 
-def check_ome(path: Path, ome: str | None) -> None:
+def check_ome_xml(path: Path, ome: str | None) -> None:
     """Refuse an OME-TIFF of several files, or of too many planes, all of which tifffile would list."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
         if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
             raise DataError(f"{path}: is part of an OME-TIFF of several files; write the image into one file")
-        count = max(planes_of(one.attrib) for one in root.iter())
+        count = max(max_plane_count(one.attrib) for one in root.iter())
         if count > _MAX_PLANES:
             raise DataError(
                 f"{path}: its OME-XML specifies {count:.0f} planes, but at most {_MAX_PLANES:,} are supported;"

@@ -9,76 +9,81 @@ from typing import Any
 
 from ..errors import DataError
 from ..io.regular_file import open_regular
-from .base import BY_AXIS
-from .ome import facts_of_xml, unit_name
+from .base import AXIS_METADATA_DEFAULTS
+from .ome import metadata_from_xml, unit_name
 
-GEOREFERENCE = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s", 50844: "d"}
+GEOREFERENCE_TAGS = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s", 50844: "d"}
 """georeference tags and their types"""
-RESOLUTION = (282, 283, 296)
-_SCALES, _TIE_POINTS, _MATRIX, _KEYS, _RASTER_TYPE, _POINTS = 33550, 33922, 34264, 34735, 1025, 2
-_ORIENTATION, _NODATA = 274, 42113
-_OTHERS = {
+RESOLUTION_TAGS = (282, 283, 296)
+_PIXEL_SCALE_TAG, _TIE_POINTS_TAG, _MATRIX_TAG, _GEO_KEYS_TAG = 33550, 33922, 34264, 34735
+_RASTER_TYPE_KEY, _RASTER_OF_POINTS = 1025, 2
+_ORIENTATION_TAG, _NODATA_TAG = 274, 42113
+_OTHER_TAG_NAMES = {
     270: "description", 306: "date", 320: "colour map", 700: "XMP", 34665: "EXIF", 34853: "GPS",
-    34675: "colour profile", 42112: "GDAL metadata", _NODATA: "nodata",
+    34675: "colour profile", 42112: "GDAL metadata", _NODATA_TAG: "nodata",
 }  # fmt: skip
-_SIDE_FILES = (".aux.xml", ".tfw", ".tifw", ".wld", ".prj", ".msk", ".ovr")
-_ROW_DEPENDENT = ("georeference", "resolution")
-_MAX_BYTES = 1 << 24  # of a side file that are searched
-_IMAGEJ = {
+_SIDE_FILE_SUFFIXES = (".aux.xml", ".tfw", ".tifw", ".wld", ".prj", ".msk", ".ovr")
+_ORIENTATION_DEPENDENT_METADATA = ("georeference", "resolution")
+_MAX_SEARCHED_BYTES = 1 << 24  # of a side file that are searched
+_IMAGEJ_STRUCTURAL_KEYS = {
     *("ImageJ", "images", "channels", "slices", "frames", "hyperstack", "mode", "loop", "unit", "spacing", "finterval"),
     *("axes", "shape", "order"),
 }
-_OWN_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
-_MPP = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_HANDLED_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
+_MICRONS_PER_PIXEL = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
+_NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
-_COLOUR_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
+_RGB_CONVERTING_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
 
 
-def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
+def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict[str, Any]:
     """Return the metadata of an image of an open file, at one resolution level."""
-    levels = file.series[number].levels
+    levels = file.series[image_number].levels
     first, key = levels[0].keyframe, levels[level].keyframe
     ratio = {"X": first.imagewidth / key.imagewidth, "Y": first.imagelength / key.imagelength}
     tags = {tag.code: tag.value for tag in first.tags}
     facts: dict[str, Any] = {}
-    if place := {code: tags[code] for code in GEOREFERENCE if code in tags}:
+    if place := {code: tags[code] for code in GEOREFERENCE_TAGS if code in tags}:
         scaled = _scaled_georeference(place, ratio) if level else place
         facts["georeference" if scaled else "georeference of level 0"] = scaled or place
-    if {*RESOLUTION[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
-        x, y = (_ratio(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
+    if {*RESOLUTION_TAGS[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
+        x, y = (_to_float(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
         facts["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
     described = {"imagej": file.is_imagej, "ome": file.is_ome, "shaped": first.is_shaped}
-    for code, name in _OTHERS.items():
+    for code, name in _OTHER_TAG_NAMES.items():
         if code in tags and not (code == 270 and any(described.values())):
             facts[name] = tags[code]
     if file.is_ome:
-        facts |= facts_of_xml(file.ome_metadata, number)
+        facts |= metadata_from_xml(file.ome_metadata, image_number)
     elif file.is_imagej:
-        facts |= _imagej_facts(file.imagej_metadata or {}, tags)
+        facts |= _imagej_metadata(file.imagej_metadata or {}, tags)
     elif first.is_shaped:
         shaped: dict[str, Any] = (file.shaped_metadata or ({},))[0]
         facts |= {str(name): value for name, value in shaped.items() if name not in ("shape", "axes", "truncate")}
-    elif match := _MPP.search(str(tags.get(270, ""))):
+    elif match := _MICRONS_PER_PIXEL.search(str(tags.get(270, ""))):
         facts |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
     if "scale" in facts:
         facts["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in facts["scale"].items()}
-    facts |= {f"{name} metadata": None for name in sorted({*file.flags} - _OWN_KINDS)}
-    for suffix in _SIDE_FILES:
+    facts |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
+    for suffix in _SIDE_FILE_SUFFIXES:
         for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
             if side.is_file():
                 facts[f"side file {side.name}"] = None
     return facts
 
 
-def nodata_of(path: Path, key: Any) -> float | None:
+def nodata_value(path: Path, keyframe: Any) -> float | None:
     """Return the nodata value of GDAL's tag, or None; DataError if it cannot be read."""
-    text = str(key.tags[_NODATA].value).partition("\0")[0].strip().replace(",", ".") if _NODATA in key.tags else ""
+    text = (
+        str(keyframe.tags[_NODATA_TAG].value).partition("\0")[0].strip().replace(",", ".")
+        if _NODATA_TAG in keyframe.tags
+        else ""
+    )
     if not text:
         return None
     if text.lower() in ("nan", "1.#qnan"):
         return float("nan")
-    if text.lower() in ("inf", "+inf", "-inf") or _NUMBER.fullmatch(text):
+    if text.lower() in ("inf", "+inf", "-inf") or _NUMBER_PATTERN.fullmatch(text):
         return float(text)
     text = "".join(letter if letter.isprintable() else "?" for letter in text[:40])
     raise DataError(
@@ -87,51 +92,53 @@ def nodata_of(path: Path, key: Any) -> float | None:
     )
 
 
-def rename_axes(facts: dict[str, Any], stored: str, axes: str, orientation: int) -> dict[str, Any]:
+def rename_metadata_axes(metadata: dict[str, Any], stored: str, axes: str, orientation: int) -> dict[str, Any]:
     """Return the metadata for renamed axes, and for an image rotated by its orientation tag."""
     if orientation == 1 and stored == axes:
-        return facts
+        return metadata
     rearranged = orientation != 1 or [stored.find(axis) for axis in "YX"] != [axes.find(axis) for axis in "YX"]
     renamed = dict[str, Any]()
-    for name, value in facts.items():
-        if name in BY_AXIS:
+    for name, value in metadata.items():
+        if name in AXIS_METADATA_DEFAULTS:
             renamed[name] = {to: value[of] for of, to in zip(stored, axes, strict=False) if of in value}
         else:
-            renamed[f"{name} before it is turned" if rearranged and name in _ROW_DEPENDENT else name] = value
+            renamed[
+                f"{name} before it is turned" if rearranged and name in _ORIENTATION_DEPENDENT_METADATA else name
+            ] = value
     return renamed
 
 
-def check_side_file(path: Path) -> None:
+def check_side_file_nodata(path: Path) -> None:
     """Raise DataError for an image whose nodata value is declared in a side file."""
     side = path.with_name(path.name + ".aux.xml")
     if side.is_file():
         with open_regular(side) as file:
-            if b"<NoDataValue" in file.read(_MAX_BYTES):
+            if b"<NoDataValue" in file.read(_MAX_SEARCHED_BYTES):
                 raise DataError(
                     f"{path}: {side.name} marks cells without data; write the mask into the image:"
                     f" gdal_translate {path.name} NEW.tif"
                 )
 
 
-def check_colours(path: Path, key: Any) -> None:
+def check_colour_space(path: Path, keyframe: Any) -> None:
     """Raise DataError for colour spaces that readers convert differently."""
-    samples, ink = key.samplesperpixel, key.tags[_INK_SET].value if _INK_SET in key.tags else 1
-    converted = key.compression in _COLOUR_CODECS
-    if key.photometric == _CIELAB or (key.photometric == _YCBCR and not converted) or (
-        key.photometric == _SEPARATED and samples == 4 and ink == 1
+    samples, ink = keyframe.samplesperpixel, keyframe.tags[_INK_SET].value if _INK_SET in keyframe.tags else 1
+    converted = keyframe.compression in _RGB_CONVERTING_CODECS
+    if keyframe.photometric == _CIELAB or (keyframe.photometric == _YCBCR and not converted) or (
+        keyframe.photometric == _SEPARATED and samples == 4 and ink == 1
     ):  # fmt: skip
         raise DataError(
-            f"{path}: holds colours as {key.photometric.name}, which readers convert differently; write it as RGB"
+            f"{path}: holds colours as {keyframe.photometric.name}, which readers convert differently; write it as RGB"
         )
 
 
-def check_pages(path: Path, key: Any, pages: Sequence[Any]) -> None:
+def check_pages_alike(path: Path, keyframe: Any, pages: Sequence[Any]) -> None:
     """Raise DataError for an image whose pages differ in orientation or nodata value."""
 
     def tags_of(page: Any) -> tuple[Any, ...]:
-        return tuple(page.tags[code].value if code in page.tags else None for code in (_ORIENTATION, _NODATA))
+        return tuple(page.tags[code].value if code in page.tags else None for code in (_ORIENTATION_TAG, _NODATA_TAG))
 
-    expected = tags_of(key)
+    expected = tags_of(keyframe)
     for number, page in enumerate(pages):
         if hasattr(page, "tags") and tags_of(page) != expected:
             raise DataError(
@@ -142,24 +149,24 @@ def check_pages(path: Path, key: Any, pages: Sequence[Any]) -> None:
 
 def _scaled_georeference(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
     """Return the georeference of a lower resolution; None if it cannot be derived from that of level 0."""
-    keys = list(place.get(_KEYS, ()))
-    if any(keys[at] == _RASTER_TYPE and keys[at + 3] == _POINTS for at in range(4, len(keys) - 3, 4)):
+    keys = list(place.get(_GEO_KEYS_TAG, ()))
+    if any(keys[at] == _RASTER_TYPE_KEY and keys[at + 3] == _RASTER_OF_POINTS for at in range(4, len(keys) - 3, 4)):
         return None
-    if len(matrix := _numbers(place.get(_MATRIX))) == 16:
+    if len(matrix := _to_floats(place.get(_MATRIX_TAG))) == 16:
         columns = (ratio["X"], ratio["Y"], 1.0, 1.0)
-        return {**place, _MATRIX: tuple(n * columns[at % 4] for at, n in enumerate(matrix))}
-    scales, ties = _numbers(place.get(_SCALES)), _numbers(place.get(_TIE_POINTS))
+        return {**place, _MATRIX_TAG: tuple(n * columns[at % 4] for at, n in enumerate(matrix))}
+    scales, ties = _to_floats(place.get(_PIXEL_SCALE_TAG)), _to_floats(place.get(_TIE_POINTS_TAG))
     if len(scales) == 3 and len(ties) == 6 and not any(ties[:2]):
-        return {**place, _SCALES: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
+        return {**place, _PIXEL_SCALE_TAG: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
     return None
 
 
-def _imagej_facts(metadata: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:
+def _imagej_metadata(metadata: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:
     scale, units = dict[str, float](), dict[str, str]()
     unit = unit_name(str(metadata.get("unit") or "").replace("\\u00B5", "µ"))
     for axis, code in (("X", 282), ("Y", 283)):
-        if code in tags and _ratio(tags[code]):
-            scale[axis] = 1 / _ratio(tags[code])
+        if code in tags and _to_float(tags[code]):
+            scale[axis] = 1 / _to_float(tags[code])
     if "spacing" in metadata:
         scale["Z"] = float(metadata["spacing"])
     if unit and unit != "pixel":
@@ -167,13 +174,13 @@ def _imagej_facts(metadata: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[
     if metadata.get("finterval"):
         scale["T"], units["T"] = float(metadata["finterval"]), "second"
     return {"scale": scale, "units": units} | {
-        f"ImageJ {name}": value for name, value in metadata.items() if name not in _IMAGEJ
+        f"ImageJ {name}": value for name, value in metadata.items() if name not in _IMAGEJ_STRUCTURAL_KEYS
     }
 
 
-def _numbers(value: Any) -> Sequence[float]:
+def _to_floats(value: Any) -> Sequence[float]:
     return [float(n) for n in value] if isinstance(value, tuple) else []
 
 
-def _ratio(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return value[0] / value[1] if value[1] else 0.0

@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .conventions import LARGEST, AuxiliaryVariable, Variable, collect, references
+from .conventions import (
+    MAX_COORDINATE_BYTES,
+    AuxiliaryVariable,
+    VariableMetadata,
+    collect_referenced_variables,
+    referenced_variables,
+)
 
-METADATA = ("zarr.json", ".zarray", ".zgroup")
-_NAMES = "_ARRAY_DIMENSIONS"
-_NUMBERS = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
+METADATA_FILES = ("zarr.json", ".zarray", ".zgroup")
+_DIMENSION_NAMES_ATTRIBUTE = "_ARRAY_DIMENSIONS"
+_SPECIAL_NUMBERS = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
 def require_no_pickle(name: str, array: Any) -> None:
@@ -24,19 +30,23 @@ def require_no_pickle(name: str, array: Any) -> None:
         raise DataError(f"{name}: is encoded with pickle, which can execute code; rewrite it without pickle")
 
 
-def dimensions(array: Any) -> tuple[str, ...]:
+def dimension_names(array: Any) -> tuple[str, ...]:
     """Return the names of the dimensions, '' for one without; () if the array names none."""
-    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get(_NAMES) or ()
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get(_DIMENSION_NAMES_ATTRIBUTE) or ()
     if not isinstance(names, (list, tuple)) or len(names) != array.ndim or not any(names):
         return ()
     return tuple("" if name is None else str(name) for name in names)
 
 
-def attributes(array: Any) -> dict[str, Any]:
+def decoded_attributes(array: Any) -> dict[str, Any]:
     """Return attributes, including Zarr 2's fill value: text as str, numbers as arrays, None for others."""
-    values = {name: _plain(value) for name, value in dict(array.attrs).items() if name != _NAMES}
+    values = {
+        name: _decode_attribute(value)
+        for name, value in dict(array.attrs).items()
+        if name != _DIMENSION_NAMES_ATTRIBUTE
+    }
     if isinstance(values.get("_FillValue"), str):
-        values["_FillValue"] = _fill_value(values["_FillValue"])
+        values["_FillValue"] = _decode_fill_value(values["_FillValue"])
     if array.metadata.zarr_format == 2 and array.fill_value is not None and array.dtype.kind in "iuf":
         fill = values.get("_FillValue")
         fill = np.empty(0, array.dtype) if fill is None else np.ravel(fill)
@@ -44,43 +54,50 @@ def attributes(array: Any) -> dict[str, Any]:
     return values
 
 
-def variable(place: Path, array: Any) -> Variable:
+def variable_metadata(array_path: Path, array: Any) -> VariableMetadata:
     """Return the metadata from which the axes of the array at a path are inferred."""
-    own, names = attributes(array), dimensions(array)
+    own, names = decoded_attributes(array), dimension_names(array)
     listed = own["coordinates"].split() if isinstance(own.get("coordinates"), str) else []
     coordinates = {}
     for name in (*names, *listed):
-        other = _in_scope(place, name)
+        other = _find_in_scope(array_path, name)
         if other is not None:
-            coordinates[name] = Variable(dimensions(other), attributes(other))
-    return Variable(names, own, coordinates)
+            coordinates[name] = VariableMetadata(dimension_names(other), decoded_attributes(other))
+    return VariableMetadata(names, own, coordinates)
 
 
-def auxiliary_variables(place: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
+def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
     """Return the variables that an array refers to, itself as '', and the names of those that cannot be read."""
     lost = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:
-        other = _in_scope(place, name)
+        other = _find_in_scope(array_path, name)
         if other is None:
-            if name not in dimensions(array):
+            if name not in dimension_names(array):
                 lost.append(name)
             return AuxiliaryVariable(name, (), None, {})
-        names = dimensions(other)
-        if other.dtype.kind not in "biuf" or other.nbytes > LARGEST or len(names) != other.ndim or "" in names:
+        names = dimension_names(other)
+        if (
+            other.dtype.kind not in "biuf"
+            or other.nbytes > MAX_COORDINATE_BYTES
+            or len(names) != other.ndim
+            or "" in names
+        ):
             lost.append(name)
             return AuxiliaryVariable(name, names, None, {})
-        require_no_pickle(f"{place.parent}:{name}", other)
-        return AuxiliaryVariable(name, names, np.asarray(other[...]), _texts(other, f"{name}:", lost))
+        require_no_pickle(f"{array_path.parent}:{name}", other)
+        return AuxiliaryVariable(name, names, np.asarray(other[...]), _encoded_attributes(other, f"{name}:", lost))
 
-    return collect(_texts(array, "", lost), [load(name) for name in dimensions(array) if name], load), lost
+    return collect_referenced_variables(
+        _encoded_attributes(array, "", lost), [load(name) for name in dimension_names(array) if name], load
+    ), lost
 
 
-def choose(name: str, arrays: Mapping[str, Any]) -> str:
+def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
     """Return the only array, or the variable with most dimensions that no other variable refers to."""
     candidates = dict(arrays)
-    if all(dimensions(array) or not array.ndim for array in arrays.values()):
-        auxiliary = {other for array in arrays.values() for other in references(attributes(array))}
+    if all(dimension_names(array) or not array.ndim for array in arrays.values()):
+        auxiliary = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
         auxiliary |= {key for key, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "biuf"}
         candidates = {key: array for key, array in arrays.items() if key not in auxiliary} or candidates
         candidates = {key: a for key, a in candidates.items() if a.ndim == max(one.ndim for one in candidates.values())}
@@ -90,7 +107,7 @@ def choose(name: str, arrays: Mapping[str, Any]) -> str:
     return next(iter(candidates))
 
 
-def _in_scope(place: Path, name: str) -> Any:
+def _find_in_scope(array_path: Path, name: str) -> Any:
     """Return an array by name from the same group or the nearest one above, or None."""
     import zarr
 
@@ -98,21 +115,21 @@ def _in_scope(place: Path, name: str) -> Any:
 
     if not name or "/" in name or name.startswith("."):
         return None
-    for folder in place.parents:
-        if not any((folder / file).is_file() for file in METADATA):
+    for folder in array_path.parents:
+        if not any((folder / file).is_file() for file in METADATA_FILES):
             return None
-        if (folder / name).is_dir() and any((folder / name / file).is_file() for file in METADATA):
+        if (folder / name).is_dir() and any((folder / name / file).is_file() for file in METADATA_FILES):
             store = FolderStore(folder / name, read_only=True)
             array = zarr.open(store, mode="r")
             if isinstance(array, zarr.Array):
-                store.expect(array)
+                store.limit_chunks_to(array)
                 return array
     return None
 
 
-def _texts(array: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
-    """Return numbers, and text as bytes; append the names prefix other attributes to `lost`."""
-    values = attributes(array)
+def _encoded_attributes(array: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
+    """Return numbers, and text as bytes; append the names of other attributes, with the prefix, to `lost`."""
+    values = decoded_attributes(array)
     lost += [f"{prefix}{name}" for name, value in values.items() if value is None]
     encoded = {name: value.encode() if isinstance(value, str) else value for name, value in values.items()}
     if "_FillValue" in encoded and encoded["_FillValue"] is not None:
@@ -120,7 +137,7 @@ def _texts(array: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
     return {name: value for name, value in encoded.items() if value is not None and not np.array_equal(value, b"")}
 
 
-def _plain(value: Any) -> Any:
+def _decode_attribute(value: Any) -> Any:
     if isinstance(value, str):
         return value
     try:
@@ -130,10 +147,10 @@ def _plain(value: Any) -> Any:
     return numbers if numbers.dtype.kind in "iuf" and numbers.size else None
 
 
-def _fill_value(text: str) -> Any:
+def _decode_fill_value(text: str) -> Any:
     """Return the number that xarray encodes as base64 of a double, or None."""
-    if text in _NUMBERS:
-        return np.asarray(_NUMBERS[text])
+    if text in _SPECIAL_NUMBERS:
+        return np.asarray(_SPECIAL_NUMBERS[text])
     try:
         raw = base64.standard_b64decode(text)
     except (ValueError, binascii.Error):

@@ -13,39 +13,49 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
-from .axes import Axes, Cells, guess, relative
-from .base import TileSource, collective_errors, faults, write_errors
+from .axes import Axes, Cells, guess_axes, relative_slices
+from .base import TileSource, collective_errors, read_errors, write_errors
 from .class_colours import class_colours
-from .conventions import AuxiliaryVariable, infer_axes, list_names
-from .draft import LOCK, DraftSink
-from .ome import Multiscale, multiscale, read_multiscale
-from .packing import OF_VALUES, Packing
+from .conventions import AuxiliaryVariable, infer_axes, list_metadata_names
+from .draft import LOCK_SUFFIX, DraftSink
+from .ome import MultiscaleImage, format_multiscale, parse_multiscale
+from .packing import PACKING_ATTRIBUTES, Packing
 from .tiles import default_chunks
-from .zarr_fields import METADATA, attributes, auxiliary_variables, choose, dimensions, require_no_pickle, variable
+from .zarr_fields import (
+    METADATA_FILES,
+    auxiliary_variables,
+    choose_array,
+    decoded_attributes,
+    dimension_names,
+    require_no_pickle,
+    variable_metadata,
+)
 
-_SMALL = 512  # cells along the longest axis of the last level of a pyramid
+_MAX_LAST_LEVEL_CELLS = 512  # cells along the longest axis of the last level of a pyramid
 
 
 class ZarrSource(TileSource):
     """Array of a Zarr folder, or image of an OME-Zarr group with its levels."""
 
-    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+    def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         import zarr
 
         from .zarr_store import FolderStore
 
-        name = f"{path}:{inside}" if inside else str(path)
-        if ".." in inside.split("/"):
+        name = f"{path}:{name_in_file}" if name_in_file else str(path)
+        if ".." in name_in_file.split("/"):
             raise DataError(f"{name}: points outside the folder; name an array in it")
-        with faults(name):
-            if inside.strip("/") and not (path / inside.strip("/")).exists():
-                names = sorted(one.name for one in path.iterdir() if any((one / file).is_file() for file in METADATA))
-                raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(names) or 'none'}")
+        with read_errors(name):
+            if name_in_file.strip("/") and not (path / name_in_file.strip("/")).exists():
+                names = sorted(
+                    one.name for one in path.iterdir() if any((one / file).is_file() for file in METADATA_FILES)
+                )
+                raise DataError(f"{path}: has no array '{name_in_file}'; it has {', '.join(names) or 'none'}")
             store = FolderStore(path, read_only=True)
-            node: Any = zarr.open(store, path=inside.strip("/"), mode="r")
-            image = Multiscale([""])
+            node: Any = zarr.open(store, path=name_in_file.strip("/"), mode="r")
+            image = MultiscaleImage([""])
             if isinstance(node, zarr.Group):
-                node, image = _image(name, node, level)
+                node, image = _find_image(name, node, level)
             paths = image.levels
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
@@ -54,27 +64,27 @@ class ZarrSource(TileSource):
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_no_pickle(name, array)
-            store.expect(array)
+            store.limit_chunks_to(array)
             facts = dict[str, Any]()
-            self._packing, self._place = None, path / inside.strip("/") / at
+            self._packing, self._array_path = None, path / name_in_file.strip("/") / at
             if image.names:
-                axes = axes or infer_axes(name, image.variable(), array.shape)
-            elif dims := dimensions(array):
-                self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(dims)}
-                axes = axes or infer_axes(name, variable(self._place, array), array.shape)
+                axes = axes or infer_axes(name, image.to_variable_metadata(), array.shape)
+            elif dims := dimension_names(array):
+                self._packing, facts = Packing(name, array.dtype, decoded_attributes(array)), {"dimensions": list(dims)}
+                axes = axes or infer_axes(name, variable_metadata(self._array_path, array), array.shape)
             self._array = array
             if self._packing is None:
-                image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
-                facts = image.facts(axes or guess(array.shape, name))
+                image.other_metadata |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
+                facts = image.array_metadata(axes or guess_axes(array.shape, name))
             super().__init__(
                 name,
-                axes or guess(array.shape, name),
+                axes or guess_axes(array.shape, name),
                 array.shape,
                 array.dtype if self._packing is None else self._packing.dtype,
                 array.chunks,
                 len(paths),
                 facts,
-                named=axes is not None,
+                axes_given=axes is not None,
             )
 
     def _read(self, cells: Cells) -> np.ndarray:
@@ -83,20 +93,25 @@ class ZarrSource(TileSource):
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
-        with faults(self.path):
-            return auxiliary_variables(self._place, self._array) if self._packing is not None else ([], [])
+        with read_errors(self.path):
+            return auxiliary_variables(self._array_path, self._array) if self._packing is not None else ([], [])
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the array."""
-        return {name: value for name, value in attributes(self._array).items() if value is not None}
+        return {name: value for name, value in decoded_attributes(self._array).items() if value is not None}
 
     def metadata_names(self) -> list[str]:
         """Return the names of the array's metadata."""
         if self._packing is None:
             return super().metadata_names()
-        own = [name for name, value in attributes(self._array).items() if not isinstance(value, str)]
+        own = [name for name, value in decoded_attributes(self._array).items() if not isinstance(value, str)]
         return list(
-            dict.fromkeys([*list_names(*self.auxiliary_variables()), *(name for name in own if name not in OF_VALUES)])
+            dict.fromkeys(
+                [
+                    *list_metadata_names(*self.auxiliary_variables()),
+                    *(name for name in own if name not in PACKING_ATTRIBUTES),
+                ]
+            )
         )
 
 
@@ -115,13 +130,13 @@ class ZarrSink(DraftSink):
         0 for other images.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None, "classes": 0}
+    default_options: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None, "classes": 0}
 
-    def _make(self, like: TileSource | None) -> dict[str, Any]:
+    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
         import zarr
 
         ome, nearest = self._options["ome"], self._options["nearest"]
-        if self.path.is_dir() and not any((self.path / name).exists() for name in METADATA):
+        if self.path.is_dir() and not any((self.path / name).exists() for name in METADATA_FILES):
             raise OutputError(f"{self.path}: is a folder, but not a Zarr store; choose another name")
         if ome not in ("0.4", "0.5"):
             raise ConfigError(f"ome: unsupported version {ome!r}; give '0.4' or '0.5'")
@@ -129,23 +144,27 @@ class ZarrSink(DraftSink):
         version: Literal[2, 3] = 3 if ome == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest
         if not self.path.name.lower().endswith(".ome.zarr"):
-            self._create(str(self._part), self._names(like), self.shape, self.chunks, version)
+            self._create_level(str(self._draft), self._dimension_names(like), self.shape, self.chunks, version)
             return {"axes": self.axes, "levels": [""], "nearest": nearest}
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
             raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name it T, or the file .zarr")
-        group = zarr.open_group(str(self._part), mode="w", zarr_format=version)
-        halved, shape = self._halved(), list(self.shape)
+        group = zarr.open_group(str(self._draft), mode="w", zarr_format=version)
+        halved, shape = self._halved_axes(), list(self.shape)
         levels: list[str] = []
         while True:
             ax = Axes(axes)
-            self._create(f"{self._part}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version)
+            self._create_level(
+                f"{self._draft}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version
+            )
             levels.append(str(len(levels)))
-            if max(shape[axis] for axis in halved) <= _SMALL:
+            if max(shape[axis] for axis in halved) <= _MAX_LAST_LEVEL_CELLS:
                 break
             shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
         scaling = [self._copy_metadata(like, name, axes) for name in ("scale", "translation", "units")]
-        image = multiscale(self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *scaling)
+        image = format_multiscale(
+            self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *scaling
+        )
         labels = self._label_metadata()
         if ome == "0.4":
             group.attrs["multiscales"] = [{"version": ome, **image}]
@@ -163,7 +182,7 @@ class ZarrSink(DraftSink):
     def flush(self) -> None:
         """Do nothing: writes are not buffered by this process."""
 
-    def _create(
+    def _create_level(
         self, path: str, axes: Sequence[str], shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
     ) -> None:
         import zarr
@@ -182,44 +201,48 @@ class ZarrSink(DraftSink):
             **names,
         )
 
-    def _names(self, like: TileSource | None) -> list[str]:
+    def _dimension_names(self, like: TileSource | None) -> list[str]:
         """Return the dimension names, copied from the `like` array; coordinates are not written."""
-        stored = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
+        stored = (
+            zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
+        )
         names = {letter: name for letter, name in stored if name}
         return [names.get(axis, axis) for axis in self.axes]
 
-    def _halved(self) -> list[int]:
+    def _halved_axes(self) -> list[int]:
         """Return the axes that are halved from level to level: Y, X, and Z unless it is much shorter."""
         extents = dict(zip(self.axes, self.shape, strict=True))
         longest = max(extents.get("Y", 1), extents.get("X", 1))
         halved = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
         return [axis for axis, name in enumerate(self.axes) if name in halved]
 
-    def _attach(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, facts: dict[str, Any]) -> None:
         import zarr
 
-        self._levels = [zarr.open_array(str(self._part / name), mode="r+") for name in facts["levels"]]
-        self._stored, self._nearest = Axes(facts["axes"]), facts["nearest"]
-        self._lock = os.open(str(self._part) + LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        self._levels = [zarr.open_array(str(self._draft / name), mode="r+") for name in facts["levels"]]
+        self._stored_axes, self._nearest = Axes(facts["axes"]), facts["nearest"]
+        self._lock_fd = os.open(
+            str(self._draft) + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
+        )
 
-    def _detach(self) -> None:
-        os.close(self._lock)
+    def _close_draft(self) -> None:
+        os.close(self._lock_fd)
 
     def _complete_file(self) -> Path:
         """Remove zarr's temporary files of partially written chunks, and return the folder."""
         if self.resumed:
-            for path in self._part.rglob("*.partial"):
+            for path in self._draft.rglob("*.partial"):
                 path.unlink()
-        return self._part
+        return self._draft
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        target, stored, whole = self._levels[0], self._stored.to_file(array), self._stored.to_stored(cells)
+        target, stored, whole = (self._levels[0], self._stored_axes.to_file(array), self._stored_axes.to_stored(cells))
         for part, complete in _split_by_chunks(whole, target.chunks, target.shape):
-            inner = relative(part, whole)
+            inner = relative_slices(part, whole)
             if complete:
                 target[part] = stored[inner]
             else:  # other ranks may write the rest of these chunks
-                with _locked(self._lock):
+                with _chunk_lock(self._lock_fd):
                     target[part] = stored[inner]
 
     def _complete(self) -> None:
@@ -235,7 +258,7 @@ class ZarrSink(DraftSink):
                         coarser[box] = _downsample(finer, box, coarser.shape, self._nearest)
 
 
-def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
+def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage]:
     """Return the group of an image and its description; for a group with one array, describe that array."""
     for node in (group, *([group["0"]] if "0" in group else [])):
         attributes = dict(node.attrs)
@@ -245,8 +268,8 @@ def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
             raise DataError(f"{name}: is {members[0]}, not one image; name one of them, such as {name}/{members[1]}")
         if images := ome.get("multiscales"):
             rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
-            return node, read_multiscale(images[0], level, rest)
-    return group, Multiscale([choose(name, dict(group.arrays()))], others=dict(group.attrs))
+            return node, parse_multiscale(images[0], level, rest)
+    return group, MultiscaleImage([choose_array(name, dict(group.arrays()))], other_metadata=dict(group.attrs))
 
 
 def _image_collection(ome: Any) -> tuple[str, str] | None:
@@ -287,7 +310,7 @@ def _downsample(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> 
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
+def _chunk_lock(descriptor: int) -> Iterator[None]:
     """Lock chunks that several ranks write to."""
     import fcntl
 

@@ -12,15 +12,15 @@ import numpy as np
 from zarr.storage import LocalStore
 
 from ..errors import DataError
-from ..io.packed_size import deflate_fits, unpacked_size
+from ..io.packed_size import decompressed_size, deflate_fits_limit
 from ..io.regular_file import open_regular
-from ..system.memory import require_room, words
+from ..system.memory import format_bytes, require_memory
 
-_FACTOR, _LEAST = 16, 1 << 20
+_LIMIT_FACTOR, _LIMIT_MARGIN = 16, 1 << 20
 """limit of a decompressed chunk: a multiple of its cells' bytes, since filters may change types, plus a constant"""
-_DOCUMENTS = (".json", ".zarray", ".zgroup", ".zattrs")
-_NO_CHUNK = 2**64 - 1  # marks a chunk without data in the index of a shard
-_OUTSIDE = "has an index that points outside of it"
+_METADATA_SUFFIXES = (".json", ".zarray", ".zgroup", ".zattrs")
+_MISSING_CHUNK_MARK = 2**64 - 1  # marks a chunk without data in the index of a shard
+_OUTSIDE_MESSAGE = "has an index that points outside of it"
 
 
 class FolderStore(LocalStore):
@@ -28,85 +28,87 @@ class FolderStore(LocalStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.codec, self.limit = "", 0
-        self.shard: ShardIndex | None = None
+        self.compressor_name, self.max_chunk_bytes = "", 0
+        self.shard_index: ShardIndex | None = None
 
-    def expect(self, array: Any) -> None:
+    def limit_chunks_to(self, array: Any) -> None:
         """From now on, refuse chunks that are empty, or that decompress to much more than those of an array."""
         metadata = array.metadata
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
         if shards := [one for one in codecs if hasattr(one, "index_codecs")]:
             codecs = list(shards[0].codecs)
             counts = [n // c for n, c in zip(array.shards, shards[0].chunk_shape, strict=True)]
-            self.shard = ShardIndex(shards[0], prod(counts))
+            self.shard_index = ShardIndex(shards[0], prod(counts))
         names = [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in codecs]
         if metadata.zarr_format == 2 and metadata.compressor is not None:
             names = [str(metadata.compressor.codec_id)]
-        self.codec = next((name for name in reversed(names) if name != "crc32c"), "")
-        self.limit = _FACTOR * prod(array.chunks) * array.dtype.itemsize + _LEAST
+        self.compressor_name = next((name for name in reversed(names) if name != "crc32c"), "")
+        self.max_chunk_bytes = _LIMIT_FACTOR * prod(array.chunks) * array.dtype.itemsize + _LIMIT_MARGIN
 
     def get_sync(self, key: str, **options: Any) -> Any:
         """Return the bytes of a file, or None if it is missing."""
         byte_range = options.get("byte_range")
-        self._check(key, byte_range)
+        self._check_file(key, byte_range)
         return self._check_content(key, super().get_sync(key, **options), byte_range)
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return the bytes of a file, or None if it is missing."""
-        self._check(key, byte_range)
+        self._check_file(key, byte_range)
         return self._check_content(key, await super().get(key, prototype, byte_range), byte_range)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
         """Return ranges of bytes of files."""
         ranges = list(key_ranges)
         for key, byte_range in ranges:
-            self._check(key, byte_range)
+            self._check_file(key, byte_range)
         return await super().get_partial_values(prototype, ranges)
 
-    def _check(self, key: str, byte_range: Any) -> None:
+    def _check_file(self, key: str, byte_range: Any) -> None:
         path = self.root / key
         with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
             with open_regular(path, self.root) as file:
                 size = os.fstat(file.fileno()).st_size
             if byte_range is None:
-                require_room(size, str(path), "restore it from a good copy, or write smaller chunks")
-            if not size and self.limit and not key.endswith(_DOCUMENTS):
-                raise self._damaged(key, "is empty")
+                require_memory(size, str(path), "restore it from a good copy, or write smaller chunks")
+            if not size and self.max_chunk_bytes and not key.endswith(_METADATA_SUFFIXES):
+                raise self._damage_error(key, "is empty")
 
     def _check_content(self, key: str, content: Any, byte_range: Any) -> Any:
         """Return the content of a file; DataError if one of its chunks is truncated, or exceeds the limit."""
-        if content is None or not self.limit or key.endswith(_DOCUMENTS):
+        if content is None or not self.max_chunk_bytes or key.endswith(_METADATA_SUFFIXES):
             return content
         raw = memoryview(content.as_numpy_array())
         pieces = [raw]
-        if self.shard is not None:
+        if self.shard_index is not None:
             of_index = byte_range is not None and (
-                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard.at_start)
+                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard_index.at_start)
             )
             if byte_range is None or of_index:
-                entries = self.shard.entries(raw)
+                entries = self.shard_index.chunk_ranges(raw)
                 if (entries >> np.uint64(62)).any():
-                    raise self._damaged(key, _OUTSIDE)
+                    raise self._damage_error(key, _OUTSIDE_MESSAGE)
                 if (entries[1:, 0] < entries[:-1].sum(axis=1)).any():
-                    raise self._damaged(key, "has an index in which chunks overlap")
+                    raise self._damage_error(key, "has an index in which chunks overlap")
                 if of_index:
                     return content
                 if (entries.sum(axis=1) > len(raw)).any() or not entries[:, 1].all():
-                    raise self._damaged(key, _OUTSIDE)
+                    raise self._damage_error(key, _OUTSIDE_MESSAGE)
                 pieces = [raw[start : start + length] for start, length in entries.tolist()]
             elif not 0 < byte_range.end - byte_range.start == len(raw):
-                raise self._damaged(key, _OUTSIDE)
+                raise self._damage_error(key, _OUTSIDE_MESSAGE)
         for piece in pieces:
-            if self._unpacked_size(piece) > self.limit:
-                raise self._damaged(key, f"unpacks to more than {words(self.limit)}, the limit for its shape")
+            if self._decompressed_size(piece) > self.max_chunk_bytes:
+                raise self._damage_error(
+                    key, f"unpacks to more than {format_bytes(self.max_chunk_bytes)}, the limit for its shape"
+                )
         return content
 
-    def _unpacked_size(self, raw: memoryview) -> int:
-        if self.codec in ("gzip", "zlib") and deflate_fits(len(raw), self.limit):
+    def _decompressed_size(self, raw: memoryview) -> int:
+        if self.compressor_name in ("gzip", "zlib") and deflate_fits_limit(len(raw), self.max_chunk_bytes):
             return 0  # not unpacked twice
-        return unpacked_size(self.codec, raw, self.limit) or 0
+        return decompressed_size(self.compressor_name, raw, self.max_chunk_bytes) or 0
 
-    def _damaged(self, key: str, problem: str) -> DataError:
+    def _damage_error(self, key: str, problem: str) -> DataError:
         return DataError(f"{self.root / key}: {problem}; restore it from a good copy")
 
 
@@ -128,20 +130,20 @@ class ShardIndex:
     def __init__(self, codec: Any, count: int) -> None:
         codecs = [one.to_dict() for one in codec.index_codecs]
         self.at_start = codec.index_location.value == "start"
-        self._count, self._sums = count, sum(4 for one in codecs if one["name"] == "crc32c")
-        self._usual = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
+        self._chunk_count, self._checksum_bytes = count, sum(4 for one in codecs if one["name"] == "crc32c")
+        self._has_usual_codecs = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
         big = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
         self._dtype = ">u8" if big else "<u8"
 
-    def entries(self, raw: memoryview) -> np.ndarray:
+    def chunk_ranges(self, raw: memoryview) -> np.ndarray:
         """Return the start and length (n, 2) of each chunk of an index or a shard, in file order.
 
         Empty for unusual codecs and for an incomplete index, which zarr reports.
         """
-        size = 16 * self._count
-        start = 0 if self.at_start else len(raw) - size - self._sums
-        if not self._usual or start < 0 or size > len(raw):
+        size = 16 * self._chunk_count
+        start = 0 if self.at_start else len(raw) - size - self._checksum_bytes
+        if not self._has_usual_codecs or start < 0 or size > len(raw):
             return np.empty((0, 2), np.uint64)
         pairs = np.frombuffer(raw[start : start + size], self._dtype).reshape(-1, 2)
-        pairs = pairs[(pairs != _NO_CHUNK).any(axis=1)]
+        pairs = pairs[(pairs != _MISSING_CHUNK_MARK).any(axis=1)]
         return pairs[np.argsort(pairs[:, 0], kind="stable")].astype(np.uint64)

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, overload
 
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from .box import Box
 from .lattice import Cells, cells_used_by
 
@@ -40,7 +40,7 @@ class Window:
     fill: float
     mode: str | tuple[str, ...]
 
-    @checked
+    @type_checked
     def __init__(
         self,
         kernel: int | Sequence[int] = 3,

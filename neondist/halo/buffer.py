@@ -134,7 +134,7 @@ class HaloBuffer:
         """Return a new exchange of messages, and record it."""
         owner, numbers = self.owner, [self.cells[cells].size for _, cells in halo.sends]
         owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
-        exchange = owner.grid.tile_comm.exchange(sends, receives)
+        exchange = owner.grid.tile_comm.create_exchange(sends, receives)
         exchange.observers = owner.grid.observers
         owner.recorded.append((halo.direction, exchange))
         return exchange
@@ -151,7 +151,7 @@ class HaloBuffer:
 
     def _count_started(self, direction: str) -> int:
         """Return the number of started exchanges of the array, over all its buffers."""
-        return sum(exchange.runs for pass_, exchange in self.owner.recorded if pass_ == direction)
+        return sum(exchange.run_count for pass_, exchange in self.owner.recorded if pass_ == direction)
 
     def _new(self, slot: Any) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels

@@ -92,7 +92,7 @@ class HaloExchange:
 
     def exchange(self) -> None:
         """Send and receive every cell, exactly."""
-        if self.adds or self.buffer.kernels.packs:
+        if self.adds or self.buffer.kernels.packs_copies:
             self._packed.start(self.outgoing())
             self.unpack(self._packed.wait())
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..registry.ranges import Count, Positive
-from ..system.machine import Figures, Machine, read
+from ..system.machine import Machine, MachineFigures, read_machine
 from .exchange import HaloExchange
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
@@ -35,7 +35,7 @@ class Fusion(Halo):
     @abstractmethod
     def __init__(self) -> None: ...
 
-    def figures(self, ranks: int, samples: int | None = None) -> Figures | None:
+    def planner_figures(self, ranks: int, samples: int | None = None) -> MachineFigures | None:
         """Return the machine figures by which a planner fuses layers; None: fuse up to `layers` layers.
 
         Parameters
@@ -138,11 +138,11 @@ class Auto(DeepHalo):
         parameters = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
         self.overrides: dict[str, Any] = {field: value for field, value in parameters.items() if value is not None}
         super().__init__(layers=10**9)
-        self.machine: Machine | None = None if machine is None else read(Path(machine).expanduser())
+        self.machine: Machine | None = None if machine is None else read_machine(Path(machine).expanduser())
 
-    def figures(self, ranks: int, samples: int | None = None) -> Figures:
+    def planner_figures(self, ranks: int, samples: int | None = None) -> MachineFigures:
         """Return the given figures, those of the machine, or defaults."""
-        figures = Figures() if self.machine is None else self.machine.figures(ranks)
+        figures = MachineFigures() if self.machine is None else self.machine.planner_figures(ranks)
         if samples is not None:
             figures = replace(figures, samples=samples)
         return replace(figures, **self.overrides)

@@ -9,10 +9,10 @@ import numpy as np
 
 from ..arrays.namespace import to_host
 from ..backends import Backend, get_backend
-from ..comm import CALL, Exchange, ProcessGrid, Reductions, check_alike, group_of
+from ..comm import CALL_FACT, Exchange, ProcessGrid, Reductions, check_alike, reduction_group
 from ..errors import GridError, ShapeError
 from ..geometry import Box, HaloPlan, Partition, Window, part_range
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
@@ -63,7 +63,7 @@ class GlobalArray:
     >>> view = ga.get_fprop_view(ga.scatter(images))                                  # doctest: +SKIP
     """
 
-    @checked
+    @type_checked
     def __init__(
         self,
         grid: ProcessGrid,
@@ -133,7 +133,7 @@ class GlobalArray:
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos sent by this rank since construction."""
-        return sum(exchange.runs * exchange.bytes_sent for _, exchange in self.recorded)
+        return sum(exchange.run_count * exchange.bytes_sent for _, exchange in self.recorded)
 
     def get_fprop_view(self, tile: Any, phase: Phase = WHOLE) -> Any:
         """Return the view that the window needs: this rank's tile with halo and padding.
@@ -240,7 +240,7 @@ class GlobalArray:
         A vector is replicated, so nothing is summed over the tiles. The input array is not modified; the result is a
         new array on every rank.
         """
-        group, total = group_of(self.tiled, replicas), array.copy()
+        group, total = reduction_group(self.tiled, replicas), array.copy()
         return total if group is None else self.reductions.allreduce(group, total)
 
     def buffer(self, samples: int, number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
@@ -296,7 +296,7 @@ class GlobalArray:
         return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
 
     def _convert(self, name: str, array: Any) -> Any:
-        return array if self.reuse else self.backend.real_array(name, array, self.dtype)
+        return array if self.reuse else self.backend.as_real_array(name, array, self.dtype)
 
     def _returned(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
@@ -308,7 +308,7 @@ class GlobalArray:
     def _check_call(self, call: str, array: Any) -> None:
         """Check that all ranks of the replica make the same call, unless layers call."""
         if not self.reuse:
-            facts = {CALL: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
+            facts = {CALL_FACT: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
             check_alike(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, facts)
 
     def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -320,7 +320,7 @@ class GlobalArray:
 class PaddedArray(GlobalArray):
     """A GlobalArray on a 1 x 1 grid, whole on one rank; takes the same arguments except the grid."""
 
-    @checked
+    @type_checked
     def __init__(
         self,
         global_shape: Sequence[int],

@@ -13,28 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid
-from ..system.threads import VARIABLES
-from ..version import versions
+from ..system.threads import THREAD_COUNT_VARIABLES
+from ..version import get_versions
 
 
-def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
+def describe_environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
     """Return versions, ranks, grid, hosts, threads and `extra` values, for rank 0 to write; collective."""
     hosts = Counter(grid.world.allgather(socket.gethostname()))
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: version for name, version in versions().items() if version},
+        "versions": {name: version for name, version in get_versions().items() if version},
         "ranks": grid.size,
         "grid": {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols},
         "hosts": dict(hosts),
         "cores": os.cpu_count(),
-        "threads": {name: os.environ[name] for name in VARIABLES if name in os.environ} | {"pools": _pools()},
+        "threads": {name: os.environ[name] for name in THREAD_COUNT_VARIABLES if name in os.environ}
+        | {"pools": _threads_by_library()},
         **extra,
     }
 
 
-def processor() -> str:
+def processor_model() -> str:
     """Return the processor model."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -47,7 +48,7 @@ def to_json(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=2, default=str) + "\n"
 
 
-def _pools() -> dict[str, int]:
+def _threads_by_library() -> dict[str, int]:
     """Return the number of threads of each numerical library on this rank."""
     try:
         from threadpoolctl import threadpool_info

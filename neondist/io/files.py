@@ -1,7 +1,7 @@
 """Atomic writing of files; errors of the file system become OutputError.
 
-write_text, write_figure: a whole file. replacing: a file written in pieces. append: add lines. Draft: the underlying
-class, for callers that must not raise while other ranks send.
+write_text, write_figure: a whole file. atomic_replacement: a file written in pieces. append_text: add lines. DraftFile:
+the underlying class, for callers that must not raise while other ranks send.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, BinaryIO
 
 from ..errors import OutputError
 
-REMEDY = "free disk space or check permissions, or choose another path"
+WRITE_REMEDY = "free disk space or check permissions, or choose another path"
 
 
-def partial(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return the temporary path of a file that is being written."""
     return path.with_name(path.name + ".partial")
 
 
-class Draft:
+class DraftFile:
     """New file under a temporary name, open for reading and writing, that is renamed when it is complete.
 
     An existing file stays until then. A draft left by a killed process is removed; existing files are never opened, so
@@ -33,7 +33,7 @@ class Draft:
     Parameters
     ----------
     path : the file
-    part : temporary path, default that of `partial`
+    temporary_path : temporary path, default that of `partial_path`
 
     Attributes
     ----------
@@ -45,39 +45,39 @@ class Draft:
         If it cannot be created, or in `finish`, cannot be written.
     """
 
-    def __init__(self, path: Path, part: Path | None = None) -> None:
-        self.path, self.part = path, part or partial(path)
+    def __init__(self, path: Path, temporary_path: Path | None = None) -> None:
+        self.path, self.temporary_path = path, temporary_path or partial_path(path)
         try:
-            self.file: BinaryIO = open(self.part, "xb+")  # noqa: SIM115 (finish and discard close it)
+            self.file: BinaryIO = open(self.temporary_path, "xb+")  # noqa: SIM115 (finish and discard close it)
         except FileExistsError:
-            self.part.unlink()
-            self.file = open(self.part, "xb+")  # noqa: SIM115
-        self._identity, self._published = os.fstat(self.file.fileno()), False
+            self.temporary_path.unlink()
+            self.file = open(self.temporary_path, "xb+")  # noqa: SIM115
+        self._file_status, self._published = os.fstat(self.file.fileno()), False
 
     def finish(self) -> None:
         """Flush the file to disk, and give it its name."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        give_name(self.part, self.path, self._identity)
+        rename_complete_file(self.temporary_path, self.path, self._file_status)
         self._published = True
         self.file.close()
 
     def discard(self) -> None:
         """Remove the file after an error; after `finish`, do nothing."""
         with suppress(OSError):
-            if not self._published and os.path.samestat(self._identity, os.lstat(self.part)):
-                self.part.unlink()
+            if not self._published and os.path.samestat(self._file_status, os.lstat(self.temporary_path)):
+                self.temporary_path.unlink()
         with suppress(OSError):
             self.file.close()
 
 
-def give_name(part: Path, path: Path, identity: os.stat_result) -> None:
-    """Rename the file `part`, whose content is on disk, to `path`; OSError if it is not the file `identity`."""
+def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.stat_result) -> None:
+    """Rename a file whose content is on disk; OSError if it is not the one with `expected_status`."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # os.replace reports folders
         raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
-    if not os.path.samestat(identity, os.lstat(part)):
+    if not os.path.samestat(expected_status, os.lstat(temporary_path)):
         raise OSError(errno.EBUSY, "another process is writing it", str(path))
-    os.replace(part, path)
+    os.replace(temporary_path, path)
     if os.name == "posix":  # sync the folder, so that a crash cannot lose the new name
         entry = os.open(path.parent, os.O_RDONLY)
         try:
@@ -87,15 +87,15 @@ def give_name(part: Path, path: Path, identity: os.stat_result) -> None:
 
 
 @contextmanager
-def file_errors(path: Path, problem: str = "cannot be written", remedy: str = REMEDY) -> Iterator[None]:
+def file_errors(path: Path, problem: str = "cannot be written", remedy: str = WRITE_REMEDY) -> Iterator[None]:
     """Convert OSError into OutputError with the path, the problem and the remedy."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: {problem} ({reason(error)}); {remedy}") from error
+        raise OutputError(f"{path}: {problem} ({short_reason(error)}); {remedy}") from error
 
 
-def reason(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """Return a short description of an error of the file system or of HDF5."""
     number = getattr(error, "errno", None)
     text = str(getattr(error, "strerror", None) or error).split("\n")[0]
@@ -103,7 +103,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_replacement(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file, which replaces the one at `path` unless the block raises.
 
     Raises
@@ -112,7 +112,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         If it cannot be written.
     """
     with file_errors(path):
-        draft = Draft(path)
+        draft = DraftFile(path)
         try:
             yield draft.file
             draft.finish()
@@ -122,22 +122,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically; OutputError if that fails."""
-    with replacing(path) as file:
+    with atomic_replacement(path) as file:
         file.write(text.encode())
 
 
-def can_draw() -> bool:
+def has_matplotlib() -> bool:
     """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
     """Write a matplotlib figure in the format of the suffix; OutputError if that fails."""
-    with replacing(path) as file:
+    with atomic_replacement(path) as file:
         figure.savefig(file, dpi=dpi, format=path.suffix[1:])
 
 
-def append(path: Path, text: str) -> None:
+def append_text(path: Path, text: str) -> None:
     """Append lines to a file; OutputError if that fails, and then none of them is kept."""
     with file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)

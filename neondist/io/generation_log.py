@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import append, write_text
+from .files import append_text, write_text
 from .output import GENERATIONS
 from .regular_file import read_bytes
 
-_LARGEST = 1 << 24  # bytes
+_MAX_LOG_BYTES = 1 << 24  # bytes
 
 
 class GenerationLog:
@@ -34,7 +34,7 @@ class GenerationLog:
 
     Attributes
     ----------
-    key : str
+    run_key : str
         Random key of the run, under which nodes store its snapshots.
 
     Raises
@@ -45,15 +45,15 @@ class GenerationLog:
 
     def __init__(self, folder: Path, resumed: bool = False) -> None:
         self.path = folder / GENERATIONS
-        self.key = read_run_key(folder) if resumed else ""
-        if not self.key:
-            self.key = secrets.token_hex(16)
+        self.run_key = read_run_key(folder) if resumed else ""
+        if not self.run_key:
+            self.run_key = secrets.token_hex(16)
             write_text(self.path, "")
-            self.add("run", key=self.key)
+            self.add("run", key=self.run_key)
 
     def add(self, event: str, **fields: Any) -> None:
         """Append an event."""
-        append(self.path, format_event(event, **fields))
+        append_text(self.path, format_event(event, **fields))
 
     def note(self, event: str, **fields: Any) -> None:
         """Append an event, ignoring errors, so that the run continues."""
@@ -78,7 +78,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     path, events = folder / GENERATIONS, []
     if not path.is_file():
         return []
-    for text in read_bytes(path, _LARGEST, folder).decode(errors="replace").splitlines():
+    for text in read_bytes(path, _MAX_LOG_BYTES, folder).decode(errors="replace").splitlines():
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import append, file_errors, write_text
+from .files import append_text, file_errors, write_text
 from .regular_file import read_bytes
 
-_TITLE = "neondist journal 1"
+_FILE_TITLE = "neondist journal 1"
 
 
 class Journal:
@@ -26,14 +26,14 @@ class Journal:
 
     Attributes
     ----------
-    job : dict or None
+    recorded_job : dict or None
         Description of the job in the file; None if there is none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.job: dict[str, Any] | None = None
-        self._done: set[int] = set()
+        self.recorded_job: dict[str, Any] | None = None
+        self._completed_parts: set[int] = set()
         with file_errors(path, "cannot be read"):
             text = read_bytes(path).decode(errors="replace") if path.exists() else ""
             lines = text.split("\n") if text else []
@@ -41,10 +41,10 @@ class Journal:
             header = json.loads(lines[0]) if lines else None
         except ValueError:
             header = None
-        if isinstance(header, dict) and header.pop("title", None) == _TITLE:
-            self.job, self._key = header, zlib.crc32(lines[0].encode())
+        if isinstance(header, dict) and header.pop("title", None) == _FILE_TITLE:
+            self.recorded_job, self._header_checksum = header, zlib.crc32(lines[0].encode())
             words = (line.split(" ") for line in lines[1:-1])  # text after the last line break is incomplete
-            self._done = {int(word[0]) for word in words if word == [word[0], self._crc(word[0])]}
+            self._completed_parts = {int(word[0]) for word in words if word == [word[0], self._line_checksum(word[0])]}
 
     def done(self, job: dict[str, Any], overwrite: bool) -> set[int]:
         """Return the numbers of the completed parts.
@@ -62,33 +62,34 @@ class Journal:
             If it belongs to another job; names the values that differ.
         """
         expected = json.loads(json.dumps(job))
-        differ = [] if self.job is None else [name for name in expected if expected[name] != self.job.get(name)]
+        recorded = expected if self.recorded_job is None else self.recorded_job
+        differ = [name for name in expected if expected[name] != recorded.get(name)]
         if differ and not overwrite:
             raise OutputError(
                 f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
                 " resume it, or --overwrite to start over"
             )
-        return set() if differ else set(self._done)
+        return set() if differ else set(self._completed_parts)
 
     @property
     def empty(self) -> bool:
         """Whether no part was completed when the journal was read."""
-        return not self._done
+        return not self._completed_parts
 
     def begin(self, job: dict[str, Any]) -> None:
         """Start the journal of a job without completed parts."""
-        text = json.dumps({"title": _TITLE, **job})
+        text = json.dumps({"title": _FILE_TITLE, **job})
         write_text(self.path, text + "\n")
-        self.job, self._key, self._done = job, zlib.crc32(text.encode()), set()
+        self.recorded_job, self._header_checksum, self._completed_parts = job, zlib.crc32(text.encode()), set()
 
-    def add(self, number: int) -> None:
+    def add(self, part: int) -> None:
         """Record a completed part, whose data is on disk."""
-        append(self.path, f"{number} {self._crc(str(number))}\n")
+        append_text(self.path, f"{part} {self._line_checksum(str(part))}\n")
 
     def remove(self) -> None:
         """Remove the journal of a completed job."""
         with file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)
 
-    def _crc(self, number: str) -> str:
-        return f"{zlib.crc32(number.encode(), self._key):08x}"
+    def _line_checksum(self, number: str) -> str:
+        return f"{zlib.crc32(number.encode(), self._header_checksum):08x}"

@@ -27,13 +27,13 @@ try:
 except ImportError:  # not POSIX: the content of the file decides
     fcntl = None  # type: ignore[assignment]
 
-NAME = ".neondist-lock"
-PATIENCE = 5.0
+LOCK_FILE_NAME = ".neondist-lock"
+TIMEOUT_SECONDS = 5.0
 """seconds to wait for a run that has just been killed to end"""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_UNSUPPORTED_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class Lock:
+class FileLock:
     """Exclusive lock of this process, held from construction until `release`.
 
     Parameters
@@ -41,7 +41,7 @@ class Lock:
     path : of the lock file
     target : path
         The locked folder or file, for messages.
-    other : str
+    alternative : str
         The suggested alternative, for messages.
 
     Raises
@@ -50,13 +50,14 @@ class Lock:
         If another run holds it, or the lock file cannot be written.
     """
 
-    def __init__(self, path: Path, target: Path, other: str) -> None:
-        self.path, self.target, self.other = path, target, other
-        end = time.monotonic() + PATIENCE
+    def __init__(self, path: Path, target: Path, alternative: str) -> None:
+        self.path, self.target, self.alternative = path, target, alternative
+        end = time.monotonic() + TIMEOUT_SECONDS
         while not self._acquire():
             if time.monotonic() >= end:
                 raise OutputError(
-                    f"{target}: in use by another run ({_holder(path)}); wait until it ends, or choose another {other}"
+                    f"{target}: in use by another run ({_describe_holder(path)}); wait until it ends, or choose another"
+                    f" {alternative}"
                 )
             time.sleep(0.1)
 
@@ -68,7 +69,7 @@ class Lock:
             os.close(self._descriptor)
 
     def _acquire(self) -> bool:
-        with file_errors(self.target, "cannot be written to", f"choose another {self.other}"):
+        with file_errors(self.target, "cannot be written to", f"choose another {self.alternative}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
             taken = False
@@ -94,9 +95,9 @@ class Lock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _UNSUPPORTED_LOCK_ERRORS:
                 raise
-            return not _is_alive(_read(self.path))
+            return not _is_alive(_read_holder(self.path))
         try:  # the holder may have removed the file between our open and our lock
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -110,14 +111,14 @@ class Lock:
         os.pwrite(self._descriptor, text.encode(), 0)
 
 
-class FolderLock(Lock):
+class FolderLock(FileLock):
     """Exclusive lock on a run folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / NAME, folder, "folder with --output")
+        super().__init__(folder / LOCK_FILE_NAME, folder, "folder with --output")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_holder(path: Path) -> dict[str, Any]:
     """Return the content of a lock file; {} if it is empty, missing or invalid."""
     try:
         holder = json.loads(read_bytes(path)[:1000])
@@ -126,8 +127,8 @@ def _read(path: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _holder(path: Path) -> str:
-    holder = {"process": "unknown", "host": "unknown", "since": "unknown"} | _read(path)
+def _describe_holder(path: Path) -> str:
+    holder = {"process": "unknown", "host": "unknown", "since": "unknown"} | _read_holder(path)
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 
 

@@ -8,33 +8,33 @@ from pathlib import Path
 
 from ..comm import Transport, all_or_none
 from ..errors import ConfigError, DataError
-from .files import file_errors, make_folder, partial
-from .lock import NAME as LOCK
+from .files import file_errors, make_folder, partial_path
+from .lock import LOCK_FILE_NAME as LOCK
 from .lock import FolderLock
 from .regular_file import open_regular
 
 CHECKPOINT = "checkpoint.h5"
 EVALUATIONS = "evaluations.jsonl"
 TASKS = "tasks.sqlite"
-RECOVERY = "servers"
+SERVER_FOLDER = "servers"
 """Subfolder with the checkpoints of parameter servers and the task queue."""
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
 """Marker file of a completed run."""
-STAGES = "pretrain_*.h5"
-CHECKPOINTS = (STAGES, "checkpoint-*.h5", CHECKPOINT)
+STAGE_CHECKPOINTS = "pretrain_*.h5"
+CHECKPOINT_PATTERNS = (STAGE_CHECKPOINTS, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
-LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
+UNTRAINED_LOG_LINES = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """Epoch logs, and the number of records each has before the first resumable state."""
-LONGEST = 1 << 24
+MAX_LINE_BYTES = 1 << 24
 """Maximal number of bytes that are read of a line."""
-FILES = (
+RUN_FILES = (
     "experiment.yaml",
     "environment.json",
     "strategy.yaml",
     "pretrain.jsonl",
-    STAGES,
+    STAGE_CHECKPOINTS,
     "reconstructions_*.png",
     "filters_*.png",
     "stimuli_*.png",
@@ -57,7 +57,7 @@ FILES = (
 """All files of a run; * is the number of a stage or step."""
 
 
-def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:
+def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:
     """Create the folder and check that a run may write there, on rank 0; collective.
 
     Raises
@@ -72,7 +72,7 @@ def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrit
 
 @contextmanager
 def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
-    """Lock the folder for this run while the block runs; collective. Raise as `prepare`."""
+    """Lock the folder for this run while the block runs; collective. Raise as `prepare_run_folder`."""
     lock: FolderLock | None = None
     created: list[Path] = []
     with all_or_none(world):
@@ -96,7 +96,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
     except BaseException:
         if lock is not None:
             lock.release()
-        remove_empty(created)
+        remove_empty_folders(created)
         raise
     if lock is not None:
         lock.release()
@@ -107,7 +107,7 @@ def missing_folders(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def remove_empty(folders: Sequence[Path]) -> None:
+def remove_empty_folders(folders: Sequence[Path]) -> None:
     """Remove the folders that are empty."""
     for folder in folders:
         with suppress(OSError):
@@ -115,21 +115,21 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 @contextmanager
-def discard_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
+def discard_run_if_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
     """Remove the files of a run that a DataError ends before its first step, so that it does not count as a run."""
     try:
         yield
     except DataError:
-        if folder is not None and world.rank == 0 and is_untrained() and not any(folder.glob(STAGES)):
-            clear(folder)
+        if folder is not None and world.rank == 0 and is_untrained() and not any(folder.glob(STAGE_CHECKPOINTS)):
+            remove_run_files(folder)
         raise
 
 
 def has_run(folder: Path) -> bool:
     """Return whether the folder has results of a run: a checkpoint, or the record of an epoch."""
     with file_errors(folder, "cannot be read"):
-        return any(_count_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
-            path for name in CHECKPOINTS for path in folder.glob(name)
+        return any(_count_lines(folder / name) > untrained for name, untrained in UNTRAINED_LOG_LINES.items()) or any(
+            path for name in CHECKPOINT_PATTERNS for path in folder.glob(name)
         )
 
 
@@ -138,43 +138,43 @@ def _count_lines(log: Path) -> int:
     if not log.is_file():
         return 0
     with open_regular(log, log.parent) as file:
-        return sum(bool(file.readline(LONGEST)) for _ in range(2))
+        return sum(bool(file.readline(MAX_LINE_BYTES)) for _ in range(2))
 
 
-def is_new(folder: Path) -> bool:
+def is_empty_or_untrained(folder: Path) -> bool:
     """Return whether the folder is empty, or has a run without results."""
     if has_run(folder):
         return False
     others = [
         path
         for path in folder.iterdir()
-        if path.name not in (LOCK, GENERATIONS, RECOVERY) and path.suffix != ".partial"
+        if path.name not in (LOCK, GENERATIONS, SERVER_FOLDER) and path.suffix != ".partial"
     ]
     return not others or (folder / "environment.json").exists()
 
 
-def clear(folder: Path, keep: Collection[str] = ()) -> None:
+def remove_run_files(folder: Path, keep: Collection[str] = ()) -> None:
     """Remove the files of an earlier run except those in `keep`.
 
     Checkpoints are removed last: until then, the run can be resumed.
     """
-    for name in (*(name for name in FILES if name not in (*CHECKPOINTS, *keep)), *CHECKPOINTS):
+    for name in (*(name for name in RUN_FILES if name not in (*CHECKPOINT_PATTERNS, *keep)), *CHECKPOINT_PATTERNS):
         for path in folder.glob(name):
-            _remove(path)
+            _remove_file(path)
 
 
-def tidy(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove partially written files of an earlier run."""
-    for name in FILES:
-        for path in folder.glob(partial(Path(name)).name):
-            _remove(path)
+    for name in RUN_FILES:
+        for path in folder.glob(partial_path(Path(name)).name):
+            _remove_file(path)
 
 
-def _remove(path: Path) -> None:
+def _remove_file(path: Path) -> None:
     with file_errors(path, "cannot be removed", "check permissions, or choose another folder with --output"):
         path.unlink(missing_ok=True)
 
 
 def output_files(folder: Path) -> list[Path]:
     """Return the existing files of a run."""
-    return [path for name in FILES for path in sorted(folder.glob(name)) if path.is_file()]
+    return [path for name in RUN_FILES for path in sorted(folder.glob(name)) if path.is_file()]

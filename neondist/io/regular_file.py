@@ -13,10 +13,15 @@ from typing import BinaryIO
 
 from ..errors import DataError
 
-LARGEST = 1 << 30
+DEFAULT_MAX_BYTES = 1 << 30
 """default limit in bytes for files that are read whole"""
-_OTHERS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
+_UNSUPPORTED_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> BinaryIO:
@@ -41,7 +46,7 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
         if not Path(place).is_relative_to(folder):
             raise DataError(f"{path}: is a link that points outside {root}; put the file itself there")
     _require_regular(path, os.stat(place))  # before opening, which would rewind a tape
-    file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS))  # noqa: SIM115
+    file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
     except BaseException:
@@ -55,12 +60,14 @@ def check_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | N
     open_regular(path, root).close()
 
 
-def read_bytes(path: str | os.PathLike[str], most: int = LARGEST, root: str | os.PathLike[str] | None = None) -> bytes:
-    """Return the content of a file of at most `most` bytes; raise as `open_regular`, and DataError if it has more."""
+def read_bytes(
+    path: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES, root: str | os.PathLike[str] | None = None
+) -> bytes:
+    """Return the content of a file; raise as `open_regular`, and DataError for more than `max_bytes`."""
     with open_regular(path, root) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise DataError(f"{path}: is larger than {most:,} bytes, the limit for such files; name another")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise DataError(f"{path}: is larger than {max_bytes:,} bytes, the limit for such files; name another")
     return content
 
 
@@ -68,5 +75,5 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        kind = _OTHERS.get(stat.S_IFMT(status.st_mode), "something else")
+        kind = _UNSUPPORTED_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise DataError(f"{path}: is {kind}, which is not supported; give a regular file")

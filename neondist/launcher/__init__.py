@@ -5,7 +5,7 @@
 ranks: source of a command's ranks: an MPI job, mpirun, threads of this process, or this process alone.
 launch: mpirun with the same command on every rank. mpirun: its executable and options. pinning: CPU affinity of ranks.
 supervise: forwards signals to mpirun, returns its exit code. filter_mpirun: removes mpirun's own messages from output.
-parent_watch: ends processes with their parent. cleanup: removes files; `comm.segments`: in the ranks.
+parent_watch: ends processes with their parent. cleanup: removes files; `comm.shared_memory`: in the ranks.
 members: hosts and number of ranks. generations: continue a job after a loss or a change of hosts.
 restarts: checkpoint to resume from. snapshots: lifetime of snapshots on nodes.
 fork_server: forks processes of jobs with servers from one that has imported their modules.

@@ -20,7 +20,9 @@ SHARED_MEMORY = Path("/dev/shm")
 USER_TMPDIR = "NEONDIST_TMPDIR"
 """Environment variable that passes the user's TMPDIR to the ranks."""
 # end of file without a word: a process was killed, and a rank starting MPI may recreate the folders
-_REMOVE = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
+_REMOVE_SCRIPT = (
+    'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
+)
 
 
 @dataclass
@@ -30,13 +32,13 @@ class JobFolders:
     Attributes
     ----------
     environment : environment variables to add
-    inherited : file descriptors that mpirun must inherit
-    orderly : whether mpirun exited by itself, as far as known
+    inherited_descriptors : file descriptors that mpirun must inherit
+    mpirun_exited : whether mpirun exited by itself, as far as known
     """
 
     environment: dict[str, str] = field(default_factory=dict)
-    inherited: tuple[int, ...] = ()
-    orderly: bool = True
+    inherited_descriptors: tuple[int, ...] = ()
+    mpirun_exited: bool = True
 
 
 @contextmanager
@@ -45,20 +47,23 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
 
     A shared-memory folder set by the user is kept. Other MPI libraries need no folders.
     """
-    from ..comm.segments import BACKING, PREFIX  # commands that start no job do not import NumPy
+    from ..comm.shared_memory import (  # commands that start no job do not import NumPy
+        BACKING_DIR_VARIABLE,
+        FOLDER_PREFIX,
+    )
 
     if not mpirun.is_open_mpi:
         yield JobFolders()
         return
-    folders = [tempfile.mkdtemp(prefix=PREFIX)]
+    folders = [tempfile.mkdtemp(prefix=FOLDER_PREFIX)]
     variables = {"TMPDIR": folders[0], USER_TMPDIR: env.get("TMPDIR", "")}
-    if BACKING not in env and os.access(SHARED_MEMORY, os.W_OK):
-        folders.append(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
-        variables[BACKING] = folders[-1]
+    if BACKING_DIR_VARIABLE not in env and os.access(SHARED_MEMORY, os.W_OK):
+        folders.append(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
+        variables[BACKING_DIR_VARIABLE] = folders[-1]
     reading_end, writing_end = os.pipe()
     try:
         remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE, "sh", *folders],
+            ["/bin/sh", "-c", _REMOVE_SCRIPT, "sh", *folders],
             stdin=reading_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -71,11 +76,11 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
     try:
         yield job
     finally:
-        if job.orderly:
+        if job.mpirun_exited:
             with suppress(OSError):
                 os.write(writing_end, b"done\n")
         os.close(writing_end)
-        if job.orderly:
+        if job.mpirun_exited:
             with suppress(subprocess.TimeoutExpired):
                 remover.wait(10)
 

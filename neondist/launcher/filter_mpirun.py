@@ -6,16 +6,16 @@ import os
 import re
 from contextlib import suppress
 
-_RULE = b"-" * 60
+_DASHES = b"-" * 60
 # mpirun closes pipes of lost ranks, or replies to them
-_EVENTS = re.compile(
+_CONNECTION_WARNINGS = re.compile(
     rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH|plm:ssh: Warning: setpgid\(.*failed in parent)"
 )
 # MPI aborts a rank, usually because another was lost
-_OF_MPI = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
-_SIGNAL = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
+_FATAL_LINE = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
+_KILLED_RANK = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
 _LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)")
-_ENDINGS = (
+_EXIT_NOTICES = (
     b"MPI_ABORT was invoked on rank",
     b"detected that one or more processes exited with non-zero status",
     b"has exited due to process rank",
@@ -25,29 +25,29 @@ _ENDINGS = (
 )
 
 
-def copy(source: int, target: int, messages: Filter | None = None) -> None:
+def copy_stream(source: int, target: int, notice_filter: NoticeFilter | None = None) -> None:
     """Copy one file descriptor to another until end of file, through an optional filter."""
     while chunk := os.read(source, 1 << 16):
-        _write(target, messages.feed(chunk) if messages else chunk)
-    if messages:
-        _write(target, messages.flush())
+        _write(target, notice_filter.feed(chunk) if notice_filter else chunk)
+    if notice_filter:
+        _write(target, notice_filter.flush())
 
 
-class Filter:
+class NoticeFilter:
     """Holds back possible notices: lines from one rule of dashes to the next.
 
     Attributes
     ----------
     notices : removed notices about exit codes
-    from_mpi : lines of ranks that were aborted by MPI
+    fatal_lines : lines of ranks that were aborted by MPI
     has_output : whether any other output was received
     """
 
     def __init__(self) -> None:
-        self.notices, self.from_mpi, self.has_output = b"", b"", False
-        self.line = b""
-        self.block: list[bytes] = []
-        self.dropped = False
+        self.notices, self.fatal_lines, self.has_output = b"", b"", False
+        self.partial_line = b""
+        self.held_lines: list[bytes] = []
+        self.dropped_last_block = False
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:
@@ -56,18 +56,18 @@ class Filter:
         return tuple(dict.fromkeys(names))
 
     @property
-    def signals(self) -> dict[int, str]:
+    def signals_by_rank(self) -> dict[int, str]:
         """Signals that killed ranks, as reported by mpirun."""
-        return {int(rank): text.decode(errors="replace") for rank, text in _SIGNAL.findall(self.notices)}
+        return {int(rank): text.decode(errors="replace") for rank, text in _KILLED_RANK.findall(self.notices)}
 
     def feed(self, chunk: bytes) -> bytes:
         """Process bytes; return the output that can be written now."""
         out = b""
         for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a message with a NUL
-            self.line += piece
+            self.partial_line += piece
             if piece.endswith(b"\n"):
                 out += self._process_line()
-            elif not self.block and not self._may_be_notice():
+            elif not self.held_lines and not self._may_be_notice():
                 out += self._release_line()  # an unfinished line, such as a progress bar, must not wait
         self.has_output |= bool(out.strip())
         return out
@@ -76,38 +76,40 @@ class Filter:
         """Return the remaining output at the end of input."""
         if self._follows_notice():
             return b""
-        out, self.block, self.line = b"".join(self.block) + self.line, [], b""
+        out, self.held_lines, self.partial_line = b"".join(self.held_lines) + self.partial_line, [], b""
         self.has_output |= bool(out.strip())
         return out
 
     def _may_be_notice(self) -> bool:
         """Whether the partial line may be the beginning of a notice."""
-        return self._follows_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
+        return self._follows_notice() or any(
+            start.startswith(self.partial_line[: len(start)]) for start in (_DASHES, b"[")
+        )
 
     def _follows_notice(self) -> bool:
-        return self.dropped and not self.line.strip()
+        return self.dropped_last_block and not self.partial_line.strip()
 
     def _release_line(self) -> bytes:
-        out, self.line, self.dropped = self.line, b"", False
+        out, self.partial_line, self.dropped_last_block = self.partial_line, b"", False
         return out
 
     def _process_line(self) -> bytes:
-        rule = self.line.startswith(_RULE)
-        if not self.block and not rule:
-            fatal = _OF_MPI.match(self.line)
-            if fatal or self._follows_notice() or _EVENTS.match(self.line):
-                self.from_mpi += self.line if fatal else b""
-                self.line = b""
+        rule = self.partial_line.startswith(_DASHES)
+        if not self.held_lines and not rule:
+            fatal = _FATAL_LINE.match(self.partial_line)
+            if fatal or self._follows_notice() or _CONNECTION_WARNINGS.match(self.partial_line):
+                self.fatal_lines += self.partial_line if fatal else b""
+                self.partial_line = b""
                 return b""
             return self._release_line()
-        self.block.append(self.line)
-        self.line = b""
-        if not rule or len(self.block) == 1:
+        self.held_lines.append(self.partial_line)
+        self.partial_line = b""
+        if not rule or len(self.held_lines) == 1:
             return b""
-        block, self.block = b"".join(self.block), []
-        self.dropped = any(message in block for message in _ENDINGS)
-        self.notices += block if self.dropped else b""
-        return b"" if self.dropped else block
+        held_lines, self.held_lines = b"".join(self.held_lines), []
+        self.dropped_last_block = any(message in held_lines for message in _EXIT_NOTICES)
+        self.notices += held_lines if self.dropped_last_block else b""
+        return b"" if self.dropped_last_block else held_lines
 
 
 def _write(target: int, data: bytes) -> None:

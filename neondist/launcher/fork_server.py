@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol
 
-from ..safe_path import end_with
-from ..system.collector import permanent_objects
+from ..safe_path import terminate_with_parent
+from ..system.collector import freeze_new_objects
 from ..system.signals import Signals
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
-_MOST_BYTES = 1 << 20
-_GO = b"go"
-_PATIENCE = 60.0
+_MAX_REQUEST_BYTES = 1 << 20
+_RUN_PERMISSION = b"go"
+_FORK_TIMEOUT = 60.0
 """Seconds for a process to be forked, and for the fork server to exit."""
 
 
@@ -59,20 +59,20 @@ class ForkedProcess:
 
     def __init__(self, pid: int, stdout: IO[str] | None) -> None:
         self.pid, self.stdout = pid, stdout
-        self._code: int | None = None
+        self._exit_code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
-        if self._code is None:
+        if self._exit_code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # reaped by a signal handler or other code
                 pid, status = self.pid, signal.SIGKILL
-                if self._code is not None:
-                    return self._code
+                if self._exit_code is not None:
+                    return self._exit_code
             if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+                self._exit_code = os.waitstatus_to_exitcode(status)
+        return self._exit_code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
@@ -106,14 +106,14 @@ class ForkServer:
     Parameters
     ----------
     connection : socket
-    patience : float
+    timeout : float
         Seconds for a process to be forked. After a timeout the server is no longer used.
     """
 
-    def __init__(self, connection: socket.socket, patience: float = _PATIENCE) -> None:
-        self._connection, self._patience = connection, patience
-        self._abandoned: socket.socket | None = None
-        connection.settimeout(patience)
+    def __init__(self, connection: socket.socket, timeout: float = _FORK_TIMEOUT) -> None:
+        self._connection, self._timeout = connection, timeout
+        self._abandoned_channel: socket.socket | None = None
+        connection.settimeout(timeout)
 
     def start(
         self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
@@ -147,11 +147,11 @@ class ForkServer:
             os.close(reading)
         return None
 
-    def reap(self) -> None:
+    def reap_abandoned(self) -> None:
         """Reap a process that was forked too late; call once the fork server has exited."""
-        if self._abandoned is None:
+        if self._abandoned_channel is None:
             return
-        with self._abandoned as channel, suppress(TimeoutError):
+        with self._abandoned_channel as channel, suppress(TimeoutError):
             if answer := channel.recv(64):
                 late = ForkedProcess(int(answer), None)
                 late.kill()  # exits by itself unless stopped
@@ -160,33 +160,35 @@ class ForkServer:
     def _request(self, request: bytes, output: int) -> int | None:
         """Request a process; return its pid, that of a child of this process, or None on failure."""
         channel, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel.settimeout(self._patience)
+        channel.settimeout(self._timeout)
         answer = b""
         try:
             with peer:
                 socket.send_fds(self._connection, [request], [output, peer.fileno()])
             answer = channel.recv(64)
             if answer:
-                channel.send(_GO)
+                channel.send(_RUN_PERMISSION)
         except TimeoutError:
             self._connection.close()
             channel.shutdown(socket.SHUT_WR)
-            self._abandoned = channel
+            self._abandoned_channel = channel
         except OSError:  # the fork server or its child was killed
             pass
         finally:
-            if channel is not self._abandoned:
+            if channel is not self._abandoned_channel:
                 channel.close()
         return int(answer) if answer else None
 
 
 @contextmanager
-def open_fork_server(load: Callable[[], object], patience: float = _PATIENCE) -> Iterator[ForkServer | None]:
-    """Import modules with `load`, and yield a fork server that has them; None where forking is not possible.
+def open_fork_server(
+    import_modules: Callable[[], object], timeout: float = _FORK_TIMEOUT
+) -> Iterator[ForkServer | None]:
+    """Import modules with `import_modules`, and yield a fork server that has them; None where forking is not possible.
 
-    Open it before this process runs user code or starts threads. `patience` is that of ForkServer.
+    Open it before this process runs user code or starts threads. `timeout` is that of ForkServer.
     """
-    if not _can_fork(load):
+    if not _can_fork(import_modules):
         yield None
         return
     connection, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -196,34 +198,34 @@ def open_fork_server(load: Callable[[], object], patience: float = _PATIENCE) ->
     pid = os.fork()
     if not pid:
         connection.close()
-        _run(*_serve(peer, supervisor))
+        _run_command(*_serve_fork_requests(peer, supervisor))
     peer.close()
-    server, process = ForkServer(connection, patience), ForkedProcess(pid, None)
+    server, process = ForkServer(connection, timeout), ForkedProcess(pid, None)
     try:
         yield server
     finally:
         connection.close()
         try:
-            process.wait(patience)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:  # it is stopped
             process.kill()
             process.wait()
-        server.reap()
+        server.reap_abandoned()
 
 
-def _can_fork(load: Callable[[], object]) -> bool:
+def _can_fork(import_modules: Callable[[], object]) -> bool:
     """Import the modules; return whether processes can be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     try:
-        with permanent_objects():
-            load()
+        with freeze_new_objects():
+            import_modules()
     except ImportError:  # reported by the code that needs it
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
-def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
+def _serve_fork_requests(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
     """Fork processes until the supervisor exits; in each of them, return its request and output."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"neondist-fork")
@@ -233,7 +235,7 @@ def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], 
     while True:
         request, descriptors = b"", list[int]()
         with suppress(OSError):
-            request, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 2)
+            request, descriptors, *_ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
         if not request or len(descriptors) < 2:
             os._exit(0)
         parent = os.fork()
@@ -242,28 +244,28 @@ def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], 
             if os.fork():
                 os._exit(0)
             connection.close()
-            _settle(descriptors[1], parent, supervisor)
+            _wait_for_permission(descriptors[1], parent, supervisor)
             return json.loads(request), descriptors[0]
         os.waitpid(parent, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _settle(channel: int, parent: int, supervisor: int) -> None:
+def _wait_for_permission(channel: int, parent: int, supervisor: int) -> None:
     """Wait to be adopted by the supervisor, bind this process to it and answer; exit if the request was abandoned."""
     while os.getppid() == parent:
         time.sleep(0.001)
-    end_with(supervisor)
+    terminate_with_parent(supervisor)
     os.setsid()
     answer = b""
     with socket.socket(fileno=channel) as connection, suppress(OSError):
         connection.send(str(os.getpid()).encode())
-        answer = connection.recv(len(_GO))
-    if answer != _GO:
+        answer = connection.recv(len(_RUN_PERMISSION))
+    if answer != _RUN_PERMISSION:
         os._exit(1)
 
 
-def _run(request: Mapping[str, Any], output: int) -> NoReturn:
+def _run_command(request: Mapping[str, Any], output: int) -> NoReturn:
     """Run the `neondist` command and exit."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode())
     with open(os.devnull) as null:
@@ -272,7 +274,7 @@ def _run(request: Mapping[str, Any], output: int) -> NoReturn:
     os.close(output)
     os.environ.clear()
     os.environ.update(request["env"])
-    Signals(whole_process=True).listen()
+    Signals(whole_process=True).install_handlers()
     sys.argv = ["neondist", *request["words"]]
     code: Any = 0
     try:

@@ -16,23 +16,23 @@ from ..cluster.preflight import NodesError
 from ..errors import UserError
 from ..io.generation_log import GenerationLog
 from ..system.job import GENERATION
-from ..system.signals import STOPPED
+from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import say
-from ..train.validate import grid_shape_of
+from ..train.validate import experiment_grid_shape
 from . import restarts
-from .launch import launch, monitor_addresses, show_loss
-from .members import WAIT, Members, Roster, Watcher, describe_shortage, make_fit_check, wait_for_members
+from .launch import launch, monitor_addresses, report_loss
+from .members import HOST_WAIT, HostWatcher, Members, RankRoster, describe_shortage, make_fit_check, wait_for_members
 from .placement import list_addresses
-from .snapshots import Keepers
-from .supervise import Ending
+from .snapshots import SnapshotKeepers
+from .supervise import JobEnding
 
-Start = Callable[[argparse.Namespace, Sequence[str], Mapping[str, str], Callable[[], bool]], Ending]
+StartGeneration = Callable[[argparse.Namespace, Sequence[str], Mapping[str, str], Callable[[], bool]], JobEnding]
 
 
 def run_generations(
     arguments: argparse.Namespace,
     experiment: Any,
-    start: Start = launch,
+    start: StartGeneration = launch,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the job of a command, generation after generation, and return the exit code.
@@ -45,17 +45,17 @@ def run_generations(
     start, sleep : callable
         Replacements of `launch` and time.sleep in tests.
     """
-    arguments.signals.cleans_up = True
+    arguments.signals.needs_cleanup = True
     log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
     addresses = monitor_addresses(os.environ) if arguments.source is None else list_addresses()
-    with Keepers(addresses) as keepers:
-        run = _Run(arguments, experiment, log, keepers, start, sleep)
+    with SnapshotKeepers(addresses) as snapshot_keepers:
+        run = _SupervisedRun(arguments, experiment, log, snapshot_keepers, start, sleep)
         code = run.run()
         run.note("end", code=code)
     return code
 
 
-class _Run:
+class _SupervisedRun:
     """Job of several generations."""
 
     def __init__(
@@ -63,100 +63,104 @@ class _Run:
         arguments: argparse.Namespace,
         experiment: Any,
         log: GenerationLog | None,
-        keepers: Keepers,
-        start: Start,
+        snapshot_keepers: SnapshotKeepers,
+        start: StartGeneration,
         sleep: Callable[[float], None],
     ) -> None:
         self.arguments, self.experiment, self.log = arguments, experiment, log
-        self.keepers, self.start, self.sleep = keepers, start, sleep
-        self.received: list[str] = arguments.signals.received
-        self.roster = Roster(arguments, make_fit_check(experiment))
-        self.words, self.start_time, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
+        self.snapshot_keepers, self.start, self.sleep = snapshot_keepers, start, sleep
+        self.received_signals: list[str] = arguments.signals.received
+        self.roster = RankRoster(arguments, make_fit_check(experiment))
+        self.words, self.start_time, self.wait_limit = list(arguments.words), time.time(), arguments.wait or HOST_WAIT
         self.generation = self.restarts = 0
-        self.spares, self.counted = self.roster.spares, False
-        self.resumes = bool(arguments.resume)
+        self.spares, self.loss_counted = self.roster.spares, False
+        self.has_own_checkpoint = bool(arguments.resume)
         if experiment is not None:
-            if experiment.checkpoint.keep < restarts.KEEP:
-                self.words += ["--set", f"checkpoint.keep={restarts.KEEP}"]
+            if experiment.checkpoint.keep < restarts.MIN_KEPT_CHECKPOINTS:
+                self.words += ["--set", f"checkpoint.keep={restarts.MIN_KEPT_CHECKPOINTS}"]
             if arguments.snapshot is None and arguments.restarts is not None:
                 self.words += ["--snapshot", "auto"]
 
     def run(self) -> int:
         """Run all generations; return the exit code of the last one."""
         while True:
-            stopped, first = lambda: bool(self.received), not self.generation
-            members = wait_for_members(self.roster, self.limit, stopped, self.report_wait, self.sleep, first)
+            stopped, first = lambda: bool(self.received_signals), not self.generation
+            members = wait_for_members(self.roster, self.wait_limit, stopped, self.report_wait, self.sleep, first)
             if members is None:
-                return self.give_up()
+                return self.report_giving_up()
             self.generation += 1
             try:
                 ending = self.run_generation(members)
             except NodesError as error:
-                if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
+                if self.generation == 1 or not self.may_restart or not self.roster.exclude_hosts(error.nodes):
                     raise
-                self.restarts += not self.counted  # nodes lost together count as one restart
-                self.counted = False
+                self.restarts += not self.loss_counted  # nodes lost together count as one restart
+                self.loss_counted = False
                 self.report_wait(str(error))
                 continue
-            self.counted = False
-            if ending.loss and not self.received and self.may_restart:
+            self.loss_counted = False
+            if ending.loss and not self.received_signals and self.may_restart:
                 self.report_loss(members, ending)
-            elif ending.changed:
+            elif ending.stopped_for_hosts:
                 self.report_change(members)
             else:
                 if ending.loss:
                     self.note("loss", what=ending.loss)
-                    self.keepers.word = ""  # for --resume
-                return show_loss(ending, self.arguments)
+                    self.snapshot_keepers.exit_message = ""  # for --resume
+                return report_loss(ending, self.arguments)
 
     @property
     def may_restart(self) -> bool:
         """Whether restarts remain."""
         return self.restarts < (self.arguments.restarts or 0)
 
-    def run_generation(self, members: Members) -> Ending:
+    def run_generation(self, members: Members) -> JobEnding:
         """Run a generation to its end."""
         fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
         fields |= {"generation": self.generation, "words": self.words, "begun": self.start_time}
         arguments = self.arguments
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
-        self.before = self.checkpoints()
+        self.checkpoints_before = self.find_checkpoints()
         spares = {"spares": members.spares} if self.roster.spares else {}
-        self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts, **spares)
+        self.note("start", ranks=members.ranks, grid=self.grid_factors(members.ranks), hosts=members.hosts, **spares)
         say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
-        self.roster.hold(members)
-        variables = {GENERATION: str(self.generation), **self.keepers.environment}
-        with Watcher(self.roster, members) as watcher:
-            return self.start(arguments, self.received, variables, watcher.has_changed)
+        self.roster.keep_size_of(members)
+        variables = {GENERATION: str(self.generation), **self.snapshot_keepers.environment}
+        with HostWatcher(self.roster, members) as watcher:
+            return self.start(arguments, self.received_signals, variables, watcher.has_changed)
 
-    def report_loss(self, members: Members, ending: Ending) -> None:
+    def report_loss(self, members: Members, ending: JobEnding) -> None:
         """Report a loss and the source of the next generation."""
         self.restarts += 1
-        self.counted = True
-        hosts = self.roster.lose(members, ending.nodes, ending.silent)
+        self.loss_counted = True
+        hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
         self.note("loss", what=ending.loss, host=", ".join(hosts) or None)
         number, left_out = f"restart {self.restarts} of {self.arguments.restarts}", ""
-        if hosts and self.roster.pool is not None:
+        if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
-            left_out = f"; {', '.join(hosts)} {verb} left out for {self.roster.pool.cool_down:g} s"
-        say(f"{number}: {ending.loss}{left_out}; {self.prepare_restart()}, on {self.describe_next()}")
+            left_out = f"; {', '.join(hosts)} {verb} left out for {self.roster.host_pool.cool_down:g} s"
+        say(f"{number}: {ending.loss}{left_out}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
 
     def report_change(self, members: Members) -> None:
         """Report a change of hosts and the source of the next generation."""
-        slots = self.roster.pool.usable() if self.roster.pool is not None else {}
+        slots = self.roster.host_pool.usable_hosts() if self.roster.host_pool is not None else {}
         before = members.hosts or {}
         added = [host for host, count in slots.items() if count > before.get(host, 0)]
         removed = [host for host, count in before.items() if slots.get(host, 0) < count]
         self.note("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
-        say(f"hosts changed: {', '.join(texts)}; {self.prepare_restart()}, on {self.describe_next()}")
+        say(f"hosts changed: {', '.join(texts)}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
 
-    def describe_next(self) -> str:
+    def describe_next_ranks(self) -> str:
         """Describe the ranks of the next generation, as far as known."""
-        if self.roster.pool is not None:
-            self.roster.pool.refresh()
-        members = self.roster.choose()
-        return f"{self.roster.low} ranks or more, once there are hosts" if members is None else f"{members.ranks} ranks"
+        if self.roster.host_pool is not None:
+            self.roster.host_pool.refresh()
+        members = self.roster.choose_members()
+        return (
+            f"{self.roster.min_ranks} ranks or more, once there are hosts"
+            if members is None
+            else f"{members.ranks} ranks"
+        )
 
     def describe_spares(self, members: Members) -> str:
         """Describe the spare slots, if any were requested."""
@@ -173,34 +177,34 @@ class _Run:
         """Make the next generation resume from the newest checkpoint, if any; describe its source."""
         if self.experiment is None:
             return "restarting the script"
-        checkpoints = self.checkpoints()
+        checkpoints = self.find_checkpoints()
         # removed checkpoints, and earlier ones unless the run resumes, belong to the run that it replaces
-        if checkpoints.items() - self.before.items() or (checkpoints and self.resumes):
-            self.resumes = True
+        if checkpoints.items() - self.checkpoints_before.items() or (checkpoints and self.has_own_checkpoint):
+            self.has_own_checkpoint = True
             name = restarts.restore_newest(self.arguments.folder).name
-            self.words = restarts.resume_words(self.words)
+            self.words = restarts.resume_arguments(self.words)
             return f"resuming from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
         return "starting over"
 
-    def checkpoints(self) -> dict[Path, tuple[int, int]]:
+    def find_checkpoints(self) -> dict[Path, tuple[int, int]]:
         """Return the checkpoints of the run; empty for a script."""
         return {} if self.experiment is None else restarts.find_checkpoints(self.arguments.folder)
 
-    def grid(self, ranks: int) -> dict[str, int] | None:
+    def grid_factors(self, ranks: int) -> dict[str, int] | None:
         """Return the factors of the experiment's grid on a number of ranks."""
         if self.experiment is None:
             return None
         with suppress(UserError):
-            return asdict(grid_shape_of(self.experiment, ranks))
+            return asdict(experiment_grid_shape(self.experiment, ranks))
         return None
 
-    def give_up(self) -> int:
+    def report_giving_up(self) -> int:
         """Report why no further generation starts."""
-        if self.received:
-            say(f"stopped while waiting for hosts: received {self.received[0]}; continue with --resume")
-            return STOPPED
+        if self.received_signals:
+            say(f"stopped while waiting for hosts: received {self.received_signals[0]}; continue with --resume")
+            return STOPPED_EXIT_CODE
         say(
-            f"error: gave up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"
+            f"error: gave up after {self.wait_limit:g} s: {describe_shortage(self.roster)}; start it again"
             f"{'' if self.experiment is None else ' with --resume'} once there are hosts, or lower --elastic or -n",
             sys.stderr,
         )

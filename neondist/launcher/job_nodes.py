@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .. import safe_path
-from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE, host_command, slots_of, unusable
+from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE_TEXT, find_unusable_hosts, host_command, slots_by_node
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
@@ -22,13 +22,13 @@ from .fork_server import ForkServer, Process
 from .launch import require_mpirun
 from .monitor import LOOPBACK
 from .parent_watch import end_process
-from .placement import Placement, list_addresses, place_job
-from .remote import MODULE, RemoteProcess, program
+from .placement import NodePlacement, list_addresses, place_job
+from .remote import MODULE, RemoteProcess, remote_side_command
 from .scaling import LOCAL, read_slots
 
-_GRACE = 10.0
+_KILL_DELAY = 10.0
 """Seconds between the signal to end a process and SIGKILL."""
-_KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_SSH_KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """Options of ssh: a lost machine is detected within the lease of a rank."""
 
 
@@ -41,9 +41,9 @@ class JobNode:
     name : str
     address : str
         Address of services on it; '' if none may run on it.
-    connect : callable, optional
+    remote_command : callable, optional
         Maps a command to one that runs it on this node; None: the local machine.
-    program : sequence of str
+    remote_program : sequence of str
         Command that runs the module `remote` on it.
     variables : mapping of str to str
         Environment variables of its processes.
@@ -51,21 +51,23 @@ class JobNode:
 
     name: str = LOCAL
     address: str = LOOPBACK
-    connect: Callable[[Sequence[str]], list[str]] | None = None
-    program: Sequence[str] = ()
+    remote_command: Callable[[Sequence[str]], list[str]] | None = None
+    remote_program: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def any_port(self) -> str:
+    def any_port_address(self) -> str:
         """The address with port 0, for a service on any free port."""
         return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
 
     def is_reachable(self) -> bool:
         """Whether the machine can be reached."""
-        if self.connect is None:
+        if self.remote_command is None:
             return True
         try:
-            process = subprocess.run(self.connect(["true"]), capture_output=True, timeout=SSH_TIMEOUT, check=False)
+            process = subprocess.run(
+                self.remote_command(["true"]), capture_output=True, timeout=SSH_TIMEOUT, check=False
+            )
         except subprocess.TimeoutExpired:
             return False
         return process.returncode == 0
@@ -75,18 +77,18 @@ class JobNode:
         words: Sequence[str],
         variables: Mapping[str, str],
         name: str,
-        forks: ForkServer | None,
+        fork_server: ForkServer | None,
         output: int | None,
     ) -> Process:
         """Start a `neondist` command on the machine; `output` is the `stdout` of `subprocess.Popen`."""
         variables = {**self.variables, **variables}
-        if self.connect is not None:
-            return RemoteProcess(self.connect(self.program), words, variables, output)
+        if self.remote_command is not None:
+            return RemoteProcess(self.remote_command(self.remote_program), words, variables, output)
         env = {**os.environ, **variables}
-        if forks is not None and (process := forks.start(words, env, name, output)) is not None:
+        if fork_server is not None and (process := fork_server.start(words, env, name, output)) is not None:
             return process
         return subprocess.Popen(
-            safe_path.command("neondist", *words, bound=True),
+            safe_path.command("neondist", *words, ends_with_parent=True),
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -119,7 +121,7 @@ class JobNodes:
     workers : sequence of str
         Initial machine of each worker, by name. One that is not among the nodes is a host reached by ssh, with the
         same files at the same paths.
-    forks : ForkServer, optional
+    fork_server : ForkServer, optional
         Starts processes on this machine.
 
     Attributes
@@ -127,34 +129,34 @@ class JobNodes:
     workers : list of str
     """
 
-    def __init__(self, nodes: Sequence[JobNode], workers: Sequence[str], forks: ForkServer | None = None) -> None:
+    def __init__(self, nodes: Sequence[JobNode], workers: Sequence[str], fork_server: ForkServer | None = None) -> None:
         self.workers = list(workers)
-        self._nodes, self._forks = {node.name: node for node in nodes}, forks
+        self._nodes, self._fork_server = {node.name: node for node in nodes}, fork_server
 
     @property
-    def services(self) -> list[JobNode]:
+    def service_nodes(self) -> list[JobNode]:
         """Machines for servers, assigned in turn; the first, this one, also runs the master."""
         nodes = self._nodes.values()
-        local = [node for node in nodes if node.connect is None] or [JobNode(address=_own_address([]))]
-        return local[:1] + [node for node in nodes if node.connect is not None and node.address]
+        local = [node for node in nodes if node.remote_command is None] or [JobNode(address=_own_address([]))]
+        return local[:1] + [node for node in nodes if node.remote_command is not None and node.address]
 
     @contextmanager
-    def process(
+    def run_process(
         self, node: JobNode | str, words: Sequence[str], variables: Mapping[str, str], name: str, output: int | None
     ) -> Iterator[Process]:
         """Run a `neondist` command on a machine until the block ends."""
         if isinstance(node, str):
-            node = self._nodes.get(node) or _host(node)
-        process = node.start(words, variables, name, self._forks, output)
+            node = self._nodes.get(node) or _create_ssh_node(node)
+        process = node.start(words, variables, name, self._fork_server, output)
         try:
             yield process
         finally:
             if process.poll() is None:
-                end_process(process, _GRACE, signal.SIGTERM if output == subprocess.PIPE else signal.SIGINT)
+                end_process(process, _KILL_DELAY, signal.SIGTERM if output == subprocess.PIPE else signal.SIGINT)
             if process.stdout is not None:
                 process.stdout.close()
 
-    def drop(self, lost: str) -> None:
+    def drop_node(self, lost: str) -> None:
         """Remove a machine; its workers are distributed over the others.
 
         Raises
@@ -180,7 +182,7 @@ class JobNodes:
         return next((node.name for node in (self._nodes[lost], *others) if node.is_reachable()), lost)
 
 
-def find_places(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
+def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
     """Return the number of workers on each host or node, in order; a worker never spans several.
 
     Parameters
@@ -196,14 +198,14 @@ def find_places(arguments: argparse.Namespace, workers: int, tiles: int) -> dict
         The machines have too few slots.
     """
     if arguments.resources is not None:
-        return place_workers(slots_of(arguments.resources), workers, tiles)
+        return assign_workers_to_slots(slots_by_node(arguments.resources), workers, tiles)
     if arguments.source is not None:
-        return place_workers(read_slots(arguments.source), workers, tiles)
+        return assign_workers_to_slots(read_slots(arguments.source), workers, tiles)
     return {LOCAL: workers}
 
 
-def place_workers(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
-    """Return the number of workers on each host, as `find_places`."""
+def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
+    """Return the number of workers on each host, as `assign_workers`."""
     room = {node: count // tiles for node, count in slots.items()}
     if workers > sum(room.values()):
         each, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
@@ -242,25 +244,25 @@ def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) 
         listed = [LOCAL] if source is None else list(read_slots(source))
         is_distributed = (source is not None and source.is_script) or listed != [LOCAL]
         nodes = [JobNode(address=_own_address([]) if is_distributed else LOOPBACK)]
-        nodes += [_host(name) for name in listed if name != LOCAL]
-        reasons = {} if arguments.slots_from is not None else unusable(set(hosts) - {LOCAL}, os.environ)
+        nodes += [_create_ssh_node(name) for name in listed if name != LOCAL]
+        reasons = {} if arguments.slots_from is not None else find_unusable_hosts(set(hosts) - {LOCAL}, os.environ)
         if reasons:
-            unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE]
-            texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE]
-            texts += [f"{', '.join(unreachable)} {UNREACHABLE}"] if unreachable else []
+            unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE_TEXT]
+            texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
+            texts += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
             test = f", or the error shown by `ssh {unreachable[0]}`" if unreachable else ""
             raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{test}")
         yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
     with place_job(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
-        assert isinstance(placement, Placement)
+        assert isinstance(placement, NodePlacement)
         own = _own_address(placement.addresses()) if any(one.node.ssh_config for one in placement.reports) else LOOPBACK
-        nodes = [_node(placement, report, own) for report in placement.reports]
+        nodes = [_create_resource_node(placement, report, own) for report in placement.reports]
         yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
-def _node(placement: Placement, report: NodeReport, local_address: str) -> JobNode:
+def _create_resource_node(placement: NodePlacement, report: NodeReport, local_address: str) -> JobNode:
     variables = placement.variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, local_address, variables=variables)
@@ -268,20 +270,20 @@ def _node(placement: Placement, report: NodeReport, local_address: str) -> JobNo
     # servers write checkpoints to the folder of the run
     address = report.facts["address"] if report.facts["shared"] else ""
 
-    def connect(words: Sequence[str]) -> list[str]:
-        return ssh_command(report.node, placement.config, list(words), os.environ, _KEEP_ALIVE)
+    def remote_command(words: Sequence[str]) -> list[str]:
+        return ssh_command(report.node, placement.ssh_config, list(words), os.environ, _SSH_KEEP_ALIVE)
 
-    return JobNode(report.node.address, address, connect, remote_program, variables)
-
-
-def _host(name: str) -> JobNode:
-    def connect(words: Sequence[str]) -> list[str]:
-        return host_command(name, words, os.environ, _KEEP_ALIVE)
-
-    return JobNode(name, "", connect, program(name))
+    return JobNode(report.node.address, address, remote_command, remote_program, variables)
 
 
-def _own_address(preferred: Sequence[str]) -> str:
+def _create_ssh_node(name: str) -> JobNode:
+    def remote_command(words: Sequence[str]) -> list[str]:
+        return host_command(name, words, os.environ, _SSH_KEEP_ALIVE)
+
+    return JobNode(name, "", remote_command, remote_side_command(name))
+
+
+def _own_address(preferred_addresses: Sequence[str]) -> str:
     """Return the address of this machine for other machines; the loopback address if it has no other."""
-    addresses = [*preferred, *list_addresses()]
+    addresses = [*preferred_addresses, *list_addresses()]
     return next((one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), LOOPBACK)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .. import safe_path
 from ..errors import LaunchError
-from ..io.checkpoint.snapshots import KEEPERS
+from ..io.checkpoint.snapshots import SUPERVISOR_VARIABLE
 from ..system import memory, threads
 from ..system.heartbeat import SUPERVISOR
 from ..system.job import GENERATION, LAUNCHED, STARTED
@@ -21,65 +21,68 @@ from ..terminal.console import say
 from . import pinning
 from .cleanup import job_folders
 from .monitor import LEASE, LOOPBACK, Monitor
-from .mpirun import REMEDY, Mpirun, find_mpirun
+from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_addresses, place_job
-from .supervise import Ending, supervise
+from .supervise import JobEnding, supervise
 
-CROWD = 4
+CROWDED_THREADS_PER_CORE = 4
 """Threads per core above which a warning is printed."""
-PER_CORE = 16
+MAX_RANKS_PER_CORE = 16
 """Ranks that may share a core: more than any practical test needs, few enough to keep the machine responsive."""
-RANK_BYTES = 64 << 20
+MIN_RANK_BYTES = 64 << 20
 """Memory of a rank that has loaded only its libraries, in bytes."""
-FORCE = "--force starts them anyway"
-_FORWARDED = (
-    SUPERVISOR, LAUNCHED, STARTED, GENERATION, KEEPERS, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES"
+FORCE_HINT = "--force starts them anyway"
+_FORWARDED_VARIABLES = (
+    SUPERVISOR, LAUNCHED, STARTED, GENERATION, SUPERVISOR_VARIABLE, *threads.THREAD_COUNT_VARIABLES,
+    "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES",
 )  # fmt: skip
 _SUPERVISOR_OPTIONS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait", "--spares")
 """options of the supervisor, not passed on to ranks"""
-_ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
-_HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
+_HOST_LIST_VARIABLES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
+_HOST_FILE_VARIABLES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
 
 def launch(
     arguments: argparse.Namespace,
-    received: Sequence[str] = (),
+    received_signals: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-    change: Callable[[], bool] | None = None,
-) -> Ending:
+    hosts_changed: Callable[[], bool] | None = None,
+) -> JobEnding:
     """Start `arguments.ranks` ranks of the same command under mpirun; return how the job ended.
 
     Parameters
     ----------
-    received : sequence of str
+    received_signals : sequence of str
         Names of signals received before.
     variables : mapping, optional
         Additional environment variables of the ranks.
-    change : callable, optional
+    hosts_changed : callable, optional
         As for `supervise`.
     """
     mpirun, ranks = require_mpirun(os.environ), arguments.ranks
-    if arguments.stops and received:
-        say(f"stopped before the ranks were started: received {received[0]}; start the same command again")
+    if arguments.stops and received_signals:
+        say(f"stopped before the ranks were started: received {received_signals[0]}; start the same command again")
     with place_job(arguments, mpirun, ranks) as placement:
-        env = environment(mpirun, ranks, os.environ, pins=placement is None) | {**(variables or {})}
+        env = rank_environment(mpirun, ranks, os.environ, pin_ranks=placement is None) | {**(variables or {})}
         if arguments.begun is not None:
             env[STARTED] = str(arguments.begun)
         addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
         with job_folders(mpirun, env) as job, Monitor(ranks, addresses, arguments.lease or LEASE) as monitor:
             env |= {**job.environment, **monitor.environment}
-            names = [name for name in _FORWARDED if name in env]
+            names = [name for name in _FORWARDED_VARIABLES if name in env]
             if placement is None:
                 command = [*mpirun.command(ranks, names), *safe_path.command(*rank_command(arguments))]
             else:
                 command = placement.command(mpirun, rank_command(arguments), names, os.environ)
                 env = placement.environment(env)
-            ending = supervise(command, env, job.inherited, arguments.stops, monitor, received, change)
-            job.orderly = ending.code < 128
+            ending = supervise(
+                command, env, job.inherited_descriptors, arguments.stops, monitor, received_signals, hosts_changed
+            )
+            job.mpirun_exited = ending.code < 128
     return ending
 
 
-def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
+def report_loss(ending: JobEnding, arguments: argparse.Namespace) -> int:
     """Report the loss that ended the job, if any; return its exit code."""
     if ending.loss:
         remedy = (
@@ -94,7 +97,7 @@ def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
 def may_span_machines(env: Mapping[str, str]) -> bool:
     """Whether mpirun may start ranks on other machines, according to the environment."""
     slurm = env.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    return slurm or any(name in env for name in (*_ALLOCATIONS, *_HOST_FILES))
+    return slurm or any(name in env for name in (*_HOST_LIST_VARIABLES, *_HOST_FILE_VARIABLES))
 
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
@@ -105,32 +108,33 @@ def monitor_addresses(env: Mapping[str, str]) -> list[str]:
 def require_mpirun(env: Mapping[str, str]) -> Mpirun:
     """Return the mpirun to use; raise LaunchError if ranks cannot run."""
     if importlib.util.find_spec("mpi4py") is None:
-        raise LaunchError(f"more than one rank needs mpi4py, which {sys.executable} cannot import; {REMEDY}")
+        raise LaunchError(f"more than one rank needs mpi4py, which {sys.executable} cannot import; {INSTALL_REMEDY}")
     return find_mpirun(env)
 
 
-def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
+def refuse_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
     """Raise LaunchError if this machine has too few cores or too little memory for the ranks.
 
     In the allocation of a batch system mpirun distributes them over machines unknown to this process.
     """
     if may_span_machines(env):
         return
-    cores, free = threads.cores(), memory.free_memory()
-    if ranks > PER_CORE * cores:
-        limit = f"at most {PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
-        raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {limit}; {FORCE}")
-    if free is not None and ranks * RANK_BYTES > free:
+    cores, free = threads.count_cores(), memory.free_bytes()
+    if ranks > MAX_RANKS_PER_CORE * cores:
+        limit = f"at most {MAX_RANKS_PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
+        raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {limit}; {FORCE_HINT}")
+    if free is not None and ranks * MIN_RANK_BYTES > free:
         raise LaunchError(
-            f"-n {ranks}: that many ranks need {memory.words(ranks * RANK_BYTES)} before they read any data, but only"
-            f" {memory.words(free)} are free; give at most {max(1, free // RANK_BYTES)}; {FORCE}"
+            f"-n {ranks}: that many ranks need {memory.format_bytes(ranks * MIN_RANK_BYTES)} before they read any data,"
+            f" but only {memory.format_bytes(free)} are free; give at most {max(1, free // MIN_RANK_BYTES)};"
+            f" {FORCE_HINT}"
         )
 
 
-def warn_crowd(ranks: int, env: Mapping[str, str]) -> None:
+def warn_of_too_many_threads(ranks: int, env: Mapping[str, str]) -> None:
     """Print a warning if the ranks have several times as many threads as this machine has cores."""
-    cores, thread_count = threads.cores(), threads.count_threads() if threads.chosen(env) else 1
-    if may_span_machines(env) or ranks * thread_count <= CROWD * cores:
+    cores, thread_count = threads.count_cores(), threads.default_thread_count() if threads.is_set_by_user(env) else 1
+    if may_span_machines(env) or ranks * thread_count <= CROWDED_THREADS_PER_CORE * cores:
         return
     remedies = [
         f"use -n {max(1, cores // thread_count)}",
@@ -163,12 +167,12 @@ def rank_args(arguments: argparse.Namespace) -> list[str]:
     return kept
 
 
-def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pins: bool = True) -> dict[str, str]:
+def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ranks: bool = True) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads set by the user is kept and determines pinning."""
     variables = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
-    if not threads.chosen(env):
-        variables.update(dict.fromkeys(threads.VARIABLES, str(threads.share(ranks))))
-    variables |= pinning.environment(ranks, variables) if pins else {}
+    if not threads.is_set_by_user(env):
+        variables.update(dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(threads.threads_per_rank(ranks))))
+    variables |= pinning.environment(ranks, variables) if pin_ranks else {}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         variables.update(COLUMNS=str(size.columns), LINES=str(size.lines))

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import ResourceSpec
-from ..cluster.hosts import UNREACHABLE, HostPool, HostSource, fill, slots_of, unusable
+from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, fill_hosts, find_unusable_hosts, slots_by_node
 from ..errors import LaunchError, UserError
 from ..system.job import LAUNCHED, Job
 from ..terminal.console import counted, say
 
 COOL_DOWN = 60.0
 """seconds for which a failed host is excluded"""
-WAIT = 600.0
+HOST_WAIT = 600.0
 """seconds for which a run waits for hosts"""
-RESTARTS = 10
+DEFAULT_RESTARTS = 10
 """default number of restarts of a run that may change its hosts"""
-POLL = 1.0
+POLL_INTERVAL = 1.0
 """seconds between reads of the list of hosts"""
-_ELASTIC_ONLY = {"cool_down": "--cool-down", "wait": "--wait"}
+_HOST_LIST_OPTIONS = {"cool_down": "--cool-down", "wait": "--wait"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Members:
     hosts: dict[str, int] | None = None
     spares: int = 0
 
-    def host_of(self, rank: int) -> str:
+    def host_of_rank(self, rank: int) -> str:
         """Return the host of a rank; '' if unknown."""
         owners = [host for host, count in (self.hosts or {}).items() for _ in range(count)]
         return owners[rank] if 0 <= rank < len(owners) else ""
@@ -56,7 +56,7 @@ class Members:
         return f"{text} on {', '.join(f'{host}:{count}' for host, count in self.hosts.items())}"
 
 
-def resolve_options(arguments: argparse.Namespace, job: Job | None) -> None:
+def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None:
     """Read the source of hosts, and set defaults of related options.
 
     Raises
@@ -72,17 +72,19 @@ def resolve_options(arguments: argparse.Namespace, job: Job | None) -> None:
     if arguments.spares and arguments.source is None:
         raise LaunchError("--spares requires a list of hosts; give --hosts-from, or use neondist launch")
     if arguments.spares and arguments.restarts is None:
-        arguments.restarts = RESTARTS
+        arguments.restarts = DEFAULT_RESTARTS
     if elastic is not None:
-        low, high = elastic
+        min_ranks, max_ranks = elastic
         if arguments.restarts is None:
             if hosts is None:
                 raise LaunchError("--elastic sets the number of ranks after a restart; also give --restarts")
-            arguments.restarts = RESTARTS
+            arguments.restarts = DEFAULT_RESTARTS
         if arguments.ranks is None:
-            arguments.ranks = high
-        elif not low <= arguments.ranks <= high:
-            raise LaunchError(f"-n {arguments.ranks} is not within --elastic {low}:{high}; change one of them")
+            arguments.ranks = max_ranks
+        elif not min_ranks <= arguments.ranks <= max_ranks:
+            raise LaunchError(
+                f"-n {arguments.ranks} is not within --elastic {min_ranks}:{max_ranks}; change one of them"
+            )
     if arguments.restarts is not None and (job is not None or (arguments.ranks is None and hosts is None)):
         raise LaunchError(
             "--restarts: `neondist run` restarts only ranks that it started itself: give their number with -n,"
@@ -90,7 +92,7 @@ def resolve_options(arguments: argparse.Namespace, job: Job | None) -> None:
         )
     if arguments.snapshot is not None and arguments.restarts is None:
         raise LaunchError("--snapshot: snapshots are used by restarts; also give --restarts")
-    for name, option in _ELASTIC_ONLY.items():
+    for name, option in _HOST_LIST_OPTIONS.items():
         if getattr(arguments, name) is not None and arguments.source is None:
             raise LaunchError(
                 f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave it out"
@@ -114,7 +116,7 @@ def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
 def _resolve_ranks(arguments: argparse.Namespace) -> None:
     """Check the numbers of ranks and spares against the available hosts."""
     source, spares = arguments.source, arguments.spares
-    slots = sum(source.at_start.values())
+    slots = sum(source.slots_at_start.values())
     if arguments.ranks is None:
         if not slots:
             raise LaunchError(
@@ -133,7 +135,7 @@ def _resolve_ranks(arguments: argparse.Namespace) -> None:
         )
 
 
-class Roster:
+class RankRoster:
     """Composition of a run: the supported numbers of ranks, and the available hosts.
 
     Parameters
@@ -145,9 +147,9 @@ class Roster:
 
     Attributes
     ----------
-    pool : HostPool or None
+    host_pool : HostPool or None
         None: mpirun places the ranks.
-    low, high : int
+    min_ranks, max_ranks : int
         Minimum and maximum number of ranks.
     spares : int
         Slots to reserve for lost ranks, beyond those that the last generation used.
@@ -157,127 +159,135 @@ class Roster:
 
     def __init__(self, arguments: argparse.Namespace, fits: Callable[[int], bool]) -> None:
         self.elastic = arguments.elastic is not None
-        self.low, self.high = arguments.elastic or (arguments.ranks, arguments.ranks)
-        self.ranks, self.spares, self._held = arguments.ranks, arguments.spares, self.low
+        self.min_ranks, self.max_ranks = arguments.elastic or (arguments.ranks, arguments.ranks)
+        self.ranks, self.spares, self._size_to_keep = arguments.ranks, arguments.spares, self.min_ranks
         self.resources: ResourceSpec | None = arguments.resources
-        self._source, self._fits, self._fitting = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
-        self.pool = None if self._source is None else HostPool(self._read, arguments.cool_down or COOL_DOWN)
-        self._reads = 0
+        self._host_source, self._fits, self._fits_by_ranks = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
+        self.host_pool = (
+            None if self._host_source is None else HostPool(self._read_slots, arguments.cool_down or COOL_DOWN)
+        )
+        self._read_count = 0
 
-    def choose(self) -> Members | None:
+    def choose_members(self) -> Members | None:
         """Return the largest possible set of ranks on the usable hosts; None if there are too few."""
-        if self.pool is None:
-            return self._largest(self.ranks)
-        usable = self.pool.usable()
+        if self.host_pool is None:
+            return self._largest_fitting(self.ranks)
+        usable = self.host_pool.usable_hosts()
         slots = sum(usable.values())
-        members = self._largest(max(slots - self.spares, min(self._held, slots)))
-        return members and Members(members.ranks, fill(usable, members.ranks), min(self.spares, slots - members.ranks))
+        members = self._largest_fitting(max(slots - self.spares, min(self._size_to_keep, slots)))
+        return members and Members(
+            members.ranks, fill_hosts(usable, members.ranks), min(self.spares, slots - members.ranks)
+        )
 
-    def hold(self, members: Members) -> None:
+    def keep_size_of(self, members: Members) -> None:
         """Keep the size of a generation in later ones, by use of its spares, while hosts suffice."""
-        self._held = members.ranks
+        self._size_to_keep = members.ranks
 
-    def lose(self, members: Members, nodes: tuple[str, ...], silent: tuple[int, ...]) -> list[str]:
+    def record_loss(self, members: Members, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]) -> list[str]:
         """Record a loss; return the hosts that are excluded from now on.
 
         A run of fixed size that cannot continue without a host uses it again at once.
         """
-        if self.pool is None:
-            fewer = self._largest(self.ranks - 1)
+        if self.host_pool is None:
+            fewer = self._largest_fitting(self.ranks - 1)
             self.ranks = fewer.ranks if fewer is not None else self.ranks
             return []
-        hosts = [self.pool.match(node) for node in nodes] or [members.host_of(rank) for rank in silent]
+        hosts = [self.host_pool.match_host(node) for node in lost_nodes] or [
+            members.host_of_rank(rank) for rank in silent_ranks
+        ]
         excluded = []
         for host in dict.fromkeys(hosts):
-            remaining = sum(slots for other, slots in self.pool.usable().items() if other != host)
-            if host and host != self._chief and (self.elastic or remaining >= self.low):
-                self.pool.fail(host)
+            remaining = sum(slots for other, slots in self.host_pool.usable_hosts().items() if other != host)
+            if host and host != self._chief_address and (self.elastic or remaining >= self.min_ranks):
+                self.host_pool.record_failure(host)
                 excluded.append(host)
         return excluded
 
-    def drop(self, hosts: Iterable[str]) -> list[str]:
+    def exclude_hosts(self, hosts: Iterable[str]) -> list[str]:
         """Exclude unusable hosts, and return those that were excluded."""
-        if self.pool is None:
+        if self.host_pool is None:
             return []
-        excluded = [host for host in hosts if host != self._chief]
+        excluded = [host for host in hosts if host != self._chief_address]
         for host in excluded:
-            self.pool.fail(host)
+            self.host_pool.record_failure(host)
         return excluded
 
     def has_changed(self, members: Members) -> bool:
         """Whether a generation should end: a host was removed, or more ranks are possible."""
-        if self.pool is None or members.hosts is None:
+        if self.host_pool is None or members.hosts is None:
             return False
-        if any(self.pool.listed.get(host, 0) < count for host, count in members.hosts.items()):
+        if any(self.host_pool.listed_slots.get(host, 0) < count for host, count in members.hosts.items()):
             return True
-        better = self.choose()
+        better = self.choose_members()
         return better is not None and better.ranks > members.ranks
 
-    def unusable(self, members: Members) -> dict[str, str]:
+    def find_unusable_hosts(self, members: Members) -> dict[str, str]:
         """Return unusable hosts with reasons; nodes of a resource file are checked at the start of a job."""
-        if self.pool is None or members.hosts is None or self.resources is not None:
+        if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
-        return unusable(fill(self.pool.usable(), members.ranks + members.spares), os.environ)
+        return find_unusable_hosts(
+            fill_hosts(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
+        )
 
     @property
-    def _chief(self) -> str:
+    def _chief_address(self) -> str:
         return self.resources.chief.address if self.resources is not None else ""
 
-    def _read(self) -> dict[str, int]:
-        if self._source.is_resources:
-            self.resources = ResourceSpec(self._source.path)
-            return slots_of(self.resources)
-        self._reads += 1
-        slots: dict[str, int] = self._source.at_start if self._reads == 1 else self._source.read()
+    def _read_slots(self) -> dict[str, int]:
+        if self._host_source.is_resources:
+            self.resources = ResourceSpec(self._host_source.path)
+            return slots_by_node(self.resources)
+        self._read_count += 1
+        slots: dict[str, int] = self._host_source.slots_at_start if self._read_count == 1 else self._host_source.read()
         return slots
 
-    def _largest(self, slots: int) -> Members | None:
-        for ranks in range(min(self.high, slots), self.low - 1, -1):
-            if ranks not in self._fitting:
-                self._fitting[ranks] = self._fits(ranks)
-            if self._fitting[ranks]:
+    def _largest_fitting(self, slots: int) -> Members | None:
+        for ranks in range(min(self.max_ranks, slots), self.min_ranks - 1, -1):
+            if ranks not in self._fits_by_ranks:
+                self._fits_by_ranks[ranks] = self._fits(ranks)
+            if self._fits_by_ranks[ranks]:
                 return Members(ranks)
         return None
 
 
-class Watcher:
+class HostWatcher:
     """Polls the list of hosts while a generation runs; a context manager.
 
     Parameters
     ----------
-    roster : Roster
+    roster : RankRoster
     members : Members
         Members of the generation.
     """
 
-    def __init__(self, roster: Roster, members: Members) -> None:
+    def __init__(self, roster: RankRoster, members: Members) -> None:
         self._roster, self._members = roster, members
         self._end, self._changed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._poll, name="hosts", daemon=True)
 
-    def __enter__(self) -> Watcher:
-        if self._roster.pool is not None and self._roster.elastic:
+    def __enter__(self) -> HostWatcher:
+        if self._roster.host_pool is not None and self._roster.elastic:
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join(POLL)
+            self._thread.join(POLL_INTERVAL)
 
     def has_changed(self) -> bool:
         """Whether the generation should end."""
         return self._changed.is_set()
 
     def _poll(self) -> None:
-        pool, times = self._roster.pool, 0
-        assert pool is not None
-        reported = pool.error
-        while not self._end.wait(POLL):
-            pool.refresh()
-            if pool.error not in ("", reported):
-                say(f"hosts: {pool.error}; keeping the last list")
-            reported = pool.error
+        host_pool, times = self._roster.host_pool, 0
+        assert host_pool is not None
+        reported = host_pool.refresh_error
+        while not self._end.wait(POLL_INTERVAL):
+            host_pool.refresh()
+            if host_pool.refresh_error not in ("", reported):
+                say(f"hosts: {host_pool.refresh_error}; keeping the last list")
+            reported = host_pool.refresh_error
             times = times + 1 if self._roster.has_changed(self._members) else 0
             if times >= 2 and not self._exclude_unusable():  # a partially written list has fewer hosts
                 self._changed.set()
@@ -285,21 +295,21 @@ class Watcher:
 
     def _exclude_unusable(self) -> bool:
         """Exclude unusable new hosts, and report each once; return whether there were any."""
-        better = self._roster.choose()
-        reasons = {} if better is None else self._roster.unusable(better)
-        if self._roster.pool is not None:
-            for message in self._roster.pool.exclude(reasons):
+        better = self._roster.choose_members()
+        reasons = {} if better is None else self._roster.find_unusable_hosts(better)
+        if self._roster.host_pool is not None:
+            for message in self._roster.host_pool.exclude_unusable(reasons):
                 say(message)
         return bool(reasons)
 
 
 def wait_for_members(
-    roster: Roster,
+    roster: RankRoster,
     limit: float,
-    stopped: Callable[[], bool],
+    is_stopped: Callable[[], bool],
     report: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
-    first: bool = False,
+    is_first: bool = False,
 ) -> Members | None:
     """Wait for the members of the next generation; return None after `limit` seconds or if stopped.
 
@@ -308,43 +318,44 @@ def wait_for_members(
     Raises
     ------
     LaunchError
-        A host of the `first` generation lacks this neondist; later generations exclude it.
+        A host of the first generation lacks this neondist; later generations exclude it.
     """
     start, reports = time.monotonic(), -1
     while True:
-        if roster.pool is not None:
-            roster.pool.refresh()
-        members = roster.choose()
+        if roster.host_pool is not None:
+            roster.host_pool.refresh()
+        members = roster.choose_members()
         if members is not None:
-            reasons = roster.unusable(members)
-            problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE]
-            if first and problems:
+            reasons = roster.find_unusable_hosts(members)
+            problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
+            if is_first and problems:
                 raise LaunchError(f"--hosts-from: {'; '.join(problems)}, or take it off the list")
-            excluded = roster.drop(reasons)
+            excluded = roster.exclude_hosts(reasons)
             if not excluded:
                 return members
             report("; ".join(f"{host} {reasons[host]}" for host in excluded))
             continue
         waited = time.monotonic() - start
-        if stopped() or waited >= limit or roster.pool is None:
+        if is_stopped() or waited >= limit or roster.host_pool is None:
             return None
         if int(waited / 30) > reports:
             reports = int(waited / 30)
             report(f"waiting for hosts: {describe_shortage(roster)}; giving up in {limit - waited:.0f} s")
-        sleep(POLL)
+        sleep(POLL_INTERVAL)
 
 
-def describe_shortage(roster: Roster) -> str:
+def describe_shortage(roster: RankRoster) -> str:
     """Return the number of possible ranks, and the reason why it is too low."""
-    if roster.pool is None:
-        return f"the experiment cannot run on any number of ranks from {roster.low} to {roster.high}"
-    slots, cooling = sum(roster.pool.usable().values()), roster.pool.cooling()
-    text = f"there is room for {slots} ranks, but at least {roster.low} are needed"
-    if slots >= roster.low:
-        text = f"the experiment cannot run on any number of ranks from {roster.low} to {min(slots, roster.high)}"
+    if roster.host_pool is None:
+        return f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {roster.max_ranks}"
+    slots, cooling = sum(roster.host_pool.usable_hosts().values()), roster.host_pool.excluded_hosts()
+    text = f"there is room for {slots} ranks, but at least {roster.min_ranks} are needed"
+    if slots >= roster.min_ranks:
+        most = min(slots, roster.max_ranks)
+        text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {most}"
     if cooling:
         text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} is excluded after a failure"
-    return f"{text} ({roster.pool.error})" if roster.pool.error else text
+    return f"{text} ({roster.host_pool.refresh_error})" if roster.host_pool.refresh_error else text
 
 
 def make_fit_check(experiment: Any) -> Callable[[int], bool]:

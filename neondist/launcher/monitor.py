@@ -13,25 +13,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..system.heartbeat import BEAT, NONCE, PATIENCE, PROOF, SUPERVISOR, proof
+from ..system.heartbeat import BEAT_INTERVAL, CONNECT_TIMEOUT, NONCE_BYTES, PROOF_BYTES, SUPERVISOR, compute_proof
 
 LEASE = 15.0
 """seconds without a heartbeat after which a rank is lost"""
-ENDED = "exited without reporting an error: killed, crashed, or os._exit was called"
+EXITED_UNREPORTED = "exited without reporting an error: killed, crashed, or os._exit was called"
 LOOPBACK = "127.0.0.1"
-_TICK = 0.5
-_LONGEST = 512
+_SELECT_TIMEOUT = 0.5
+_MAX_LINE_BYTES = 512
 """bytes of a line"""
-_MISSED = 3
+_MISSED_BEATS = 3
 """missed heartbeats after which a rank counts as lost too, once another rank's lease has expired"""
-_NAMED = 4
+_MAX_NAMED_RANKS = 4
 """ranks listed in a message"""
-_SPARE = 64
+_SPARE_CONNECTIONS = 64
 """connections allowed in addition to those of the ranks"""
 
 
 @dataclass
-class Member:
+class RankState:
     """State of a rank, as reported over its connection.
 
     Attributes
@@ -47,13 +47,13 @@ class Member:
     messages: list[str] = field(default_factory=list)
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Its exit code; None if it has not reported one."""
         last = self.messages[-1].split() if self.messages else [""]
         return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
 
     @property
-    def listens(self) -> bool:
+    def handles_stop(self) -> bool:
         """Whether SIGUSR1 stops it with a checkpoint."""
         return self.messages.count("listens") > self.messages.count("ignores")
 
@@ -73,29 +73,29 @@ class Monitor:
     ----------
     environment : dict of str to str
         Environment variables required by the ranks.
-    members : dict of int to Member
+    rank_states : dict of int to Member
         Connected ranks, by rank.
-    lost : int
+    lost_rank : int
         First rank lost before any other failed; -1 if none.
-    loss : str
+    loss_text : str
         Description of the loss; '' if none.
-    silent : tuple of int
+    silent_ranks : tuple of int
         Ranks without a heartbeat, including the lost one; they may still be running.
-    ending : float or None
+    end_time : float or None
         time.monotonic() at which a rank failed or the last one ended.
     """
 
     def __init__(self, ranks: int, addresses: Sequence[str] = (LOOPBACK,), lease: float = LEASE) -> None:
         self.ranks, self.lease = ranks, lease
-        self.members: dict[int, Member] = {}
-        self.lost, self.loss = -1, ""
-        self.silent: tuple[int, ...] = ()
-        self.ending: float | None = None
+        self.rank_states: dict[int, RankState] = {}
+        self.lost_rank, self.loss_text = -1, ""
+        self.silent_ranks: tuple[int, ...] = ()
+        self.end_time: float | None = None
         self._key = secrets.token_hex(16)
         self._connections: list[_Connection] = []
-        self._wake, self._woken = socket.socketpair()
-        self._listening = [listen(address, ranks + _SPARE) for address in addresses]
-        self.environment = {SUPERVISOR: " ".join([self._key, *map(format_address, self._listening)])}
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._listeners = [listen(address, ranks + _SPARE_CONNECTIONS) for address in addresses]
+        self.environment = {SUPERVISOR: " ".join([self._key, *map(format_address, self._listeners)])}
         self._thread = threading.Thread(target=self._serve, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -109,14 +109,14 @@ class Monitor:
 
     def end_ranks(self) -> None:
         """Close all connections, which kills the remaining ranks on every node."""
-        self._wake.close()
+        self._wake_sender.close()
         self._thread.join(10)
 
-    def all_listen(self) -> bool:
+    def all_handle_stop(self) -> bool:
         """Whether SIGUSR1 stops every rank with a checkpoint."""
-        return sum(member.listens for member in list(self.members.values())) == self.ranks
+        return sum(member.handles_stop for member in list(self.rank_states.values())) == self.ranks
 
-    def settle(self, seconds: float = 5.0) -> None:
+    def drain_connections(self, seconds: float = 5.0) -> None:
         """Wait until the connections of ended ranks have been drained."""
         end = time.monotonic() + seconds
         while self._connections and self._thread.is_alive() and time.monotonic() < end:
@@ -124,26 +124,27 @@ class Monitor:
 
     def unreported_ranks(self) -> list[int]:
         """Return the ranks that have not reported an exit code."""
-        return [rank for rank in range(self.ranks) if rank not in self.members or self.members[rank].code is None]
+        states = self.rank_states
+        return [rank for rank in range(self.ranks) if rank not in states or states[rank].exit_code is None]
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """The highest exit code of the ranks."""
-        return max((member.code or 0 for member in self.members.values()), default=0)
+        return max((member.exit_code or 0 for member in self.rank_states.values()), default=0)
 
     def describe(self, rank: int) -> str:
         """Return 'rank 1 of 3 on node A'."""
-        member = self.members.get(rank)
+        member = self.rank_states.get(rank)
         return f"rank {rank} of {self.ranks}" + (f" on {member.node}" if member else "")
 
     def _serve(self) -> None:
         last_check = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for listener in (self._woken, *self._listening):
+            for listener in (self._wake_receiver, *self._listeners):
                 selector.register(listener, selectors.EVENT_READ, listener)
             while True:
-                ready = [key for key, _ in selector.select(_TICK)]
-                if any(key.fileobj is self._woken for key in ready):
+                ready = [key for key, _ in selector.select(_SELECT_TIMEOUT)]
+                if any(key.fileobj is self._wake_receiver for key in ready):
                     break
                 for key in ready:
                     if isinstance(key.data, _Connection):
@@ -152,16 +153,17 @@ class Monitor:
                         self._accept(key.data, selector)
                 now = time.monotonic()
                 for connection in self._connections:
-                    connection.idle += min(now - last_check, 2 * _TICK)  # exclude time when this process was stopped
+                    # exclude time when this process was stopped
+                    connection.idle_seconds += min(now - last_check, 2 * _SELECT_TIMEOUT)
                 last_check = now
-                self._judge(selector)
-        for listener in (self._woken, *self._listening, *(connection.socket for connection in self._connections)):
+                self._check_connections(selector)
+        for listener in (self._wake_receiver, *self._listeners, *(one.socket for one in self._connections)):
             listener.close()
 
-    def _accept(self, listening: socket.socket, selector: selectors.BaseSelector) -> None:
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
-            connection = _Connection(listening.accept()[0])
-            if len(self._connections) >= self.ranks + _SPARE:
+            connection = _Connection(listener.accept()[0])
+            if len(self._connections) >= self.ranks + _SPARE_CONNECTIONS:
                 connection.socket.close()
                 return
             connection.socket.setblocking(False)
@@ -169,56 +171,63 @@ class Monitor:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
             self._connections.append(connection)
 
-    def greet(self, greeting: str) -> Member | None:
+    def register_rank(self, greeting: str) -> RankState | None:
         """Return the rank that sent 'RANK PROCESS NODE'; None if invalid or already connected."""
         rank, _, rest = greeting.partition(" ")
         node = rest.partition(" ")[2]
-        if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.members or not node.isprintable():
+        if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.rank_states or not node.isprintable():
             return None
-        return self.members.setdefault(int(rank), Member(int(rank), node))
+        return self.rank_states.setdefault(int(rank), RankState(int(rank), node))
 
-    def proves(self, connection: _Connection, data: bytes) -> bool:
+    def verify_proof(self, connection: _Connection, data: bytes) -> bool:
         """Whether the first bytes prove the key, which the supervisor then proves in turn."""
-        if not hmac.compare_digest(data[:PROOF], proof(self._key, connection.nonce, "rank")):
+        if not hmac.compare_digest(data[:PROOF_BYTES], compute_proof(self._key, connection.nonce, "rank")):
             return False
-        connection.socket.sendall(proof(self._key, connection.nonce, "supervisor"))
+        connection.socket.sendall(compute_proof(self._key, connection.nonce, "supervisor"))
         return True
 
-    def _judge(self, selector: selectors.BaseSelector) -> None:
+    def _check_connections(self, selector: selectors.BaseSelector) -> None:
         """Remove closed and expired connections, and record a loss."""
-        ended = [one for one in self._connections if one.closed or one.idle > self._patience(one)]
+        ended = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
         if not ended:
             return
         for connection in self._connections:  # a failing rank reports before the launcher ends the others
             connection.read(self)
-        failed = any(member.code for member in self.members.values())
+        failed = any(member.exit_code for member in self.rank_states.values())
         for connection in ended:
             selector.unregister(connection.socket)
             connection.socket.close()
             self._connections.remove(connection)
-            if connection.member is not None and connection.member.code is None and not failed and not self.loss:
-                self.lost, self.loss = connection.member.rank, f"{self.describe(connection.member.rank)} {ENDED}"
+            member = connection.member
+            if member is not None and member.exit_code is None and not failed and not self.loss_text:
+                self.lost_rank, self.loss_text = member.rank, f"{self.describe(member.rank)} {EXITED_UNREPORTED}"
                 if not connection.closed:
-                    self._lose_silent([connection, *(other for other in self._connections if self._is_quiet(other))])
-        if self.ending is None and (failed or not self.unreported_ranks()):
-            self.ending = time.monotonic()
+                    self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
+        if self.end_time is None and (failed or not self.unreported_ranks()):
+            self.end_time = time.monotonic()
 
-    def _lose_silent(self, connections: Sequence[_Connection]) -> None:
+    def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:
         """Record all ranks lost at about the same time."""
-        self.silent = tuple(sorted(one.member.rank for one in connections if one.member is not None))
-        names = [self.describe(rank) for rank in self.silent[:_NAMED]]
-        names += [f"{len(self.silent) - _NAMED} more"] if len(self.silent) > _NAMED else []
+        self.silent_ranks = tuple(sorted(one.member.rank for one in connections if one.member is not None))
+        names = [self.describe(rank) for rank in self.silent_ranks[:_MAX_NAMED_RANKS]]
+        unnamed = len(self.silent_ranks) - _MAX_NAMED_RANKS
+        names += [f"{unnamed} more"] if unnamed > 0 else []
         noun = "node" if len(names) == 1 else "nodes"
-        self.loss = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
+        self.loss_text = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""
         member = connection.member
-        limit = min(self.lease, max(_MISSED * BEAT, self.lease / 2))
-        return member is not None and member.code is None and not connection.closed and connection.idle > limit
+        limit = min(self.lease, max(_MISSED_BEATS * BEAT_INTERVAL, self.lease / 2))
+        return (
+            member is not None
+            and member.exit_code is None
+            and not connection.closed
+            and connection.idle_seconds > limit
+        )
 
-    def _patience(self, connection: _Connection) -> float:
-        return PATIENCE if connection.member is None else self.lease
+    def _timeout_of(self, connection: _Connection) -> float:
+        return CONNECT_TIMEOUT if connection.member is None else self.lease
 
 
 @dataclass
@@ -226,12 +235,12 @@ class _Connection:
     """Connection of a rank, authenticated or not."""
 
     socket: socket.socket
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
-    member: Member | None = None
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    member: RankState | None = None
     closed: bool = False
-    idle: float = 0.0
+    idle_seconds: float = 0.0
     _data: bytes = b""
-    _proven: bool = False
+    _authenticated: bool = False
 
     def read(self, monitor: Monitor) -> None:
         """Process the data received so far."""
@@ -239,30 +248,30 @@ class _Connection:
             while not self.closed:
                 chunk = self.socket.recv(1 << 12)
                 self._data += chunk
-                self.closed = not chunk or not self._take(monitor)
-                self.idle = 0.0
+                self.closed = not chunk or not self._process_lines(monitor)
+                self.idle_seconds = 0.0
         except BlockingIOError:
             pass
         except OSError:
             self.closed = True
 
-    def _take(self, monitor: Monitor) -> bool:
+    def _process_lines(self, monitor: Monitor) -> bool:
         """Process complete lines; return False if a rank would not send them."""
-        if not self._proven:
-            if len(self._data) < PROOF:
+        if not self._authenticated:
+            if len(self._data) < PROOF_BYTES:
                 return True
-            if not monitor.proves(self, self._data):
+            if not monitor.verify_proof(self, self._data):
                 return False
-            self._proven, self._data = True, self._data[PROOF:]
+            self._authenticated, self._data = True, self._data[PROOF_BYTES:]
         *lines, self._data = self._data.split(b"\n")
         for line in lines:
             if self.member is None:
-                self.member = monitor.greet(line.decode(errors="replace"))
+                self.member = monitor.register_rank(line.decode(errors="replace"))
                 if self.member is None:
                     return False
             elif line:
-                self.member.messages.append(line.decode(errors="replace")[:_LONGEST])
-        return len(self._data) < _LONGEST
+                self.member.messages.append(line.decode(errors="replace")[:_MAX_LINE_BYTES])
+        return len(self._data) < _MAX_LINE_BYTES
 
 
 def listen(address: str, backlog: int) -> socket.socket:
@@ -273,7 +282,7 @@ def listen(address: str, backlog: int) -> socket.socket:
     return listener
 
 
-def format_address(listening: socket.socket) -> str:
+def format_address(listener: socket.socket) -> str:
     """Return 'HOST:PORT' or '[IPV6]:PORT' of a socket."""
-    host, port = listening.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2,14 +2,14 @@
 
 import json
 
-from ..comm import cuda, segments
+from ..comm import cuda, shared_memory
 
 if __name__ == "__main__":
     try:
-        with segments.tidy_start():
+        with shared_memory.start_in_job_folder():
             from mpi4py import MPI
-        segments.unlink_segments(MPI)
+        shared_memory.unlink_segments(MPI)
         library = MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")
-        print(json.dumps({"library": library, "cuda": cuda.reports_cuda(MPI)}))
+        print(json.dumps({"library": library, "cuda": cuda.reports_cuda_support(MPI)}))
     except Exception as error:
         print(json.dumps({"error": str(error).splitlines()[0]}))

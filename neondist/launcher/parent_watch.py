@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..system.job import LAUNCHED, detect
+from ..system.job import LAUNCHED, detect_job
 
 if TYPE_CHECKING:
     from .fork_server import Process
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 
 
-def bind_child() -> Callable[[], None] | None:
+def parent_death_preexec() -> Callable[[], None] | None:
     """Return a `preexec_fn` by which a child receives SIGTERM when this process is killed (Linux).
 
     Processes of neondist are bound by `safe_path.command`, which is safe with gRPC threads.
@@ -40,11 +40,11 @@ def bind_child() -> Callable[[], None] | None:
     return bind
 
 
-def end_process(process: subprocess.Popen[Any] | Process, seconds: float, sig: int = signal.SIGTERM) -> None:
-    """Send a signal to a process, kill it unless it ends within `seconds`, and wait for it."""
+def end_process(process: subprocess.Popen[Any] | Process, grace_seconds: float, sig: int = signal.SIGTERM) -> None:
+    """Send a signal to a process, kill it unless it ends within `grace_seconds`, and wait for it."""
     process.send_signal(sig)
     try:
-        process.wait(seconds)
+        process.wait(grace_seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -52,19 +52,19 @@ def end_process(process: subprocess.Popen[Any] | Process, seconds: float, sig: i
 
 def die_with_launcher(env: Mapping[str, str]) -> None:
     """Have this rank killed together with its parent process, even during MPI startup (Linux)."""
-    if sys.platform == "linux" and detect(env) is not None:
+    if sys.platform == "linux" and detect_job(env) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if LAUNCHED in env and os.getppid() == 1:  # the parent has died in between
             os._exit(1)
 
 
-def end_with_parent(seconds: float = 1.0) -> None:
-    """End this process soon after its parent, which is polled every `seconds`, from now on."""
+def end_with_parent(poll_seconds: float = 1.0) -> None:
+    """End this process soon after its parent, which is polled every `poll_seconds`, from now on."""
     parent = os.getppid()
 
     def poll() -> None:
         while os.getppid() == parent:
-            time.sleep(seconds)
+            time.sleep(poll_seconds)
         os._exit(1)
 
     threading.Thread(target=poll, name="end_with_parent", daemon=True).start()

@@ -14,7 +14,7 @@ from ..geometry import part_range
 from ..system import threads
 from ..system.job import Job
 
-SWITCH = "NEONDIST_PIN"
+PIN_SWITCH = "NEONDIST_PIN"
 CPUS = "NEONDIST_CPUS"
 """Environment variable of the ranks: all CPUs that they share, in order of assignment."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -22,20 +22,20 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 def environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind `ranks` ranks with the threads in `env` to cores; empty if unbound."""
-    setting = next((env[name] for name in threads.VARIABLES if name in env), "")
-    thread_count = int(setting) if setting.isdecimal() else threads.share(ranks)
-    if explain_unpinned(env) or ranks * thread_count > threads.cores():
+    setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
+    thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)
+    if explain_unpinned(env) or ranks * thread_count > threads.count_cores():
         return {}
     return {CPUS: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}
 
 
 def explain_unpinned(env: Mapping[str, str]) -> str:
     """Return the reason why ranks stay unbound regardless of their number; '' if there is none."""
-    if env.get(SWITCH, "").lower() in ("no", "0", "off", "false"):
-        return f"{SWITCH}={env[SWITCH]}"
+    if env.get(PIN_SWITCH, "").lower() in ("no", "0", "off", "false"):
+        return f"{PIN_SWITCH}={env[PIN_SWITCH]}"
     if not hasattr(os, "sched_setaffinity"):
         return "this system does not support CPU affinity"
-    if threads.cores() < len(os.sched_getaffinity(0)):
+    if threads.count_cores() < len(os.sched_getaffinity(0)):
         return "a container's CPU quota applies to time on all cores, not to a set of cores"
     return ""
 
@@ -53,7 +53,7 @@ def sort_cpus(cpus: set[int]) -> list[int]:
     return sorted(cpus, key=sort_key)
 
 
-def pin(job: Job, env: Mapping[str, str]) -> None:
+def pin_rank(job: Job, env: Mapping[str, str]) -> None:
     """Bind this rank and all of its threads to its share of the cores, if requested by the launcher."""
     cpus = shared_cpus(env)
     if not cpus or job.rank is None or not job.size:

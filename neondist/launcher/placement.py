@@ -14,32 +14,32 @@ from pathlib import Path
 
 from .. import safe_path
 from ..cluster import ResourceSpec
-from ..cluster.hosts import fill, slots_of
-from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, refuse
-from ..cluster.ssh_config import settings_of, write_ssh_config
+from ..cluster.hosts import fill_hosts, slots_by_node
+from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, raise_on_problems
+from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import say
 from .monitor import LOOPBACK
-from .mpirun import REMEDY, Mpirun
+from .mpirun import INSTALL_REMEDY, Mpirun
 
 _SSH_ARGS, _HOST_FILE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile"
 
 
 @dataclass
-class Placement:
+class NodePlacement:
     """Placement on checked nodes, in order of their ranks.
 
     Attributes
     ----------
     resources : ResourceSpec
-    config : Path
+    ssh_config : Path
         Path of the ssh_config.
     reports : list of NodeReport
     """
 
     resources: ResourceSpec
-    config: Path
+    ssh_config: Path
     reports: list[NodeReport]
 
     def command(
@@ -52,7 +52,7 @@ class Placement:
         parts: list[str] = []
         for report in self.reports:
             node_variables = self.variables(report, env)
-            names = [name for name in variables if name not in threads.VARIABLES]
+            names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
             start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
             start = mpirun.command(report.ranks, names)[1:] if not parts else start
             start += ["--host", f"{report.node.address}:{report.ranks}"]
@@ -64,15 +64,18 @@ class Placement:
 
     def variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a node; its ranks share its cores unless the user has set threads."""
-        shared = settings_of(self.resources, report.node).shared_envs
-        if threads.chosen({**env, **shared}):
+        shared = ssh_settings_of(self.resources, report.node).shared_envs
+        if threads.is_set_by_user({**env, **shared}):
             return dict(shared)
-        return {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **shared}
+        return {
+            **dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(max(1, report.facts["cores"] // report.ranks))),
+            **shared,
+        }
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of mpirun, which uses the SSH settings of the check for its daemons."""
         variables = {name: value for name, value in env.items() if name != _HOST_FILE}
-        return {**variables, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.config}".strip()}
+        return {**variables, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.ssh_config}".strip()}
 
     def addresses(self) -> list[str]:
         """Return the addresses of the chief that belong to this machine, for ranks on other nodes."""
@@ -107,7 +110,9 @@ class HostPlacement:
         self, mpirun: Mpirun, words: Sequence[str], variables: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """Return the command that runs `words` on every host."""
-        names = [name for name in variables if name not in threads.VARIABLES or threads.chosen(env)]
+        names = [
+            name for name in variables if name not in threads.THREAD_COUNT_VARIABLES or threads.is_set_by_user(env)
+        ]
         parts: list[str] = []
         for host, ranks in self.hosts.items():
             start = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
@@ -147,11 +152,13 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
             f"-n {ranks}: the resource file has {resources.replicas} devices; give at most that many ranks, or list"
             " more cpus or gpus"
         )
-    return fill(slots_of(resources), ranks)
+    return fill_hosts(slots_by_node(resources), ranks)
 
 
 @contextmanager
-def place_job(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement | HostPlacement | None]:
+def place_job(
+    arguments: argparse.Namespace, mpirun: Mpirun, ranks: int
+) -> Iterator[NodePlacement | HostPlacement | None]:
     """Yield the placement of ranks, None if mpirun decides; nodes of a resource file are checked and printed.
 
     Raises
@@ -164,30 +171,32 @@ def place_job(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iter
         yield None
         return
     if not mpirun.is_open_mpi:
-        raise LaunchError(f"several machines require Open MPI's mpirun, but {mpirun.path} is another one; {REMEDY}")
+        raise LaunchError(
+            f"several machines require Open MPI's mpirun, but {mpirun.path} is another one; {INSTALL_REMEDY}"
+        )
     if resources is None:
         yield HostPlacement(arguments.hosts)
         return
     counts = assign_ranks(resources, ranks) if arguments.hosts is None else arguments.hosts
-    with tempfile.TemporaryDirectory(prefix="neondist-", dir=_folder()) as folder:
-        config = Path(folder, "ssh_config")
-        write_ssh_config(resources, config, os.environ)
+    with tempfile.TemporaryDirectory(prefix="neondist-", dir=_temporary_folder()) as folder:
+        ssh_config = Path(folder, "ssh_config")
+        write_ssh_config(resources, ssh_config, os.environ)
         files = [Path(arguments.file), *(Path(module) for module in arguments.modules if module.endswith(".py"))]
-        reports = check_nodes(resources, counts, config, mpirun.path, files, os.environ)
+        reports = check_nodes(resources, counts, ssh_config, mpirun.path, files, os.environ)
         if arguments.generation in (None, 1):
             print_reports(reports)
-        refuse(reports)
-        yield Placement(resources, config, reports)
+        raise_on_problems(reports)
+        yield NodePlacement(resources, ssh_config, reports)
 
 
 def print_reports(reports: Sequence[NodeReport]) -> None:
     """Print a table of the reports."""
-    rows = [COLUMNS, *(report.row() for report in reports)]
+    rows = [COLUMNS, *(report.table_row() for report in reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for table_row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(table_row, widths, strict=True)).rstrip())
 
 
-def _folder() -> str | None:
+def _temporary_folder() -> str | None:
     """Return a folder for temporary files without spaces, at which mpirun splits the options of ssh."""
     return "/tmp" if " " in tempfile.gettempdir() else None

@@ -16,33 +16,33 @@ from typing import TypeVar
 from ..comm import Transport
 from ..errors import LaunchError, RemoteError, UserError
 from ..system import threads
-from ..system.collector import permanent_objects
-from ..system.heartbeat import descriptor
-from ..system.job import Job, detect
+from ..system.collector import freeze_new_objects
+from ..system.heartbeat import connection_descriptor
+from ..system.job import Job, detect_job
 from ..terminal.console import say
 from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
-from .launch import launch, refuse_crowd, require_mpirun, show_loss, warn_crowd
+from .launch import launch, refuse_too_many_ranks, report_loss, require_mpirun, warn_of_too_many_threads
 from .parent_watch import end_with_parent
 from .report import print_error
 
 Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
-PATIENCE = 24 * 3600.0
+VIRTUAL_RANK_TIMEOUT = 24 * 3600.0
 """seconds for which a virtual rank waits for a message of another that may still wait for a core"""
-_LONG = 1.5
+_ANNOUNCE_AFTER = 1.5
 """seconds of preparation after which the start of ranks is announced"""
 # runs in a separate process, since in this one only the thread of faulthandler may still run
 _REPORT_STALL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
 
-def on_ranks(
+def run_on_ranks(
     arguments: argparse.Namespace,
     prepare: Callable[[Transport, int], Prepared],
     work: Callable[[Transport, Prepared], int],
-    elsewhere: Callable[[Prepared], int | None] = lambda prepared: None,
+    run_elsewhere: Callable[[Prepared], int | None] = lambda prepared: None,
 ) -> int:
     """Prepare and work on every rank, and return the exit code.
 
@@ -54,45 +54,45 @@ def on_ranks(
     prepare : function of a transport and of the number of ranks
         Detects user errors, identically on every rank; also called once before mpirun is started.
     work : function of the transport and of the result of `prepare`
-    elsewhere : function of the result of `prepare`, optional
+    run_elsewhere : function of the result of `prepare`, optional
         Called before mpirun is started; it may run the command in other processes and return the exit code.
     """
 
     if arguments.signals.whole_process:
-        prepare = permanent_objects()(prepare)
+        prepare = freeze_new_objects()(prepare)
 
-    def body(world: Transport) -> int:
-        return _run_reporting(world, prepare, work)
+    def run_rank(world: Transport) -> int:
+        return _run_and_report_errors(world, prepare, work)
 
-    members.resolve_options(arguments, detect(os.environ))
+    members.resolve_host_options(arguments, detect_job(os.environ))
     if getattr(arguments, "virtual", None) is not None:
-        return _on_virtual_ranks(arguments, body)
+        return _on_virtual_ranks(arguments, run_rank)
     from ..comm import SingleTransport, mpi
 
-    job = job_of(arguments)
-    if must_launch(arguments, job):
+    job = get_mpi_job(arguments)
+    if needs_launch(arguments, job):
         start_time = time.monotonic()
-        watchdog = new_watchdog(arguments) if arguments.watched else None
+        watchdog = create_watchdog(arguments) if arguments.watched else None
         if watchdog is not None:
             watchdog.open()
         try:
             prepared = prepare(SingleTransport(), _get_minimum_ranks(arguments))
         finally:
             if watchdog is not None:
-                watchdog.stop()
-        if time.monotonic() - start_time > _LONG:  # ranks need the same time before their first output
+                watchdog.stop_watching()
+        if time.monotonic() - start_time > _ANNOUNCE_AFTER:  # ranks need the same time before their first output
             say("starting the ranks", sys.stderr)
-        if (code := elsewhere(prepared)) is not None:
+        if (code := run_elsewhere(prepared)) is not None:
             return code
         if arguments.restarts is not None or arguments.source is not None:
             return run_generations(arguments, prepared)
-        return show_loss(launch(arguments, arguments.signals.received), arguments)
+        return report_loss(launch(arguments, arguments.signals.received), arguments)
     if arguments.watched:
-        arguments.watchdog = new_watchdog(arguments, job)
+        arguments.watchdog = create_watchdog(arguments, job)
         arguments.watchdog.open()
     if job is None:
-        return body(SingleTransport())
-    code = body(_join(job, arguments.watchdog))
+        return run_rank(SingleTransport())
+    code = run_rank(_start_mpi(job, arguments.watchdog))
     with _limit_stall(job, arguments.watchdog, "the end of MPI"):
         mpi.finish()
     return code
@@ -100,18 +100,18 @@ def on_ranks(
 
 def start_script(arguments: argparse.Namespace) -> int:
     """Run a script on all ranks under mpirun, with restarts after losses if enabled; return the exit code."""
-    if detect(os.environ) is not None:
+    if detect_job(os.environ) is not None:
         raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
-    members.resolve_options(arguments, None)
+    members.resolve_host_options(arguments, None)
     arguments.ranks = arguments.ranks or 1
-    if not must_launch(arguments, None):
+    if not needs_launch(arguments, None):
         require_mpirun(os.environ)
     if arguments.restarts is not None or arguments.source is not None:
         return run_generations(arguments, None)
-    return show_loss(launch(arguments), arguments)
+    return report_loss(launch(arguments), arguments)
 
 
-def _run_reporting(
+def _run_and_report_errors(
     world: Transport, prepare: Callable[[Transport, int], Prepared], work: Callable[[Transport, Prepared], int]
 ) -> int:
     """Prepare and work; return the exit code of the work, or of an error.
@@ -147,15 +147,15 @@ def _run_reporting(
         return 1
 
 
-def job_of(arguments: argparse.Namespace) -> Job | None:
+def get_mpi_job(arguments: argparse.Namespace) -> Job | None:
     """Return the MPI job of this process; LaunchError if -n differs from its number of ranks."""
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     if job is not None and arguments.ranks not in (None, job.size or arguments.ranks):
         raise LaunchError(f"-n {arguments.ranks} inside an MPI job of {job.size} ranks; leave out -n, the job decides")
     return job
 
 
-def new_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
+def create_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
     """Return the watchdog of this process, or of a virtual rank."""
     from ..train import Watchdog
 
@@ -164,27 +164,27 @@ def new_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_pr
     return Watchdog(timeout, whole_process=whole_process, rank=rank, size=size, folder=arguments.folder)
 
 
-def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport], int]) -> int:
-    """Call body(transport) on every virtual rank, a thread each, and return the highest exit code."""
+def _on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Transport], int]) -> int:
+    """Call run_rank(transport) on every virtual rank, a thread each, and return the highest exit code."""
     if arguments.ranks is not None:
         raise LaunchError("--virtual runs all ranks in this process, and -n starts processes; give one of them")
-    if detect(os.environ) is not None:
+    if detect_job(os.environ) is not None:
         raise LaunchError("--virtual inside an MPI job: leave it out, or run the command without mpirun")
     from ..comm import loopback
 
-    threads.limit(arguments.virtual)
-    return max(loopback.run(arguments.virtual, body, timeout=PATIENCE, at_once=threads.cores()))
+    threads.limit_threads(arguments.virtual)
+    return max(loopback.run(arguments.virtual, run_rank, timeout=VIRTUAL_RANK_TIMEOUT, at_once=threads.count_cores()))
 
 
-def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
+def needs_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Return whether ranks have to be started; LaunchError if they cannot run."""
     has_hosts = arguments.resources is not None or arguments.source is not None
     if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not has_hosts):
         return False
     require_mpirun(os.environ)
     if not arguments.force and not has_hosts:
-        refuse_crowd(arguments.ranks, os.environ)
-        warn_crowd(arguments.ranks, os.environ)
+        refuse_too_many_ranks(arguments.ranks, os.environ)
+        warn_of_too_many_threads(arguments.ranks, os.environ)
     return True
 
 
@@ -195,15 +195,15 @@ def _get_minimum_ranks(arguments: argparse.Namespace) -> int:
     return int(arguments.ranks)
 
 
-def _join(job: Job, watchdog: Watchdog | None) -> Transport:
+def _start_mpi(job: Job, watchdog: Watchdog | None) -> Transport:
     """Start MPI, return the transport of its ranks, and pass their hosts and pids to the watchdog."""
     from ..comm import mpi
 
     restore_tmpdir(os.environ)
     end_with_parent()
-    pinning.pin(job, os.environ)
+    pinning.pin_rank(job, os.environ)
     if job.local_size:
-        threads.limit(job.local_size)
+        threads.limit_threads(job.local_size)
     with _limit_stall(job, watchdog, "the start of MPI"):
         world = mpi.world()
     if (job.size or 1) > 1 and world.size == 1:
@@ -213,7 +213,7 @@ def _join(job: Job, watchdog: Watchdog | None) -> Transport:
         )
     if watchdog is not None:
         host = platform.node()
-        watchdog.join(world, world.allgather((host, os.getpid())), host)
+        watchdog.set_ranks(world, world.allgather((host, os.getpid())), host)
     return world
 
 
@@ -221,7 +221,7 @@ def _limit_stall(job: Job, watchdog: Watchdog | None, place: str) -> AbstractCon
     """Limit the time of a block in which MPI waits for all ranks without releasing the GIL."""
     if watchdog is None or os.name != "posix":
         return nullcontext()
-    return _exit_after(
+    return _exit_if_longer_than(
         watchdog.timeout,
         f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
         " a rank that has not reached it",
@@ -229,9 +229,9 @@ def _limit_stall(job: Job, watchdog: Watchdog | None, place: str) -> AbstractCon
 
 
 @contextmanager
-def _exit_after(seconds: float, text: str) -> Iterator[None]:
+def _exit_if_longer_than(seconds: float, text: str) -> Iterator[None]:
     """End this process with exit code 1 and print `text` if the block takes longer than `seconds`."""
-    supervisor, null = descriptor(os.environ), subprocess.DEVNULL
+    supervisor, null = connection_descriptor(os.environ), subprocess.DEVNULL
     reporter = subprocess.Popen(
         ["/bin/sh", "-c", _REPORT_STALL, text],
         stdin=subprocess.PIPE,

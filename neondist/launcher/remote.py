@@ -23,30 +23,30 @@ from .parent_watch import end_process
 
 MODULE = "neondist.launcher.remote"
 """This module, which is run on the remote side."""
-UNREACHABLE = 255
+UNREACHABLE_CODE = 255
 """Exit code of ssh without a connection, or after its loss."""
-_GRACE = 10.0
+_KILL_DELAY = 10.0
 """Seconds between the signal to end the command and SIGKILL."""
-_PATIENCE = 2.0
+_CLOSE_DELAY = 2.0
 """Seconds after which the connection of a killed command is closed."""
-_MOST_CHARACTERS = 1 << 20
-_START = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
+_MAX_REQUEST_CHARACTERS = 1 << 20
+_REMOTE_SHELL_SCRIPT = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
 echo "error: $0: has no $1 with $2; install neondist there in the same folders, or give the node its python_venv in a \
 resource file, for neondist launch" >&2
 exit 2"""
 
 
-def program(host: str) -> list[str]:
+def remote_side_command(host: str) -> list[str]:
     """Return the command that runs the remote side on a host with the same files; it reports missing files."""
-    return ["sh", "-c", _START, host, *safe_path.command(MODULE)]
+    return ["sh", "-c", _REMOTE_SHELL_SCRIPT, host, *safe_path.command(MODULE)]
 
 
 class RemoteProcess:
-    """Command on another machine, a `fork_server.Process`; its exit code is UNREACHABLE if the machine is lost.
+    """Command on another machine, a `fork_server.Process`; its exit code is UNREACHABLE_CODE if the machine is lost.
 
     Parameters
     ----------
-    connection : sequence of str
+    remote_command : sequence of str
         Command that runs the remote side of this module.
     words : sequence of str
         Arguments after 'neondist'.
@@ -57,14 +57,14 @@ class RemoteProcess:
     """
 
     def __init__(
-        self, connection: Sequence[str], words: Sequence[str], variables: Mapping[str, str], output: int | None
+        self, remote_command: Sequence[str], words: Sequence[str], variables: Mapping[str, str], output: int | None
     ) -> None:
         self._process = subprocess.Popen(
-            list(connection), stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True
+            list(remote_command), stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True
         )
         self.pid, self.stdout = self._process.pid, self._process.stdout
         request = {"folder": os.getcwd(), "words": list(words), "variables": dict(variables), "version": __version__}
-        self._send(json.dumps(request))
+        self._send_line(json.dumps(request))
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -76,7 +76,7 @@ class RemoteProcess:
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless it has ended."""
-        self._send(str(int(sig)))
+        self._send_line(str(int(sig)))
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -86,25 +86,25 @@ class RemoteProcess:
         """Send SIGKILL, and close the connection if it does not end."""
         self.send_signal(signal.SIGKILL)
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_CLOSE_DELAY)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _send(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):  # the process has ended
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
 
-def cause_of(code: int, host: str) -> str:
+def describe_exit_cause(code: int, host: str) -> str:
     """Describe the cause of the end of a killed process on a host."""
-    return f"connection to {host} lost" if code == UNREACHABLE else signal_name(code)
+    return f"connection to {host} lost" if code == UNREACHABLE_CODE else signal_name(code)
 
 
-def _run(requests: IO[str]) -> int:
+def _run_request(requests: IO[str]) -> int:
     """Run the command in the first line; return its exit code, 128 + n if killed by signal n."""
-    request, host = json.loads(requests.readline(_MOST_CHARACTERS)), os.uname().nodename
+    request, host = json.loads(requests.readline(_MAX_REQUEST_CHARACTERS)), os.uname().nodename
     if request["version"] != __version__:
         difference = f"neondist {__version__} there, {request['version']} where the job was started"
         sys.stderr.write(f"error: {host}: {difference}; install the same version\n")
@@ -116,22 +116,22 @@ def _run(requests: IO[str]) -> int:
         sys.stderr.write(f"error: {prefix}: {error.strerror}; share it, or copy it to the same path\n")
         return 2
     child = subprocess.Popen(
-        safe_path.command("neondist", *request["words"], bound=True),
+        safe_path.command("neondist", *request["words"], ends_with_parent=True),
         stdin=subprocess.DEVNULL,
         env={**os.environ, **request["variables"]},
         start_new_session=True,
     )
-    threading.Thread(target=_forward, args=(requests, child), name="signals", daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(requests, child), name="signals", daemon=True).start()
     code = child.wait()
     return code if code >= 0 else 128 - code
 
 
-def _forward(requests: IO[str], child: subprocess.Popen[bytes]) -> None:
+def _forward_signals(requests: IO[str], child: subprocess.Popen[bytes]) -> None:
     """Forward signals; end the command when the connection ends."""
     for line in requests:
         child.send_signal(int(line))
-    end_process(child, _GRACE)
+    end_process(child, _KILL_DELAY)
 
 
 if __name__ == "__main__":
-    sys.exit(_run(sys.stdin))
+    sys.exit(_run_request(sys.stdin))

@@ -6,18 +6,20 @@ import os
 import sys
 import time
 
-from ..config import place
+from ..config import add_location
 from ..errors import UserError
-from ..system.job import detect
+from ..system.job import detect_job
 from ..terminal.console import say
 
 
 def print_error(error: UserError) -> None:
     """Print the message to stderr."""
-    say(f"error: {place(error)}\n", sys.stderr, end="")  # in one write: another rank may end this one at any time
+    say(
+        f"error: {add_location(error)}\n", sys.stderr, end=""
+    )  # in one write: another rank may end this one at any time
 
 
-def report(error: UserError) -> None:
+def report_error(error: UserError) -> None:
     """Print the message to stderr, in an MPI job only on the first rank."""
     if is_reporting_rank():
         print_error(error)
@@ -25,8 +27,8 @@ def report(error: UserError) -> None:
 
 def is_reporting_rank() -> bool:
     """Whether this rank prints an error detected before MPI is initialised."""
-    job = detect(os.environ)
-    if job is None or job.first:
+    job = detect_job(os.environ)
+    if job is None or job.is_first_rank:
         return True
     time.sleep(3)  # mpirun ends the others once a rank exits: let the printing rank be first
     return False

@@ -9,39 +9,39 @@ from pathlib import Path
 
 from ..errors import DataError
 
-KEEP = 2
+MIN_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, as a fallback if the newest is damaged."""
 
 
 def find_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the checkpoints of a folder, with inodes and times that identify each version."""
-    from ..io.output import CHECKPOINTS
+    from ..io.output import CHECKPOINT_PATTERNS
 
-    stats = {path: path.stat() for name in CHECKPOINTS for path in folder.glob(name)}
+    stats = {path: path.stat() for name in CHECKPOINT_PATTERNS for path in folder.glob(name)}
     return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def restore_newest(folder: Path) -> Path:
     """Return the newest intact checkpoint of a run, after copying it over a damaged newer one."""
     from ..io.checkpoint import kept_files
-    from ..io.checkpoint.checksum import check
-    from ..io.files import replacing
+    from ..io.checkpoint.checksum import verify_checksum
+    from ..io.files import atomic_replacement
     from ..io.output import CHECKPOINT
     from ..io.regular_file import open_regular
 
-    stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_number)
+    stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_stage_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
     for candidate in (path, *kept_files(path)):
         with suppress(DataError):
-            check(candidate)
+            verify_checksum(candidate)
             if candidate != path:
-                with open_regular(candidate) as source, replacing(path) as target:
+                with open_regular(candidate) as source, atomic_replacement(path) as target:
                     shutil.copyfileobj(source, target)
             return candidate
     return path  # the ranks report the damage
 
 
-def resume_words(words: Sequence[str]) -> list[str]:
+def resume_arguments(words: Sequence[str]) -> list[str]:
     """Return the arguments of a command that resumes its own run."""
     kept = []
     for previous, word in zip(["", *words], words, strict=False):
@@ -51,5 +51,5 @@ def resume_words(words: Sequence[str]) -> list[str]:
     return [*kept, "--resume", "auto"]
 
 
-def _number(stage: Path) -> int:
+def _stage_number(stage: Path) -> int:
     return int(stage.stem[9:])

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from ..system.heartbeat import send
+from ..system.heartbeat import send_to_supervisor
 from .cleanup import restore_tmpdir
 from .parent_watch import die_with_launcher, end_with_parent
 
@@ -17,9 +17,9 @@ if __name__ == "__main__":
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        send(os.environ, "failed" if isinstance(end.code, str) else f"ended {end.code or 0}")
+        send_to_supervisor(os.environ, "failed" if isinstance(end.code, str) else f"ended {end.code or 0}")
         raise
     except BaseException:
-        send(os.environ, "failed")
+        send_to_supervisor(os.environ, "failed")
         raise
-    send(os.environ, "ended 0")
+    send_to_supervisor(os.environ, "ended 0")

@@ -9,9 +9,9 @@ from ..errors import LaunchError
 from ..terminal.console import say
 from .fork_server import Process
 from .job_nodes import JobNode, NodeLostError
-from .remote import UNREACHABLE, cause_of
+from .remote import UNREACHABLE_CODE, describe_exit_cause
 
-MOST_RESTARTS = 5
+MAX_RESTARTS = 5
 """Maximum number of restarts of a killed service."""
 
 
@@ -39,11 +39,11 @@ class ServiceProcess:
     def __init__(
         self, name: str, words: Sequence[str], node: JobNode, start: Callable[[Sequence[str]], Process]
     ) -> None:
-        self.name, self.address, self.restarts = name, node.any_port, 0
+        self.name, self.address, self.restarts = name, node.any_port_address, 0
         self._words, self._node, self._start = list(words), node, start
         self._process = self._start_process()
 
-    def wait(self) -> None:
+    def wait_until_listening(self) -> None:
         """Wait until the service listens; restart it if it is killed before.
 
         Raises
@@ -61,7 +61,7 @@ class ServiceProcess:
             self._restart(self._process.wait())
 
     def restart_if_killed(self) -> None:
-        """Restart the service if it was killed; raises as `wait` does."""
+        """Restart the service if it was killed; raises as `wait_until_listening` does."""
         code = self._process.poll()
         if code is not None:
             self._restart(code)
@@ -69,15 +69,15 @@ class ServiceProcess:
     def _restart(self, code: int) -> None:
         if 0 <= code <= 128:
             raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
-        if code == UNREACHABLE and not self._node.is_reachable():
+        if code == UNREACHABLE_CODE and not self._node.is_reachable():
             raise NodeLostError(self._node.name)
-        if self.restarts == MOST_RESTARTS:
-            raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; continue with --resume auto")
+        if self.restarts == MAX_RESTARTS:
+            raise LaunchError(f"{self.name} was killed {MAX_RESTARTS + 1} times; continue with --resume auto")
         self.restarts += 1
-        cause = cause_of(code, self._node.name)
+        cause = describe_exit_cause(code, self._node.name)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
         self._process = self._start_process()
-        self.wait()
+        self.wait_until_listening()
 
     def _start_process(self) -> Process:
         return self._start([*self._words, "--address", self.address])

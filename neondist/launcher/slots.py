@@ -26,11 +26,11 @@ try:
 except ImportError:  # no POSIX
     fcntl = None  # type: ignore[assignment]
 
-PATIENCE = 2.0
+LOCK_TIMEOUT = 2.0
 """Seconds for which a job waits for the lock on the files."""
-_FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_MOST_BYTES = 1 << 16
-_LIMIT = 1 << 22
+_OPEN_FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_MAX_ENTRY_BYTES = 1 << 16
+_MAX_COUNT = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -123,38 +123,38 @@ class SlotTable:
     """
 
     def __init__(self, demand: Demand, folder: Path | None = None) -> None:
-        self._folder = user_folder() if folder is None else folder
-        self._path = self._folder / f"job-{os.getpid()}-{secrets.token_hex(4)}.json"
-        self._own, self._descriptor = _Entry(0, demand), -1
+        self._folder = shared_slots_folder() if folder is None else folder
+        self._own_path = self._folder / f"job-{os.getpid()}-{secrets.token_hex(4)}.json"
+        self._own_entry, self._own_descriptor = _Entry(0, demand), -1
 
     def __enter__(self) -> SlotTable:
-        with _launch_errors(self._folder), self._locked() as locked:
+        with _launch_errors(self._folder), self._hold_lock() as locked:
             if not locked:
                 raise LaunchError(
-                    f"{self._folder}: another job has locked it for {PATIENCE:g} s; end that job if it is stopped"
+                    f"{self._folder}: another job has locked it for {LOCK_TIMEOUT:g} s; end that job if it is stopped"
                 )
-            self._own.order = 1 + max((one.order for one in self._others()), default=0)
-            self._descriptor = os.open(self._path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write()
+            self._own_entry.order = 1 + max((one.order for one in self._read_other_entries()), default=0)
+            self._own_descriptor = os.open(self._own_path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self._own_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write_entry()
         return self
 
     def __exit__(self, *error: object) -> None:
         with suppress(OSError):
-            self._path.unlink()
-        os.close(self._descriptor)
+            self._own_path.unlink()
+        os.close(self._own_descriptor)
 
     @property
     def demand(self) -> Demand:
         """The bounds of this job."""
-        return self._own.demand
+        return self._own_entry.demand
 
     @property
     def workers(self) -> int:
         """Workers for which this job holds slots."""
-        return self._own.held.total()
+        return self._own_entry.held.total()
 
-    def take(self, hosts: Mapping[str, int]) -> list[str]:
+    def take_slots(self, hosts: Mapping[str, int]) -> list[str]:
         """Take slots for as many more workers as the fair share and the hosts allow.
 
         Parameters
@@ -167,60 +167,60 @@ class SlotTable:
         list of str
             The host of each worker; empty if the job would remain below its minimum.
         """
-        with self._updating() as others:
+        with self._update_entries() as others:
             if others is None:
                 return []
-            assigned = self._available(hosts, others)
-            self._own.held.update(assigned)
+            assigned = self._hosts_of_new_workers(hosts, others)
+            self._own_entry.held.update(assigned)
             return assigned
 
     def has_room(self, hosts: Mapping[str, int]) -> bool:
-        """Whether `take` would return anything."""
-        with self._updating() as others:
-            return bool(others is not None and self._available(hosts, others))
+        """Whether `take_slots` would return anything."""
+        with self._update_entries() as others:
+            return bool(others is not None and self._hosts_of_new_workers(hosts, others))
 
-    def give(self, host: str, for_good: bool = False) -> None:
-        """Free the slots of a worker on a host; `for_good`: the job is about to end and needs no others."""
-        self._own.held[host] -= 1  # first: if the files are locked, the next update records it
-        self._own.held += Counter()
-        if for_good:
+    def free_slots(self, host: str, permanently: bool = False) -> None:
+        """Free the slots of a worker on a host; `permanently`: the job is about to end and needs no others."""
+        self._own_entry.held[host] -= 1  # first: if the files are locked, the next update records it
+        self._own_entry.held += Counter()
+        if permanently:
             low, high = (min(bound, self.workers) for bound in (self.demand.low, self.demand.high))
-            self._own.demand = Demand(low, high, self.demand.width)
-        with self._updating():
+            self._own_entry.demand = Demand(low, high, self.demand.width)
+        with self._update_entries():
             pass
 
-    def surplus(self, hosts: Mapping[str, int]) -> int:
+    def surplus_workers(self, hosts: Mapping[str, int]) -> int:
         """Return the number of workers above the fair share; the minimum is always kept."""
-        with self._updating() as others:
+        with self._update_entries() as others:
             if others is None:
                 return 0
-            return max(0, self.workers - max(self.demand.low, self._share(hosts, others)))
+            return max(0, self.workers - max(self.demand.low, self._fair_share(hosts, others)))
 
     def describe(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
-        with self._updating() as others:
+        with self._update_entries() as others:
             used = sum(entry.held.total() * entry.demand.width for entry in others or [])
         total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
         needed = self.demand.low * self.demand.width
         return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
-    def _available(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
+    def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
         """Return the hosts of the workers that this job may add."""
-        missing = self._share(hosts, others) - self.workers
+        missing = self._fair_share(hosts, others) - self.workers
         available: list[str] = []
-        for host, slots in _free(hosts, [self._own, *others]).items():
+        for host, slots in _count_free_slots(hosts, [self._own_entry, *others]).items():
             available += [host] * max(0, min(slots // self.demand.width, missing - len(available)))
         return available if self.workers + len(available) >= self.demand.low else []
 
-    def _share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
+    def _fair_share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
         """Return the fair share of this job, in workers; running jobs precede waiting ones."""
-        entries = sorted([self._own, *others], key=lambda entry: (entry.is_waiting, entry.order))
+        entries = sorted([self._own_entry, *others], key=lambda entry: (entry.is_waiting, entry.order))
         shares = fair_shares(sum(hosts.values()), [entry.demand for entry in entries])
-        return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own)
+        return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own_entry)
 
     @contextmanager
-    def _updating(self) -> Iterator[list[_Entry] | None]:
+    def _update_entries(self) -> Iterator[list[_Entry] | None]:
         """Yield the entries of other jobs, and write that of this job on exit.
 
         Yields None while the files are locked or if they were removed: a running job stays as it is.
@@ -228,19 +228,19 @@ class SlotTable:
         if not self._folder.is_dir():
             yield None
             return
-        with _launch_errors(self._folder), self._locked() as locked:
-            yield self._others() if locked else None
+        with _launch_errors(self._folder), self._hold_lock() as locked:
+            yield self._read_other_entries() if locked else None
             if locked:
-                self._write()
+                self._write_entry()
 
-    def _others(self) -> list[_Entry]:
+    def _read_other_entries(self) -> list[_Entry]:
         """Return the entries of other jobs; the files of ended jobs are removed."""
         entries = []
         for path in sorted(self._folder.glob("job-*.json")):
-            if path == self._path:
+            if path == self._own_path:
                 continue
             try:
-                descriptor = os.open(path, _FLAGS)
+                descriptor = os.open(path, _OPEN_FLAGS)
             except FileNotFoundError:  # the job has just ended
                 continue
             try:
@@ -249,28 +249,28 @@ class SlotTable:
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                entry = _Entry.parse(os.pread(descriptor, _MOST_BYTES, 0))
+                entry = _Entry.parse(os.pread(descriptor, _MAX_ENTRY_BYTES, 0))
                 entries += [entry] if entry is not None else []
             finally:
                 os.close(descriptor)
         return entries
 
-    def _write(self) -> None:
-        text = self._own.format()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text, 0)
+    def _write_entry(self) -> None:
+        text = self._own_entry.format()
+        os.ftruncate(self._own_descriptor, 0)
+        os.pwrite(self._own_descriptor, text, 0)
 
     @contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def _hold_lock(self) -> Iterator[bool]:
         """Lock the files; yield False on timeout, such as when a stopped job holds the lock."""
-        descriptor = os.open(self._folder / "lock", _FLAGS | os.O_CREAT, 0o600)
+        descriptor = os.open(self._folder / "lock", _OPEN_FLAGS | os.O_CREAT, 0o600)
         try:
-            yield _lock(descriptor, PATIENCE)
+            yield _try_lock(descriptor, LOCK_TIMEOUT)
         finally:
             os.close(descriptor)
 
 
-def user_folder() -> Path:
+def shared_slots_folder() -> Path:
     """Return the folder, created if missing, in which jobs of this user on this machine share slots.
 
     It is in XDG_RUNTIME_DIR, or else in the folder for temporary files.
@@ -311,7 +311,7 @@ def _launch_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _lock(descriptor: int, seconds: float) -> bool:
+def _try_lock(descriptor: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while True:
         try:
@@ -323,7 +323,7 @@ def _lock(descriptor: int, seconds: float) -> bool:
             time.sleep(0.01)
 
 
-def _free(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> dict[str, int]:
+def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> dict[str, int]:
     """Return the free slots of each host."""
     used: Counter[str] = Counter()
     for entry in entries:
@@ -333,4 +333,4 @@ def _free(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> dict[str, int]
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LIMIT
+    return type(value) is int and 0 <= value <= _MAX_COUNT

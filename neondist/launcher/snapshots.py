@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from ..io.checkpoint.snapshots import KEEPERS
-from ..system.heartbeat import NONCE, PROOF, proof, receive
+from ..io.checkpoint.snapshots import SUPERVISOR_VARIABLE
+from ..system.heartbeat import NONCE_BYTES, PROOF_BYTES, compute_proof, receive_bytes
 from .monitor import format_address, listen
 
-_PATIENCE = 5.0
+_TIMEOUT = 5.0
 """seconds for a greeting, and for all processes to exit"""
-_LONGEST = 256
+_MAX_GREETING_BYTES = 256
 """bytes of a greeting"""
 
 
-class Keepers:
+class SnapshotKeepers:
     """Connections to the processes that keep a run's snapshots, one per node; a context manager.
 
     Parameters
@@ -33,67 +33,67 @@ class Keepers:
     ----------
     environment : dict of str to str
         Environment variables required by the ranks.
-    word : str
+    exit_message : str
         Message on exit: 'remove', or '' to keep the snapshots for some time.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self.word = "remove"
+        self.exit_message = "remove"
         self._key = secrets.token_hex(16)
-        self._nodes: dict[str, socket.socket] = {}
-        self._wake, self._woken = socket.socketpair()
-        self._listening = [listen(address, 64) for address in addresses]
-        self.environment = {KEEPERS: " ".join([self._key, *map(format_address, self._listening)])}
+        self._connection_by_node: dict[str, socket.socket] = {}
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._listeners = [listen(address, 64) for address in addresses]
+        self.environment = {SUPERVISOR_VARIABLE: " ".join([self._key, *map(format_address, self._listeners)])}
         self._thread = threading.Thread(target=self._serve, name="keepers", daemon=True)
 
-    def __enter__(self) -> Keepers:
+    def __enter__(self) -> SnapshotKeepers:
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wake.close()
-        self._thread.join(2 * _PATIENCE)
-        for connection in list(self._nodes.values()):
-            if self.word:
-                _dismiss(connection, self.word)
-        for connection in list(self._nodes.values()):
-            if self.word:
+        self._wake_sender.close()
+        self._thread.join(2 * _TIMEOUT)
+        for connection in list(self._connection_by_node.values()):
+            if self.exit_message:
+                _dismiss(connection, self.exit_message)
+        for connection in list(self._connection_by_node.values()):
+            if self.exit_message:
                 with suppress(OSError):  # the process exits once it has removed them
-                    receive(connection, 1)
+                    receive_bytes(connection, 1)
             connection.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for listener in (self._woken, *self._listening):
+            for listener in (self._wake_receiver, *self._listeners):
                 selector.register(listener, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in selector.select()]
-                if self._woken in ready:
+                if self._wake_receiver in ready:
                     break
-                for listener in self._listening:
+                for listener in self._listeners:
                     if listener in ready:
                         self._accept(listener)
-        for listener in (self._woken, *self._listening):
+        for listener in (self._wake_receiver, *self._listeners):
             listener.close()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         """Accept a connection from a rank that proves the key; the process that keeps snapshots inherits it."""
         with suppress(OSError):
-            connection = listening.accept()[0]
-            connection.settimeout(_PATIENCE)
-            nonce, node = secrets.token_bytes(NONCE), b""
+            connection = listener.accept()[0]
+            connection.settimeout(_TIMEOUT)
+            nonce, node = secrets.token_bytes(NONCE_BYTES), b""
             connection.sendall(nonce)
-            if hmac.compare_digest(receive(connection, PROOF), proof(self._key, nonce, "rank")):
-                connection.sendall(proof(self._key, nonce, "supervisor"))
-                while not node.endswith(b"\n") and len(node) < _LONGEST and (byte := connection.recv(1)):
+            if hmac.compare_digest(receive_bytes(connection, PROOF_BYTES), compute_proof(self._key, nonce, "rank")):
+                connection.sendall(compute_proof(self._key, nonce, "supervisor"))
+                while not node.endswith(b"\n") and len(node) < _MAX_GREETING_BYTES and (byte := connection.recv(1)):
                     node += byte
             if not node.endswith(b"\n"):
                 connection.close()
                 return
-            previous = self._nodes.pop(node.decode(errors="replace"), None)
-            self._nodes[node.decode(errors="replace")] = connection
+            previous = self._connection_by_node.pop(node.decode(errors="replace"), None)
+            self._connection_by_node[node.decode(errors="replace")] = connection
             if previous is not None:
                 _dismiss(previous, "leave")
                 previous.close()

@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
-from ..system.signals import INTERRUPTED, STOPPED, signal_name
-from .filter_mpirun import Filter, copy
-from .monitor import ENDED, Monitor
-from .parent_watch import bind_child, end_process
+from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE, signal_name
+from .filter_mpirun import NoticeFilter, copy_stream
+from .monitor import EXITED_UNREPORTED, Monitor
+from .parent_watch import end_process, parent_death_preexec
 
-_UNNOTICED = 20.0
+_MAX_LINGER = 20.0
 """seconds after the end of the ranks before an mpirun that has not noticed it is ended"""
-_NOTICE = 0.2
+_REPORT_WAIT = 0.2
 """seconds for mpirun to report a lost daemon, whose ranks die with it"""
-_GRACE = 2.0
+_EXIT_WAIT = 2.0
 """seconds for mpirun to exit and to remove its files after a loss"""
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-ENDING = (signal.SIGINT, signal.SIGTERM)
+FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobEnding:
     """End of a job.
 
     Attributes
@@ -39,152 +39,157 @@ class Ending:
         Exit code of `neondist run`; never 0 after a loss.
     loss : str
         Description of the lost rank or node; '' if none.
-    nodes : tuple of str
+    lost_nodes : tuple of str
         Nodes whose daemons were lost.
-    silent : tuple of int
+    silent_ranks : tuple of int
         Ranks without a heartbeat.
-    changed : bool
-        Whether the job was stopped, with a checkpoint, because `change` returned true.
+    stopped_for_hosts : bool
+        Whether the job was stopped, with a checkpoint, because `hosts_changed` returned true.
     """
 
     code: int
     loss: str = ""
-    nodes: tuple[str, ...] = ()
-    silent: tuple[int, ...] = ()
-    changed: bool = False
+    lost_nodes: tuple[str, ...] = ()
+    silent_ranks: tuple[int, ...] = ()
+    stopped_for_hosts: bool = False
 
 
 def supervise(
     command: Sequence[str],
     env: Mapping[str, str],
-    inherited: Sequence[int] = (),
+    inherited_descriptors: Sequence[int] = (),
     graceful: bool = False,
     monitor: Monitor | None = None,
-    received: Sequence[str] = (),
-    change: Callable[[], bool] | None = None,
-) -> Ending:
+    received_signals: Sequence[str] = (),
+    hosts_changed: Callable[[], bool] | None = None,
+) -> JobEnding:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
-    It inherits the file descriptors `inherited`. If ranks listen, SIGTERM is forwarded as SIGUSR1, which requests a
-    stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `graceful`, both are held back
-    until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received` names earlier signals. Once
-    `change` returns true, listening ranks are requested to stop as well.
+    It inherits the file descriptors `inherited_descriptors`. If ranks listen, SIGTERM is forwarded as SIGUSR1, which
+    requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `graceful`, both are
+    held back until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received_signals` names
+    earlier signals. Once `hosts_changed` returns true, listening ranks are requested to stop as well.
     """
-    job, changing = _Job(graceful), False
-    handlers = _install(job.forward)  # before the start: a signal must not end this process alone
+    forwarder, changing = _SignalForwarder(graceful), False
+    handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
     try:
-        for name in received:
-            job.forward(getattr(signal, name))
-        if job.deferred:
-            return Ending(STOPPED)
-        job.process = process = subprocess.Popen(
+        for name in received_signals:
+            forwarder.forward(getattr(signal, name))
+        if forwarder.deferred:
+            return JobEnding(STOPPED_EXIT_CODE)
+        forwarder.process = process = subprocess.Popen(
             command,
             env=dict(env),
-            pass_fds=inherited,
+            pass_fds=inherited_descriptors,
             stdin=subprocess.DEVNULL,
             stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job if its output is closed
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches it once, through this process
-            preexec_fn=bind_child(),
+            preexec_fn=parent_death_preexec(),
         )
-        messages = Filter()
-        copiers = [_start_copier(process.stderr, sys.stderr.fileno(), messages), _start_copier(process.stdout, 1)]
-        job.send(job.pending)
+        notice_filter = NoticeFilter()
+        copiers = [_start_copier(process.stderr, sys.stderr.fileno(), notice_filter), _start_copier(process.stdout, 1)]
+        forwarder.send(forwarder.pending)
         code = None
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            job.ready = monitor.all_listen() if monitor is not None else graceful
-            if job.ready:
-                job.send(job.deferred)
-            if job.ready and not changing and change is not None and change():
+            forwarder.ranks_listen = monitor.all_handle_stop() if monitor is not None else graceful
+            if forwarder.ranks_listen:
+                forwarder.send(forwarder.deferred)
+            if forwarder.ranks_listen and not changing and hosts_changed is not None and hosts_changed():
                 changing = True
-                job.send([signal.SIGUSR1])
-            if code is None and monitor is not None and (monitor.loss or _lingers(monitor)):
-                code = 128 + signal.SIGKILL if monitor.loss else monitor.code
+                forwarder.send([signal.SIGUSR1])
+            if code is None and monitor is not None and (monitor.loss_text or _mpirun_lingers(monitor)):
+                code = 128 + signal.SIGKILL if monitor.loss_text else monitor.exit_code
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_NOTICE)
+                    process.wait(_REPORT_WAIT)
                 monitor.end_ranks()
-                end_process(process, _GRACE)  # hangs if it waits for a lost daemon
+                end_process(process, _EXIT_WAIT)  # hangs if it waits for a lost daemon
         if monitor is not None:
-            monitor.settle()
+            monitor.drain_connections()
         for copier in filter(None, copiers):
             copier.join(timeout=10)  # the reader may be slow
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    signals = [number for number in job.received if number in ENDING]
-    ending = _judge(code, signals, monitor, messages)
-    if changing and ending.code == STOPPED and not job.received:
-        ending = replace(ending, changed=True)
+    signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
+    ending = _determine_ending(code, signals, monitor, notice_filter)
+    if changing and ending.code == STOPPED_EXIT_CODE and not forwarder.received_signals:
+        ending = replace(ending, stopped_for_hosts=True)
     if not ending.loss:
-        sys.stderr.write(messages.from_mpi.decode(errors="replace"))
-        if ending.code not in (0, STOPPED) and not messages.has_output:  # no rank reported an error: mpirun names it
-            sys.stderr.write(messages.notices.decode(errors="replace"))
+        sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
+        failed = ending.code not in (0, STOPPED_EXIT_CODE)
+        if failed and not notice_filter.has_output:  # no rank reported an error: mpirun names it
+            sys.stderr.write(notice_filter.notices.decode(errors="replace"))
     return ending
 
 
-def _lingers(monitor: Monitor) -> bool:
+def _mpirun_lingers(monitor: Monitor) -> bool:
     """Whether the ranks ended or one failed, but mpirun has not noticed."""
-    return monitor.ending is not None and time.monotonic() - monitor.ending > _UNNOTICED
+    return monitor.end_time is not None and time.monotonic() - monitor.end_time > _MAX_LINGER
 
 
-def _judge(code: int, signals: Sequence[int], monitor: Monitor | None, messages: Filter) -> Ending:
+def _determine_ending(
+    code: int, signals: Sequence[int], monitor: Monitor | None, notice_filter: NoticeFilter
+) -> JobEnding:
     """Return the end of the job, from mpirun's exit code, the signals for it, and the messages of the ranks."""
     killed, code = code < 0, 128 - code if code < 0 else code
-    if code in (0, STOPPED) and (monitor is None or not monitor.unreported_ranks()):
-        return Ending(code)
+    if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.unreported_ranks()):
+        return JobEnding(code)
     if signals and code != 0:
-        return Ending(128 + signals[0])
-    if monitor is None or code == INTERRUPTED:
-        return Ending(code)
-    loss = monitor.loss
+        return JobEnding(128 + signals[0])
+    if monitor is None or code == INTERRUPTED_EXIT_CODE:
+        return JobEnding(code)
+    loss = monitor.loss_text
     if killed:
         loss = f"mpirun was killed ({signal_name(code)})"
-    elif len(nodes := messages.lost_nodes) == 1:
-        loss = f"node {nodes[0]} was lost: its daemon was killed, or the network to it failed"
-    elif nodes:
-        loss = f"nodes {', '.join(nodes)} were lost: their daemons were killed, or the network to them failed"
-    elif monitor.lost in messages.signals:
-        loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
+    elif len(lost_nodes := notice_filter.lost_nodes) == 1:
+        loss = f"node {lost_nodes[0]} was lost: its daemon was killed, or the network to it failed"
+    elif lost_nodes:
+        loss = f"nodes {', '.join(lost_nodes)} were lost: their daemons were killed, or the network to them failed"
+    elif monitor.lost_rank in notice_filter.signals_by_rank:
+        loss = f"{monitor.describe(monitor.lost_rank)} was killed by {notice_filter.signals_by_rank[monitor.lost_rank]}"
     elif not loss and code == 0:
-        loss = f"{monitor.describe(monitor.unreported_ranks()[0])} {ENDED}"
-    elif not loss and messages.signals:
-        rank, text = next(iter(messages.signals.items()))
+        loss = f"{monitor.describe(monitor.unreported_ranks()[0])} {EXITED_UNREPORTED}"
+    elif not loss and notice_filter.signals_by_rank:
+        rank, text = next(iter(notice_filter.signals_by_rank.items()))
         loss = f"{monitor.describe(rank)} was killed by {text}"
     elif not loss and code > 128:
         loss = f"a rank was killed ({signal_name(code)})"
     if not loss:
-        return Ending(code)
-    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)
+        return JobEnding(code)
+    return JobEnding(code if code > 128 else 128 + signal.SIGKILL, loss, notice_filter.lost_nodes, monitor.silent_ranks)
 
 
-def _start_copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:
+def _start_copier(
+    source: IO[bytes] | None, target: int, notice_filter: NoticeFilter | None = None
+) -> threading.Thread | None:
     """Copy a pipe, if any, to a file descriptor in a thread, until it is closed."""
     if source is None:
         return None
-    thread = threading.Thread(target=copy, args=(source.fileno(), target, messages), daemon=True)
+    thread = threading.Thread(target=copy_stream, args=(source.fileno(), target, notice_filter), daemon=True)
     thread.start()
     return thread
 
 
-class _Job:
+class _SignalForwarder:
     """Running command, and the signals to forward to it."""
 
     def __init__(self, graceful: bool) -> None:
-        self.graceful, self.ready = graceful, False
+        self.graceful, self.ranks_listen = graceful, False
         self.process: subprocess.Popen[bytes] | None = None
-        self.received: list[int] = []
+        self.received_signals: list[int] = []
         self.pending: list[int] = []  # to be sent once the command runs
         self.deferred: list[int] = []  # to be sent once the ranks listen
 
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Receive a signal, and forward it once the command can handle it."""
-        self.received.append(number)
-        sent = _translate(number, self.graceful or self.ready)
+        self.received_signals.append(number)
+        sent = _translate_signal(number, self.graceful or self.ranks_listen)
         (self.deferred if self.graceful and sent == signal.SIGUSR1 else self.pending).append(sent)
         self.send(self.pending)
-        if self.ready:
+        if self.ranks_listen:
             self.send(self.deferred)
 
     def send(self, numbers: list[int]) -> None:
@@ -194,14 +199,14 @@ class _Job:
                 self.process.send_signal(numbers.pop(0))
 
 
-def _translate(number: int, graceful: bool) -> int:
+def _translate_signal(number: int, graceful: bool) -> int:
     if number in (signal.SIGTERM, signal.SIGHUP):
         return signal.SIGUSR1 if graceful and number == signal.SIGTERM else signal.SIGTERM
     return number
 
 
-def _install(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+def _install_handlers(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Install the handler for supported signals that are not ignored; return the previous handlers."""
-    numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in FORWARDED_SIGNALS if hasattr(signal, name)]
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, forward) for number in handled}

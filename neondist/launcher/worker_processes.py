@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import LaunchError, ServiceUnavailableError
-from ..system.signals import INTERRUPTED, STOPPED
+from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from .fork_server import Process
 from .job_nodes import JobNodes
-from .remote import UNREACHABLE, cause_of
-from .scaling import Scaling, choose_released, describe_change
+from .remote import UNREACHABLE_CODE, describe_exit_cause
+from .scaling import ElasticSlots, choose_released, describe_change
 from .service_process import ServiceProcess
 
 T = TypeVar("T")
-MOST_RESTARTS = 5
+MAX_RESTARTS = 5
 """Maximum number of restarts of a killed worker."""
-PATIENCE = 60.0
+RELEASE_TIMEOUT = 60.0
 """Seconds for a worker to finish its minibatch and exit before it is killed to free its slots."""
 
 
@@ -31,14 +31,14 @@ class TaskProgress:
 
     Attributes
     ----------
-    todo : int
+    unassigned_tasks : int
         Unassigned tasks.
-    started : frozenset of int
+    started_workers : frozenset of int
         Workers that have requested a task.
     """
 
-    todo: int
-    started: frozenset[int]
+    unassigned_tasks: int
+    started_workers: frozenset[int]
 
 
 @dataclass
@@ -60,14 +60,14 @@ class WorkerProcesses:
     nodes : JobNodes
         Initial machine of each worker, and replacements of lost machines.
     services : sequence of ServiceProcess
-    lost : callable
+    report_lost : callable
         Called with the index of an ended worker before it is restarted. If it returns False because a service did not
         respond, it is called again while that worker is absent, since others would wait for it.
-    scaling : Scaling, optional
+    elastic_slots : ElasticSlots, optional
         Slots of an elastic job.
-    progress : callable, optional
+    fetch_progress : callable, optional
         Returns the tasks of an elastic job; None if currently unknown.
-    note : callable
+    log_event : callable
         Called with the name and the fields of each event.
     """
 
@@ -76,37 +76,39 @@ class WorkerProcesses:
         start: Callable[[int, str, bool], Process],
         nodes: JobNodes,
         services: Sequence[ServiceProcess],
-        lost: Callable[[int], bool],
-        scaling: Scaling | None = None,
-        progress: Callable[[], TaskProgress | None] = lambda: None,
-        note: Callable[..., object] = lambda event, **fields: None,
+        report_lost: Callable[[int], bool],
+        elastic_slots: ElasticSlots | None = None,
+        fetch_progress: Callable[[], TaskProgress | None] = lambda: None,
+        log_event: Callable[..., object] = lambda event, **fields: None,
     ) -> None:
-        self._start, self._nodes, self._services, self._lost, self._note = start, nodes, services, lost, note
-        self._scaling, self._progress = scaling, progress
-        self._losses: dict[int, int] = {}
-        self._codes: dict[int, int] = {}
-        self._unreported: set[int] = set()
+        self._start, self._nodes, self._services, self._report_lost, self._log_event = (
+            start, nodes, services, report_lost, log_event,
+        )  # fmt: skip
+        self._elastic_slots, self._fetch_progress = elastic_slots, fetch_progress
+        self._restart_counts: dict[int, int] = {}
+        self._exit_codes: dict[int, int] = {}
+        self._unreported_workers: set[int] = set()
         self._stopping = False
         self._workers: dict[int, _Worker] = {}
         for host in nodes.workers:
-            self._add(host)
-        note("start", workers=len(nodes.workers))
+            self._start_worker(host)
+        log_event("start", workers=len(nodes.workers))
 
     @property
-    def restarted(self) -> str:
+    def restart_summary(self) -> str:
         """Description of the restarts of workers and services."""
         services = sum(service.restarts for service in self._services)
         suffix = f" and {counted(services, 'service')}" if services else ""
-        return f"{counted(sum(self._losses.values()), 'worker')}{suffix} started again"
+        return f"{counted(sum(self._restart_counts.values()), 'worker')}{suffix} started again"
 
-    def forward(self, name: str) -> None:
+    def forward_signal(self, name: str) -> None:
         """Pass a signal on to all workers."""
         self._stopping = True
         for worker in list(self._workers.values()):
             if worker.process.poll() is None:
                 worker.process.send_signal(getattr(signal, name))
 
-    def watch(self) -> int:
+    def watch_workers(self) -> int:
         """Wait for all workers, restart those that were killed, and return the exit code."""
         while True:
             try:
@@ -119,11 +121,13 @@ class WorkerProcesses:
                 code = worker.process.poll()
                 if code is not None and (failed := self._handle_exit(index, worker, code)) is not None:
                     return failed
-            self._unreported = {index for index in self._unreported - self._workers.keys() if not self._lost(index)}
+            self._unreported_workers = {
+                index for index in self._unreported_workers - self._workers.keys() if not self._report_lost(index)
+            }
             if not self._workers and (ended := self._finish_or_refill()) is not None:
                 return ended
-            if self._scaling is not None and self._scaling.is_due():
-                self._scale(self._scaling)
+            if self._elastic_slots is not None and self._elastic_slots.is_check_due():
+                self._adjust_worker_count(self._elastic_slots)
             time.sleep(0.05)
 
     def retry(self, call: Callable[[], T], patience: float = 120.0) -> T:
@@ -140,108 +144,112 @@ class WorkerProcesses:
 
     def _finish_or_refill(self) -> int | None:
         """Return the exit code of a job without workers; None if it obtained other hosts for them."""
-        if self._codes or self._scaling is None:
-            return max(self._codes.values())
-        hosts = self._scaling.wait_for_minimum(lambda: self._stopping, lambda text: say(text, sys.stderr))
+        if self._exit_codes or self._elastic_slots is None:
+            return max(self._exit_codes.values())
+        hosts = self._elastic_slots.wait_for_minimum(lambda: self._stopping, lambda text: say(text, sys.stderr))
         if hosts is None:
             if not self._stopping:
-                self._scaling.give_up()
-            return STOPPED if self._stopping else 1
-        self._report(len(hosts), "hosts are back")
+                self._elastic_slots.report_giving_up()
+            return STOPPED_EXIT_CODE if self._stopping else 1
+        self._report_change(len(hosts), "hosts are back")
         for host in hosts:
-            self._add(host)
+            self._start_worker(host)
         return None
 
     def _handle_exit(self, index: int, worker: _Worker, code: int) -> int | None:
         """Record the exit of a worker and restart it if needed; return the exit code if it ends the job."""
-        if not self._lost(index):
-            self._unreported.add(index)
-        is_released = worker.deadline is not None and (code == STOPPED or _was_killed(code))
+        if not self._report_lost(index):
+            self._unreported_workers.add(index)
+        is_released = worker.deadline is not None and (code == STOPPED_EXIT_CODE or _was_killed(code))
         if not is_released and not self._stopping and _was_killed(code):
-            return self._restart(index, worker, code)
+            return self._restart_worker(index, worker, code)
         del self._workers[index]
-        if self._scaling is not None:
-            self._scaling.give(worker.host, for_good=not is_released)
+        if self._elastic_slots is not None:
+            self._elastic_slots.free_slots(worker.host, permanently=not is_released)
         if is_released:
             return None
-        self._codes[index] = code if not _was_killed(code) else STOPPED  # signalled before its handler was installed
-        return None if self._codes[index] in (0, STOPPED) else code
+        self._exit_codes[index] = (
+            code if not _was_killed(code) else STOPPED_EXIT_CODE
+        )  # signalled before its handler was installed
+        return None if self._exit_codes[index] in (0, STOPPED_EXIT_CODE) else code
 
-    def _restart(self, index: int, worker: _Worker, code: int) -> int | None:
-        losses = self._losses.get(index, 0)
-        if losses == MOST_RESTARTS:
-            say(f"error: worker {index} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
+    def _restart_worker(self, index: int, worker: _Worker, code: int) -> int | None:
+        losses = self._restart_counts.get(index, 0)
+        if losses == MAX_RESTARTS:
+            say(f"error: worker {index} was killed {MAX_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
-        self._losses[index] = losses + 1
-        if code == UNREACHABLE and self._scaling is not None:
-            self._report(-1, f"{worker.host} cannot be reached")
+        self._restart_counts[index] = losses + 1
+        if code == UNREACHABLE_CODE and self._elastic_slots is not None:
+            self._report_change(-1, f"{worker.host} cannot be reached")
             del self._workers[index]
-            self._scaling.lose(worker.host)
+            self._elastic_slots.free_lost_host(worker.host)
             return None
-        cause, location = cause_of(code, worker.host), ""
-        if code == UNREACHABLE:
+        cause, location = describe_exit_cause(code, worker.host), ""
+        if code == UNREACHABLE_CODE:
             hosts = [other.host for other in self._workers.values() if other is not worker]
             worker.host = self._nodes.replace(worker.host, hosts)
             location = f" on {worker.host}"
         say(f"worker {index} was killed ({cause}); started again{location}", sys.stderr)
-        self._note("restart", worker=index, cause=cause, host=worker.host)
+        self._log_event("restart", worker=index, cause=cause, host=worker.host)
         worker.process = self._start(index, worker.host, True)
         return None
 
-    def _scale(self, scaling: Scaling) -> None:
+    def _adjust_worker_count(self, elastic_slots: ElasticSlots) -> None:
         """Release workers for other jobs, or start more where slots are free."""
         if self._stopping:
             return
         for worker in self._workers.values():
             if worker.deadline is not None and time.monotonic() > worker.deadline:
                 worker.process.kill()
-        if 0 in self._codes.values():  # all tasks are done
-            self._release(len(self._workers), "all tasks are done", only_idle=True)
+        if 0 in self._exit_codes.values():  # all tasks are done
+            self._release_workers(len(self._workers), "all tasks are done", only_idle=True)
             return
         leaving = sum(worker.deadline is not None for worker in self._workers.values())
-        surplus = scaling.surplus() - leaving
+        surplus = elastic_slots.surplus_workers() - leaving
         if surplus > 0:
-            self._release(surplus, scaling.reason())
-        elif not leaving and self._codes == {}:
-            self._grow(scaling)
+            self._release_workers(surplus, elastic_slots.release_reason())
+        elif not leaving and self._exit_codes == {}:
+            self._add_workers(elastic_slots)
 
-    def _release(self, count: int, reason: str, only_idle: bool = False) -> None:
+    def _release_workers(self, count: int, reason: str, only_idle: bool = False) -> None:
         """Release the last workers: after their minibatch, or at once if they have not started a task."""
         candidates = [index for index, worker in self._workers.items() if worker.deadline is None]
-        progress = self._progress()
+        progress = self._fetch_progress()
         if only_idle:
-            candidates = [index for index in candidates if progress is not None and index not in progress.started]
+            candidates = [
+                index for index in candidates if progress is not None and index not in progress.started_workers
+            ]
         released = choose_released(candidates, count)
         if not released:
             return
-        self._report(-len(released), reason)
+        self._report_change(-len(released), reason)
         for index in released:
-            self._workers[index].deadline = time.monotonic() + PATIENCE
-            started = progress is None or index in progress.started
-            self._workers[index].process.send_signal(signal.SIGTERM if started else signal.SIGKILL)
+            self._workers[index].deadline = time.monotonic() + RELEASE_TIMEOUT
+            has_started = progress is None or index in progress.started_workers
+            self._workers[index].process.send_signal(signal.SIGTERM if has_started else signal.SIGKILL)
 
-    def _grow(self, scaling: Scaling) -> None:
+    def _add_workers(self, elastic_slots: ElasticSlots) -> None:
         """Start more workers if slots and tasks are available."""
-        if not scaling.has_room():
+        if not elastic_slots.has_room():
             return
-        progress = self._progress()
-        if progress is None or not progress.todo:
+        progress = self._fetch_progress()
+        if progress is None or not progress.unassigned_tasks:
             return
-        if hosts := scaling.take():
-            self._report(len(hosts), "slots are free")
+        if hosts := elastic_slots.take_slots():
+            self._report_change(len(hosts), "slots are free")
             for host in hosts:
-                self._add(host)
+                self._start_worker(host)
 
-    def _report(self, change: int, reason: str) -> None:
+    def _report_change(self, change: int, reason: str) -> None:
         before = sum(worker.deadline is None for worker in self._workers.values())
         say(describe_change(before, before + change, reason), sys.stderr)
-        self._note("scale", workers=before + change, before=before, reason=reason)
+        self._log_event("scale", workers=before + change, before=before, reason=reason)
 
-    def _add(self, host: str) -> None:
+    def _start_worker(self, host: str) -> None:
         """Start a worker with the lowest free index."""
         index = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
-        self._workers[index] = _Worker(self._start(index, host, index in self._losses), host)
-        self._losses.setdefault(index, 0)
+        self._workers[index] = _Worker(self._start(index, host, index in self._restart_counts), host)
+        self._restart_counts.setdefault(index, 0)
         if self._stopping:  # a signal arrived in between
             self._workers[index].process.send_signal(signal.SIGTERM)
 
@@ -257,4 +265,4 @@ def worker_indices(names: Sequence[Any]) -> frozenset[int]:
 
 def _was_killed(code: int) -> bool:
     """Whether an exit code is that of a killed process or job."""
-    return code < 0 or (code > 128 and code != INTERRUPTED)
+    return code < 0 or (code > 128 and code != INTERRUPTED_EXIT_CODE)

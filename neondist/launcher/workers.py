@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
 from ..io.generation_log import GenerationLog
-from ..io.output import RECOVERY, clear, has_run
-from ..system.collector import permanent_objects
-from ..system.job import detect
-from ..system.signals import STOPPED
+from ..io.output import SERVER_FOLDER, has_run, remove_run_files
+from ..system.collector import freeze_new_objects
+from ..system.job import detect_job
+from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import say
-from ..train.validate import grid_shape_of
+from ..train.validate import experiment_grid_shape
 from .fork_server import ForkServer, Process, open_fork_server
-from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
+from .job_nodes import JobNode, JobNodes, NodeLostError, assign_workers, open_nodes
 from .launch import rank_args
-from .members import WAIT
+from .members import HOST_WAIT
 from .mpirun import YIELDING
 from .parent_watch import end_with_parent
-from .scaling import Scaling, open_scaling
+from .scaling import ElasticSlots, open_elastic_slots
 from .service_process import ServiceProcess
 from .slots import Demand
 from .worker_processes import TaskProgress, WorkerProcesses, worker_indices
 
 if TYPE_CHECKING:
     from ..services.message import Message
-    from ..services.training import WorkerPlace
+    from ..services.training import WorkerAssignment
 
 SERVERS = "NEONDIST_SERVERS"
 """Environment variable set for workers."""
-MOST_SERVERS = 4
+MAX_SERVERS = 4
 
 
 def _import_modules() -> None:
@@ -54,7 +54,7 @@ def _import_modules() -> None:
     load_capture()
 
 
-def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
+def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
     """Return a context manager of the fork server of a job with a PyTorch model; it yields None without forking.
 
     Open it before the model is loaded. Every `neondist` command imports the modules that the model needs here.
@@ -65,18 +65,18 @@ def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServ
         return open_fork_server(_import_modules)
     # ranks with tiles are started by mpirun
     if "torch" not in sys.modules:  # not forked
-        with suppress(ImportError), permanent_objects():  # the error is reported by the code that needs them
+        with suppress(ImportError), freeze_new_objects():  # the error is reported by the code that needs them
             _import_modules()
     return nullcontext()
 
 
-def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
+def get_worker_place(environ: Mapping[str, str]) -> WorkerAssignment | None:
     """Return the place of this process in an asynchronous job; None if it is not a worker."""
     if SERVERS not in environ:
         return None
-    from ..services.training import WorkerPlace
+    from ..services.training import WorkerAssignment
 
-    return WorkerPlace.read(environ)
+    return WorkerAssignment.read(environ)
 
 
 def end_with_supervisor(environ: Mapping[str, str]) -> None:
@@ -97,17 +97,17 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
     _check_resume(arguments)
-    if detect(os.environ) is not None or ranks == 1:
+    if detect_job(os.environ) is not None or ranks == 1:
         raise LaunchError(
             f"strategy: needs servers, which neondist run FILE.yaml -n P starts for P ranks; {remedy[3:]}"
         )
-    shape = grid_shape_of(experiment, ranks)
+    shape = experiment_grid_shape(experiment, ranks)
     if shape.replicas == 1:
         raise LaunchError(
             f"strategy: servers are for several replicas, and {ranks} ranks are one of {shape.tiles} tiles; set"
             f" grid.replicas, {remedy}"
         )
-    find_places(arguments, shape.replicas, shape.tiles)
+    assign_workers(arguments, shape.replicas, shape.tiles)
 
 
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
@@ -128,21 +128,23 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     strategy = experiment.server_strategy
     if strategy is None or SERVERS in os.environ:
         return None
-    shape = grid_shape_of(experiment, arguments.ranks)
+    shape = experiment_grid_shape(experiment, arguments.ranks)
     if arguments.overwrite:  # now, so that a restarted worker finds only files of this run
         for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
-            clear(folder)
+            remove_run_files(folder)
     if not arguments.resume:
-        shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
+        shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
     log = GenerationLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-        places, scaling = find_places(arguments, shape.replicas, shape.tiles), None
+        places, elastic_slots = assign_workers(arguments, shape.replicas, shape.tiles), None
         hosts = [host for host, count in places.items() for _ in range(count)]
         if arguments.bounds is not None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
-            scaling = stack.enter_context(open_scaling(demand, arguments.slots_from, arguments.slots_wait or WAIT))
-            slots = _wait_for_slots(arguments, scaling, log)
+            elastic_slots = stack.enter_context(
+                open_elastic_slots(demand, arguments.slots_from, arguments.slots_wait or HOST_WAIT)
+            )
+            slots = _wait_for_slots(arguments, elastic_slots, log)
             if isinstance(slots, int):
                 return slots
             hosts = slots
@@ -151,9 +153,9 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         while code is None:
             try:
                 with ExitStack() as processes:
-                    code = _run_job(arguments, experiment, processes, nodes, scaling, log)
+                    code = _run_job(arguments, experiment, processes, nodes, elastic_slots, log)
             except NodeLostError as lost:
-                nodes.drop(lost.node)
+                nodes.drop_node(lost.node)
                 say(f"{lost.node} cannot be reached; continuing without it, from the servers' checkpoint", sys.stderr)
                 log.note("lost", host=lost.node)
                 arguments.resume = "auto"
@@ -161,7 +163,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     return code
 
 
-def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: GenerationLog) -> list[str] | int:
+def _wait_for_slots(arguments: argparse.Namespace, elastic_slots: ElasticSlots, log: GenerationLog) -> list[str] | int:
     """Wait for the hosts of the first workers; return them, or the exit code if no slots became free."""
     received = arguments.signals.received
 
@@ -170,14 +172,14 @@ def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: Genera
         say(text, sys.stderr)
 
     start = time.monotonic()
-    hosts = scaling.wait_for_minimum(lambda: bool(received), report)
+    hosts = elastic_slots.wait_for_minimum(lambda: bool(received), report)
     if hosts is not None:
         log.add("slots", workers=len(hosts), waited=round(time.monotonic() - start, 3))
         return hosts
     if received:
         say(f"stopped while waiting for slots: received {received[0]}; start the command again")
-        return STOPPED
-    scaling.give_up()
+        return STOPPED_EXIT_CODE
+    elastic_slots.report_giving_up()
     return 1
 
 
@@ -186,58 +188,60 @@ def _run_job(
     experiment: Any,
     stack: ExitStack,
     nodes: JobNodes,
-    scaling: Scaling | None,
+    elastic_slots: ElasticSlots | None,
     log: GenerationLog,
 ) -> int:
     """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
-    from ..services.training import WorkerPlace
+    from ..services.training import WorkerAssignment
     from ..services.wire import TOKEN, create_token
 
-    shape, token, folder = grid_shape_of(experiment, arguments.ranks), create_token(), Path(arguments.folder, RECOVERY)
-    if arguments.resume == "auto" and _count_servers(folder) is None:
+    shape, token, folder = (
+        experiment_grid_shape(experiment, arguments.ranks), create_token(), Path(arguments.folder, SERVER_FOLDER),
+    )  # fmt: skip
+    if arguments.resume == "auto" and _count_checkpointed_servers(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)
     secret = {TOKEN: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
-    count = _count_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
+    count = _count_checkpointed_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, MAX_SERVERS)
 
     def service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
         def serve(words: Sequence[str]) -> Process:
             title = f"serve {words[0]}"
-            return stack.enter_context(nodes.process(node, ["serve", *words], secret, title, subprocess.PIPE))
+            return stack.enter_context(nodes.run_process(node, ["serve", *words], secret, title, subprocess.PIPE))
 
         return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, serve)
 
     servers = []
     for index in range(count):
-        node = nodes.services[index % len(nodes.services)]
+        node = nodes.service_nodes[index % len(nodes.service_nodes)]
         servers.append(service(f"parameter server {index}", node, ["ps"]))
     for server in servers:
-        server.wait()
+        server.wait_until_listening()
     addresses = tuple(server.address for server in servers)
-    master = service("master", nodes.services[0], ["master", *_master_words(arguments, experiment, addresses)])
-    master.wait()
+    master = service("master", nodes.service_nodes[0], ["master", *_master_arguments(arguments, experiment, addresses)])
+    master.wait_until_listening()
 
-    def start(index: int, node: str, again: bool) -> Process:
-        place = WorkerPlace(index, addresses, master.address, token, arguments.update_rule)
-        command = _worker_words(arguments, index, shape.tiles, again or bool(arguments.resume))
+    def start(index: int, node: str, is_restart: bool) -> Process:
+        place = WorkerAssignment(index, addresses, master.address, token, arguments.update_rule)
+        command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
         output, variables = subprocess.DEVNULL if index else None, secret | place.environment | YIELDING
-        return stack.enter_context(nodes.process(node, command, variables, f"worker {index}", output))
+        return stack.enter_context(nodes.run_process(node, command, variables, f"worker {index}", output))
 
     workers = WorkerProcesses(
         start,
         nodes,
         [*servers, master],
         lambda index: _report_lost(master.address, addresses, token, index),
-        scaling,
-        lambda: _progress(master.address, token),
+        elastic_slots,
+        lambda: _fetch_progress(master.address, token),
         log.note,
     )
-    arguments.signals.join(workers.forward)
-    code = workers.watch()
+    arguments.signals.add_listener(workers.forward_signal)
+    code = workers.watch_workers()
     if code == 0:
-        summary = workers.retry(lambda: _check_applied(master.address, addresses, token))
-        say(f"applied: {summary}; {workers.restarted}")
-    elif code == STOPPED and not workers.retry(lambda: _save(master.address, token)):
+        summary = workers.retry(lambda: _check_applied_once(master.address, addresses, token))
+        say(f"applied: {summary}; {workers.restart_summary}")
+    elif code == STOPPED_EXIT_CODE and not workers.retry(lambda: _save_checkpoint(master.address, token)):
         say("servers had not applied the same gradients; continue from their last checkpoint with --resume", sys.stderr)
     return code
 
@@ -249,7 +253,7 @@ def _report_lost(master: str, servers: Sequence[str], token: str, index: int) ->
     worker, received = {"worker": worker_name(index)}, True
     for address, service, method in [(master, "Master", "lost"), *((server, "PServer", "leave") for server in servers)]:
         try:
-            _call(address, service, token, method, worker)
+            _call_service(address, service, token, method, worker)
         except ServiceUnavailableError:
             received = False
         except ServiceError:  # the master has no tasks yet
@@ -257,39 +261,41 @@ def _report_lost(master: str, servers: Sequence[str], token: str, index: int) ->
     return received
 
 
-def _progress(master: str, token: str) -> TaskProgress | None:
+def _fetch_progress(master: str, token: str) -> TaskProgress | None:
     """Return the tasks of a job; None while the master has none or is being restarted."""
     try:
-        reply = _call(master, "Master", token, "progress")
+        reply = _call_service(master, "Master", token, "progress")
     except ServiceError:
         return None
     return TaskProgress(reply.integer("todo"), worker_indices(reply.items("workers")))
 
 
-def _check_applied(master: str, servers: Sequence[str], token: str) -> str:
+def _check_applied_once(master: str, servers: Sequence[str], token: str) -> str:
     """Return a summary of the applied gradients; ServiceError unless each record was applied once."""
     summaries = []
     for address in servers:
-        samples = _call(address, "PServer", token, "status").number("samples")
-        credits = _call(address, "PServer", token, "credits").mapping("credits")
-        reply = _call(master, "Master", token, "check", {"samples": samples, "credits": credits})
+        samples = _call_service(address, "PServer", token, "status").number("samples")
+        credits = _call_service(address, "PServer", token, "credits").mapping("credits")
+        reply = _call_service(master, "Master", token, "check", {"samples": samples, "credits": credits})
         summaries.append(reply.text("text"))
     return summaries[0]
 
 
-def _save(master: str, token: str) -> bool:
+def _save_checkpoint(master: str, token: str) -> bool:
     """Write a checkpoint of the servers; return False if none newer than the last is possible."""
-    return _call(master, "Recovery", token, "save").flag("saved")
+    return _call_service(master, "Recovery", token, "save").flag("saved")
 
 
-def _call(address: str, service: str, token: str, method: str, fields: Mapping[str, Any] | None = None) -> Message:
+def _call_service(
+    address: str, service: str, token: str, method: str, fields: Mapping[str, Any] | None = None
+) -> Message:
     from ..services.wire import ServiceClient
 
     with ServiceClient(address, service, token, timeout=10.0, patience=1.0) as client:
         return client.call(method, fields)
 
 
-def _count_servers(folder: Path) -> int | None:
+def _count_checkpointed_servers(folder: Path) -> int | None:
     """Return the number of servers in the newest checkpoint of a run; None if there is none."""
     if not folder.is_dir():
         return None
@@ -302,8 +308,8 @@ def _count_servers(folder: Path) -> int | None:
 
 def _check_resume(arguments: argparse.Namespace) -> None:
     """Raise an error if there is no checkpoint to resume, its number of servers differs, or a run would be lost."""
-    folder = Path(arguments.folder, RECOVERY)
-    count = _count_servers(folder)
+    folder = Path(arguments.folder, SERVER_FOLDER)
+    count = _count_checkpointed_servers(folder)
     if not arguments.resume:
         if count is not None and not arguments.overwrite:
             raise ConfigError(
@@ -317,7 +323,7 @@ def _check_resume(arguments: argparse.Namespace) -> None:
         raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {count} servers; leave it out")
 
 
-def _master_words(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:
+def _master_arguments(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:
     steps = experiment.checkpoint.every_steps or 0
     minibatches = getattr(arguments, "num_minibatches_per_task", 1)
     return [
@@ -327,13 +333,13 @@ def _master_words(arguments: argparse.Namespace, experiment: Any, servers: Seque
     ]
 
 
-def _worker_words(arguments: argparse.Namespace, index: int, tiles: int, again: bool) -> list[str]:
+def _worker_arguments(arguments: argparse.Namespace, index: int, tiles: int, is_restart: bool) -> list[str]:
     """Return the arguments of a worker: those of the command, with its own ranks and folder; restarts resume."""
     command = rank_args(arguments)
     if tiles > 1:
         command += ["-n", str(tiles)]
     if index:
         command += ["--output", str(arguments.folder / f"worker-{index}")]  # overrides earlier ones
-    if again:
+    if is_restart:
         command = [word for word in command if word != "--overwrite"] + ["--resume", "auto"]
     return command

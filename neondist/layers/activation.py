@@ -14,8 +14,8 @@ class ActivationLayer(Layer):
     """Applies `activation` to every cell: input and output (N, *spatial, C), local."""
 
     saves_input = saves_output = False
-    extra_saves = (0, 0)
-    only_activates = True
+    saved_bytes_and_elements = (0, 0)
+    is_activation_only = True
 
     def __init__(self, activation: Activation, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -24,16 +24,17 @@ class ActivationLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return a copy activated in place, or the activation of the view without modifying it."""
         y = ctx.out
-        if declared_with(self.activation, "clips", "fprop"):
+        if declared_with(self.activation, "is_relu", "fprop"):
             ctx.activate(view, y)
-            ctx.save(y=None if ctx.cleared else y)
+            ctx.save(y=None if ctx.relu_gradient_deferred else y)
         else:
             self.kernels.copy(view, y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return dy, already multiplied by the activation's gradient where `forward` left that to another layer."""
-        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if ctx.activated and not ctx.cleared else dy
+        applies = ctx.activated and not ctx.relu_gradient_deferred
+        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if applies else dy
 
 
 class ActivationLayerDist(Dist, ActivationLayer):

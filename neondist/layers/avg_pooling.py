@@ -23,7 +23,7 @@ class AvgPoolingLayer(PoolingLayer):
     """
 
     saves_input = saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class AvgPoolingLayer(PoolingLayer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the means."""
         y = self.kernels.window_sum(view, *self._kernel_and_stride)
-        y *= self._weights(ctx)
+        y *= self._inverse_counts(ctx)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Spread each gradient evenly."""
         extent = ctx.input_box.shape
-        return self.kernels.window_spread(dy * self._weights(ctx), extent, *self._kernel_and_stride)
+        return self.kernels.window_sum_adjoint(dy * self._inverse_counts(ctx), extent, *self._kernel_and_stride)
 
-    def _weights(self, ctx: StepContext) -> Any:
+    def _inverse_counts(self, ctx: StepContext) -> Any:
         """Return 1 / the number of cells that count, for every window: (*out, 1)."""
         kernel, stride = self._kernel_and_stride
         xp, dtype = ctx.xp, self.context.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ..comm import group_of
+from ..comm import reduction_group
 from ..initializers import Constant
 from ..registry.ranges import Positive, between
 from .base import Dist, Parameter, Shape
@@ -34,17 +34,17 @@ class BatchNormLayer(NormLayer):
         super().__init__(name=name)
         self.momentum, self.eps = momentum, eps
 
-    absorbs = "clips"
-    extra_saves = (0, 0)
-    reduce_saves = False
-    restores = in_place = True
+    fusible_activations = "is_relu"
+    saved_bytes_and_elements = (0, 0)
+    reduce_saves_state = False
+    can_restore_output = in_place = True
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""
-        group, channels = group_of(len(input_shape) > 1, replicas=True), input_shape[-1]
+        group, channels = reduction_group(len(input_shape) > 1, replicas=True), input_shape[-1]
         return [
-            Reduction("forward", group, once=1 + 2 * channels, combine="moments"),
-            Reduction("backward", group, once=2 * channels),
+            Reduction("forward", group, fixed_elements=1 + 2 * channels, combine="moments"),
+            Reduction("backward", group, fixed_elements=2 * channels),
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
@@ -69,15 +69,15 @@ class BatchNormLayer(NormLayer):
         if ctx.training:
             ctx.save(count=ctx.reduced[0])
             running = ctx.state["mean"], ctx.state["var"]
-            numbers = self.kernels.batch_numbers(ctx.reduced, running, learned, self.momentum, self.eps)
+            numbers = self.kernels.batch_scale_and_shift(ctx.reduced, running, learned, self.momentum, self.eps)
         else:
-            numbers = self.kernels.norm_numbers(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
+            numbers = self.kernels.scale_and_shift(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
         ctx.save(scale=numbers[3])
-        return self.normalised(ctx, view, *(array[None] for array in numbers[:3]))
+        return self.normalise_view(ctx, view, *(array[None] for array in numbers[:3]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
-        (by_beta,), (along,) = self.sums_back(ctx, dy)
+        (by_beta,), (along,) = self.backward_sums(ctx, dy)
         by_gamma = along * ctx.scale
         ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
@@ -87,9 +87,11 @@ class BatchNormLayer(NormLayer):
         if not ctx.needs_input_gradient:
             return None
         if ctx.reduced is None:
-            return self.gradient(ctx, dy, (ctx.params["gamma"] * ctx.scale)[None], None)
-        through, *statistics = self.kernels.batch_factors(ctx.reduced, ctx.count, ctx.params["gamma"], ctx.scale)
-        return self.gradient(ctx, dy, through[None], [array[None] for array in statistics])
+            return self.view_gradient(ctx, dy, (ctx.params["gamma"] * ctx.scale)[None], None)
+        through, *statistics = self.kernels.batch_gradient_factors(
+            ctx.reduced, ctx.count, ctx.params["gamma"], ctx.scale
+        )
+        return self.view_gradient(ctx, dy, through[None], [array[None] for array in statistics])
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

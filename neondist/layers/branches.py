@@ -23,18 +23,18 @@ class Branches(Container):
         if not self.layers:
             raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one, [] for the identity")
 
-    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
         for layer in self.layers:
             yield layer, input_shape
 
-    def lower(self, graph: Any, value: int) -> int:
+    def lower(self, builder: Any, value: int) -> int:
         """Append all branches, and the operation that joins them."""
-        values = [layer.lower(graph, value) for layer in self.layers]
-        result: int = graph.join(self, values, self.output_shape_for(graph.shapes[value]))
+        values = [layer.lower(builder, value) for layer in self.layers]
+        result: int = builder.join(self, values, self.output_shape_for(builder.shapes[value]))
         return result
 
-    def can_absorb(self, activation: Activation) -> bool:
+    def can_fuse_activation(self, activation: Activation) -> bool:
         """Return whether `combine` can apply the activation of a following layer by its argument `clip`."""
         return False
 
@@ -46,11 +46,11 @@ class Branches(Container):
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Return the gradients of the branches' values with the given channels: dy itself, or parts of it."""
 
-    def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
-        """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
+    def _branch_shapes(self, input_shape: Shape, compared_axes: slice) -> list[Shape]:
+        """Return the branches' output shapes; ShapeError if they differ in the compared axes."""
         shapes = [layer.output_shape_for(input_shape) for layer in self.layers]
         for layer, shape in zip(self.layers, shapes, strict=True):
-            if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
+            if shape[compared_axes] != shapes[0][compared_axes] or len(shape) != len(shapes[0]):
                 raise ShapeError(
                     f"{type(self).__name__} '{self.name}': branch {_label(self.layers[0])} outputs {shapes[0]},"
                     f" but branch {_label(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
@@ -63,13 +63,13 @@ class Sum(Branches):
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the common shape of all branches."""
-        return self._shapes(input_shape, slice(None))[0]
+        return self._branch_shapes(input_shape, slice(None))[0]
 
-    def can_absorb(self, activation: Activation) -> bool:
+    def can_fuse_activation(self, activation: Activation) -> bool:
         """Return whether the activation is max(z, 0)."""
-        return bool(declared_with(self, "clips", "combine") and declared_with(activation, "clips", "fprop"))
+        return bool(declared_with(self, "accepts_clip", "combine") and declared_with(activation, "is_relu", "fprop"))
 
-    clips = True
+    accepts_clip = True
 
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
         """Write the sum of all branches, at least 0 if `clip`."""
@@ -85,7 +85,7 @@ class Concat(Branches):
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the common extent of all branches, and the sum of their channels."""
-        shapes = self._shapes(input_shape, slice(0, -1))
+        shapes = self._branch_shapes(input_shape, slice(0, -1))
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry.arguments import expected
+from ..registry.arguments import describe_mismatch
 from .base import Layer, Node, Shape
 
 
@@ -21,24 +21,24 @@ class Container(Node):
         self.name, self.layers = name, [as_node(layer) for layer in layers]
 
     @abstractmethod
-    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield the direct members with the shapes of their inputs."""
 
-    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+    def chains_with_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield the chains inside all members."""
-        for layer, shape in self.inputs(input_shape):
-            yield from layer.chains(shape)
+        for layer, shape in self.members_with_shapes(input_shape):
+            yield from layer.chains_with_shapes(shape)
 
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and its members with the container's name as prefix."""
-        self._name_itself(prefix, counts)
+        self._set_default_name(prefix, counts)
         inner_counts: dict[str, int] = {}
         for layer in self.layers:
             layer.give_names(f"{self.name}.", inner_counts)
 
-    def twin(self) -> Node:
+    def distributed_twin(self) -> Node:
         """Return the container of the twins."""
-        container: Node = type(self)([layer.twin() for layer in self.layers], name=self.name)
+        container: Node = type(self)([layer.distributed_twin() for layer in self.layers], name=self.name)
         return container
 
     @property
@@ -56,16 +56,16 @@ class Sequential(Container):
         A list inside stands for a Sequential.
     """
 
-    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every layer with the output shape of the previous one."""
         for layer in self.layers:
             yield layer, input_shape
             input_shape = layer.output_shape_for(input_shape)
 
-    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+    def chains_with_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield this chain, and the chains inside it."""
-        yield list(self.inputs(input_shape))
-        yield from super().chains(input_shape)
+        yield list(self.members_with_shapes(input_shape))
+        yield from super().chains_with_shapes(input_shape)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the output shape of the last layer."""
@@ -73,10 +73,10 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
-    def lower(self, graph: Any, value: int) -> int:
+    def lower(self, builder: Any, value: int) -> int:
         """Append every layer, applied to the output of the previous one."""
         for layer in self.layers:
-            value = layer.lower(graph, value)
+            value = layer.lower(builder, value)
         return value
 
 
@@ -85,5 +85,5 @@ def as_node(layer: Any) -> Node:
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):
-        raise ConfigError(f"layers: {expected(layer, Node)}")
+        raise ConfigError(f"layers: {describe_mismatch(layer, Node)}")
     return layer

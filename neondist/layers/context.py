@@ -30,7 +30,7 @@ class Context:
     batch_size: int
 
 
-class Built(Protocol):
+class BuiltLayer(Protocol):
     """Facts about the layer of a call."""
 
     name: str | None
@@ -48,7 +48,7 @@ class Built(Protocol):
     def tile(self) -> Box:
         """The cells of the output that this rank computes."""
 
-    def restore(self, ctx: Any, y: Any) -> None:
+    def restore_output(self, ctx: Any, y: Any) -> None:
         """Write the output of `forward` into y."""
 
 
@@ -78,29 +78,29 @@ class StepContext:
     #: False: an earlier call has computed the layer's gradients, and assignments to `grads` are ignored
     needs_weight_gradients = True
     #: whether another call has already updated the state: of micro-batches with shared statistics, or recomputed
-    repeats = False
+    state_already_updated = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
     #: whether the following pooling applies the activation's gradient, so that `backward` needs no output
-    cleared = False
+    relu_gradient_deferred = False
     #: whether this layer is that pooling
-    clears = False
+    applies_relu_gradient = False
     #: the view, if its memory is reused before the backward pass
-    whole_view: Any = None
+    rebuilt_view: Any = None
     #: output of the activation, if the layer did not apply it
     output: Any = None
     #: `out`, once it was accessed
-    offered: Any = None
+    accessed_out: Any = None
 
-    def __init__(self, layer: Built, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
+    def __init__(self, layer: BuiltLayer, phase: Phase, samples: int, allocate: Callable[[], Any]) -> None:
         self._layer, self.phase, self.activation = layer, phase, layer.activation
         self.training, self.step = phase.training, phase.step
-        self._count, self._saved = samples, {}  # type: int, dict[str, Any]
-        self.offer(place)
+        self._sample_count, self._saved = samples, {}  # type: int, dict[str, Any]
+        self.set_out_allocator(allocate)
 
-    def offer(self, place: Callable[[], Any]) -> None:
+    def set_out_allocator(self, allocate: Callable[[], Any]) -> None:
         """Set the function that returns `out`."""
-        self._place, self.offered = place, None
+        self._allocate_out, self.accessed_out = allocate, None
 
     def __getattr__(self, name: str) -> Any:
         if name in self._saved:
@@ -114,37 +114,37 @@ class StepContext:
 
         The view and the result of `forward` may be saved.
         """
-        for name in arrays.keys() & _RESERVED:
+        for name in arrays.keys() & _RESERVED_NAMES:
             raise ConfigError(f"ctx.save({name}=...): '{name}' is an attribute of ctx; choose another name")
         self._saved.update(arrays)
 
-    def shield(self, memory: Any, but: Any = None) -> None:
-        """Replace saved arrays, except `but`, by copies if they share memory that will be reused."""
+    def copy_saved_sharing(self, memory: Any, unless: Any = None) -> None:
+        """Replace saved arrays, except `unless`, by copies if they share memory that will be reused."""
         for name, kept in self._saved.items():
-            if kept is not but and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
+            if kept is not unless and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
 
-    def to_keep(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
+    def saved_arrays(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
         """Return the saved arrays without the view, copied if they are in memory for which `owns` is true."""
-        return {name: self._to_keep(kept, owns) for name, kept in self._saved.items()}
+        return {name: self._saved_array(kept, owns) for name, kept in self._saved.items()}
 
-    def _to_keep(self, kept: Any, owns: Callable[[Any], bool]) -> Any:
-        if kept is self.whole_view and kept is not None:
-            return _VIEW
+    def _saved_array(self, kept: Any, owns: Callable[[Any], bool]) -> Any:
+        if kept is self.rebuilt_view and kept is not None:
+            return _VIEW_MARKER
         return kept.copy() if self._layer.context.backend.owns(kept) and owns(kept) else kept
 
-    def move_view(self, view: Any) -> None:
+    def replace_saved_view(self, view: Any) -> None:
         """Replace the saved view by this one."""
-        self._saved = {name: view if kept is self.whole_view else kept for name, kept in self._saved.items()}
-        self.whole_view = view
+        self._saved = {name: view if kept is self.rebuilt_view else kept for name, kept in self._saved.items()}
+        self.rebuilt_view = view
 
     def restore_output(self, y: Any) -> None:
         """Write the output of `forward` into y."""
-        self._layer.restore(self, y)
+        self._layer.restore_output(self, y)
 
-    def resume(self, view: Any, left: dict[str, Any]) -> None:
-        """Restore the result of `to_keep` of an earlier call, with this view."""
-        self._saved = {name: view if kept is _VIEW else kept for name, kept in left.items()}
+    def restore_saved(self, view: Any, saved: dict[str, Any]) -> None:
+        """Restore the result of `saved_arrays` of an earlier call, with this view."""
+        self._saved = {name: view if kept is _VIEW_MARKER else kept for name, kept in saved.items()}
 
     # The layer's arrays, and the cells of this call.
 
@@ -157,7 +157,7 @@ class StepContext:
     def state(self) -> dict[str, Any]:
         """The arrays that are saved but not trained."""
         state = self._layer.state
-        return {name: array.copy() for name, array in state.items()} if self.repeats else state
+        return {name: array.copy() for name, array in state.items()} if self.state_already_updated else state
 
     @property
     def grads(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class StepContext:
     def samples(self) -> tuple[int, int]:
         """The half-open range of samples of the whole batch."""
         first = self.phase.first_sample
-        return first, first + self._count
+        return first, first + self._sample_count
 
     @property
     def input_box(self) -> Box:
@@ -224,10 +224,10 @@ class StepContext:
     @property
     def out(self) -> Any:
         """The preferred output array; a new one on each access."""
-        if self.offered is not None:  # for example a subclass that calls its parent's forward twice
-            return self.xp.empty_like(self.offered)
-        self.offered = self._place()
-        return self.offered
+        if self.accessed_out is not None:  # for example a subclass that calls its parent's forward twice
+            return self.xp.empty_like(self.accessed_out)
+        self.accessed_out = self._allocate_out()
+        return self.accessed_out
 
     def activate(self, z: Any, y: Any) -> None:
         """Write the layer's activation of z, a part of the outputs that may be overwritten, into y."""
@@ -236,25 +236,25 @@ class StepContext:
             if z is not y:
                 self.kernels.copy(z, y)
         else:
-            self.activation.finish(z, y, self.kernels)
+            self.activation.fprop_into(z, y, self.kernels)
 
     def activation_gradient(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
-        if self.activation is None or self.cleared or not self.activated:
+        if self.activation is None or self.relu_gradient_deferred or not self.activated:
             return self.kernels.contiguous(dy)
-        return self.activation.begin(y, dy, self.kernels)
+        return self.activation.bprop_contiguous(y, dy, self.kernels)
 
     # Additional halos, which the layer has declared in `halos_for`.
 
     def gather(self, array: GlobalArray, tile: Any) -> Any:
         """Return the view of a tile through a declared array's window; valid until the next call; collective."""
-        return self._halo("forward", array, tile)
+        return self._exchange_halo("forward", array, tile)
 
     def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
         """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
-        return self._halo("backward", array, dview)
+        return self._exchange_halo("backward", array, dview)
 
-    def _halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
+    def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         move = array.get_fprop_view if direction == "forward" else array.get_bprop_view
         with self._layer.context.grid.observers.during("halo", str(self._layer.name), direction):
             return move(values, self.phase)
@@ -266,11 +266,11 @@ class CellRandom:
     def __init__(self, stream: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...], xp: Any) -> None:
         self.stream = stream
         cells = (slice(*samples), *tile.slices, slice(None))
-        self.index = rng.box_index((samples[1], *image_shape), cells, xp)
+        self.index = rng.row_major_indices((samples[1], *image_shape), cells, xp)
 
-    def at_least(self, rate: float) -> Any:
+    def mask_at_least(self, rate: float) -> Any:
         """Return the mask of uniform numbers that are at least `rate`: (n, *tile, C)."""
-        return rng.at_least(rate, self.stream, self.index)
+        return rng.uniform_at_least(rate, self.stream, self.index)
 
     def uniform(self) -> Any:
         """Return float64 numbers in [0, 1)."""
@@ -281,6 +281,6 @@ class CellRandom:
         return rng.normal(self.stream, self.index)
 
 
-_VIEW = object()
-_OWN = {"activation", "phase", "step", "training"}
-_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _OWN
+_VIEW_MARKER = object()
+_INSTANCE_ATTRIBUTES = {"activation", "phase", "step", "training"}
+_RESERVED_NAMES = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _INSTANCE_ATTRIBUTES

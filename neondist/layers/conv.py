@@ -39,11 +39,11 @@ class ConvLayer(Layer):
         Default FanInUniform.
     """
 
-    needs_image = rounds_view = True
-    absorbs = "elementwise"
-    clears = in_place = True
+    needs_image = tolerates_rounded_view = True
+    fusible_activations = "elementwise"
+    can_apply_relu_gradient = in_place = True
     saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
     window: Window
 
     def __init__(
@@ -96,20 +96,20 @@ class ConvLayer(Layer):
             parameters["bias"] = Parameter((self.out_channels,))
         return parameters
 
-    def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
+    def gradient_gather_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window if the scheme gathers gradients."""
         method = self.scheme.gradients if self.scheme else "scatter"
         if method == "scatter":
             return None
         window = self.window_for(input_shape)
         if window.mode != "zeros":
-            return None if method == "auto" else super().gathers_for(input_shape, grid)
+            return None if method == "auto" else super().gradient_gather_for(input_shape, grid)
         shape, gradient_window = self._gradient_window(input_shape)
         gathered = halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
         scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, gradient_window) if method == "gather" or gathered < scattered else None
 
-    def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
+    def supported_gradient_gather(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window, for zero padding."""
         return self._gradient_window(input_shape) if self.window_for(input_shape).mode == "zeros" else None
 
@@ -119,16 +119,16 @@ class ConvLayer(Layer):
     def adjust_for_dist(self) -> None:
         """Also create the array of output gradients, if they are gathered."""
         super().adjust_for_dist()
-        gathers = self.gathers_for(self.input_shape, self.context.grid.shape)
-        self.gathers = None if gathers is None else self.make_array(*gathers)
-        if self.gathers is not None:
-            self.gathers.reverse = True
+        gathers = self.gradient_gather_for(self.input_shape, self.context.grid.shape)
+        self.gathered_gradient_array = None if gathers is None else self.register_array(*gathers)
+        if self.gathered_gradient_array is not None:
+            self.gathered_gradient_array.reverse = True
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
         self.kernels.conv_into(y, view, ctx.params["weights"], *self._conv_args, bias, ctx.activate, self.input.outside)
-        ctx.save(view=view, y=None if ctx.activation is None or ctx.cleared else y)
+        ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_deferred else y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -143,7 +143,7 @@ class ConvLayer(Layer):
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.outside,
             ctx.needs_weight_gradients,
-            ctx.clears,
+            ctx.applies_relu_gradient,
             self.bias,
         )
         ctx.grads["weights"] = by_weights
@@ -151,15 +151,15 @@ class ConvLayer(Layer):
             ctx.grads["bias"] = by_bias
         return dview
 
-    def to_gather(self, ctx: StepContext, dy: Any) -> Any:
+    def gradient_to_gather(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the convolution."""
         return ctx.activation_gradient(ctx.y, dy)
 
-    def input_gradient(self, ctx: StepContext, seen: Any) -> Any:
+    def input_gradient(self, ctx: StepContext, gathered_dy: Any) -> Any:
         """Return the gradient of the tile, given that of all outputs whose windows contain it."""
-        assert self.gathers is not None
-        region, own = self.window.needs(self.gathers.need), self.input.own
-        array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._conv_args)
+        assert self.gathered_gradient_array is not None
+        region, own = self.window.needs(self.gathered_gradient_array.need), self.input.own
+        array = self.kernels.conv_backward_input(gathered_dy, ctx.params["weights"], region.shape, *self._conv_args)
         overlap, dx = own.intersect(region), ctx.xp.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
         dx[(slice(None), *overlap.relative_to(own).slices)] = array[(slice(None), *overlap.relative_to(region).slices)]
         return dx

@@ -27,7 +27,7 @@ class PadLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class CropLayer(PadLayer):
     def __init__(
         self, cropping: int | Sequence[Any], *, scheme: ExchangePolicy | str | None = None, name: str | None = None
     ) -> None:
-        super().__init__(_negative(cropping), name=name, scheme=scheme)
+        super().__init__(_as_negative_padding(cropping), name=name, scheme=scheme)
 
 
 class CropLayerDist(Dist, CropLayer):
     """Cropping over tiles; tiles are rebalanced."""
 
 
-def _negative(cropping: int | Sequence[Any]) -> Any:
+def _as_negative_padding(cropping: int | Sequence[Any]) -> Any:
     if isinstance(cropping, Sequence):
-        return tuple(_negative(side) for side in cropping)
+        return tuple(_as_negative_padding(side) for side in cropping)
     if cropping < 0:
         raise ConfigError(f"cropping {cropping}: needs at least 0; use PadLayer to add cells")
     return -cropping

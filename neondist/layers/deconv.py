@@ -37,12 +37,12 @@ class DeconvLayer(Layer):
         As in ConvLayer.
     """
 
-    needs_image = rounds_view = True
+    needs_image = tolerates_rounded_view = True
 
     reverse_halos = True
     saves_output = False
     in_place = True
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
     recompute_blocker = "its windows slide over the output"
 
     def __init__(
@@ -68,13 +68,13 @@ class DeconvLayer(Layer):
         self.output_padding, self.dilation, self.groups = output_padding, dilation, groups
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
 
-    def sliding(self, input_shape: Shape) -> Window:
+    def output_window_for(self, input_shape: Shape) -> Window:
         """Return the window that slides over the output."""
         return Window(self.kernel_size, self.stride, self.padding, dilation=self.dilation, ndim=len(input_shape) - 1)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the extent whose convolution has the input's extent, and out_channels."""
-        window = self.sliding(input_shape)
+        window = self.output_window_for(input_shape)
         extra = self.output_padding
         extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
         if len(extras) != window.ndim or any(not 0 <= e < s for e, s in zip(extras, window.stride, strict=False)):
@@ -89,17 +89,17 @@ class DeconvLayer(Layer):
             raise ConfigError(f"padding {self.padding} cuts off all of the output {extent}; use less")
         return *extent, self.out_channels
 
-    def reach_for(self, input_shape: Shape) -> Window:
+    def receptive_window_for(self, input_shape: Shape) -> Window:
         """Return the inputs whose windows contain given outputs."""
-        return GradientWindow(self.sliding(input_shape), self.output_shape_for(input_shape)[:-1])
+        return GradientWindow(self.output_window_for(input_shape), self.output_shape_for(input_shape)[:-1])
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
         """Return the output's halo."""
-        return [(self.output_shape_for(input_shape), self.sliding(input_shape))]
+        return [(self.output_shape_for(input_shape), self.output_window_for(input_shape))]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
-        kernel, channels = self.sliding(input_shape).kernel, input_shape[-1]
+        kernel, channels = self.output_window_for(input_shape).kernel, input_shape[-1]
         if channels % self.groups:
             raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
         shape = (*kernel, channels // self.groups, self.out_channels)
@@ -110,28 +110,28 @@ class DeconvLayer(Layer):
     def adjust_for_dist(self) -> None:
         """Also create the array of outputs, whose halo is exchanged."""
         super().adjust_for_dist()
-        self.output_window = self.sliding(self.input_shape)
-        self.scatters = self.make_array(self.output_shape, self.output_window)
-        self.scatters.reverse = self.reverse_halos
+        self.output_window = self.output_window_for(self.input_shape)
+        self.scattered_output_array = self.register_array(self.output_shape, self.output_window)
+        self.scattered_output_array.reverse = self.reverse_halos
         inputs, outputs = self.regions
         if inputs is not None and outputs is not None:
-            self.scatters.cut(outputs, inputs)
+            self.scattered_output_array.cut(outputs, inputs)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the contributions of this rank's windows to the outputs, including those of other tiles."""
-        assert self.scatters is not None
+        assert self.scattered_output_array is not None
         ctx.save(view=view)
-        shape = len(view), *self.scatters.need.shape, self.out_channels
-        y = ctx.out if self.scatters.plan.trivial else ctx.xp.empty(shape, view.dtype)
+        shape = len(view), *self.scattered_output_array.need.shape, self.out_channels
+        y = ctx.out if self.scattered_output_array.plan.trivial else ctx.xp.empty(shape, view.dtype)
         weights, kernels = self._swap_channels(ctx.params["weights"]), self.kernels
         kernels.conv_back_into(
             y, y, view, weights, *self._conv_args, lambda part: kernels.contiguous(view[part]), None, False
         )
         return y
 
-    def finish(self, ctx: StepContext, y: Any) -> Any:
+    def finish_scattered_output(self, ctx: StepContext, y: Any) -> Any:
         """Return the sum of all contributions plus bias."""
-        out = ctx.out if ctx.offered is None else ctx.offered  # y may be the same array
+        out = ctx.out if ctx.accessed_out is None else ctx.accessed_out  # y may be the same array
         if self.bias:
             shift = ctx.params["bias"][None]
             self.kernels.normalise(y, Normalisation(ctx.xp.zeros_like(shift), ctx.xp.ones_like(shift), shift), out)
@@ -139,7 +139,7 @@ class DeconvLayer(Layer):
             self.kernels.copy(y, out)
         return out
 
-    def to_gather(self, ctx: StepContext, dy: Any) -> Any:
+    def gradient_to_gather(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradient of the bias; return dy."""
         if self.bias:
             ctx.grads["bias"] = self.kernels.channel_sum(dy)

@@ -17,8 +17,8 @@ class DropoutLayer(Layer):
     """
 
     saves_input = saves_output = False
-    extra_saves = (1, 0)
-    by_step = True
+    saved_bytes_and_elements = (1, 0)
+    step_dependent = True
 
     def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -29,7 +29,7 @@ class DropoutLayer(Layer):
         if not ctx.training or not self.rate:
             ctx.save(mask=None)
             return view
-        ctx.save(mask=ctx.random("dropout").at_least(self.rate))
+        ctx.save(mask=ctx.random("dropout").mask_at_least(self.rate))
         return self._apply_mask(ctx, view)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

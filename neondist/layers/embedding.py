@@ -47,7 +47,7 @@ class EmbeddingLayer(Layer):
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights'."""
         shape = self.num_embeddings, self.dim
-        return {"weights": Parameter(shape, self.weights_init, *shape, sparse=prod(input_shape))}
+        return {"weights": Parameter(shape, self.weights_init, *shape, max_rows_per_sample=prod(input_shape))}
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the rows.

@@ -37,20 +37,20 @@ class Filters(ABC):
         """Return the gradient of the weights, given that of z."""
 
 
-class OwnFilters(Filters):
+class PerCellFilters(Filters):
     """A filter for every output cell: weights (*tile, *kernel, C, out_channels)."""
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
-        return self.kernels.local_forward(view, weights, self.window.stride)
+        return self.kernels.unshared_forward(view, weights, self.window.stride)
 
     def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
-        return self.kernels.local_backward_input(z, weights, extent, self.window.stride)
+        return self.kernels.unshared_backward_input(z, weights, extent, self.window.stride)
 
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return the gradient of the weights."""
-        return self.kernels.local_backward_weights(view, dz, weights, self.window.stride)
+        return self.kernels.unshared_backward_weights(view, dz, weights, self.window.stride)
 
 
 class BlockFilters(Filters):
@@ -66,7 +66,7 @@ class BlockFilters(Filters):
 
     def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
         super().__init__(kernels, window)
-        self.extent, self.pieces = tile.shape, []
+        self.extent, self.block_slices = tile.shape, []
         need = window.needs(tile)
         first = [lo // b for lo, b in zip(tile.lo, block, strict=True)]
         count = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
@@ -74,33 +74,37 @@ class BlockFilters(Filters):
             place = tuple(a + i for a, i in zip(first, at, strict=True))
             lo = tuple(p * b for p, b in zip(place, block, strict=True))
             cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
-            self.pieces.append((place, _index(cells, tile), _index(window.needs(cells), need)))
+            self.block_slices.append((place, _slices_within(cells, tile), _slices_within(window.needs(cells), need)))
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
         z = self.kernels.xp.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
-        for place, cells, seen in self.pieces:
-            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._args)
+        for place, cells, seen in self.block_slices:
+            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._conv_args)
         return z
 
     def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
-        for place, cells, seen in self.pieces:
+        for place, cells, seen in self.block_slices:
             part = dview[seen]
-            part += self.kernels.conv_backward_input(_dense(z[cells]), weights[place], part.shape[1:-1], *self._args)
+            part += self.kernels.conv_backward_input(
+                _contiguous(z[cells]), weights[place], part.shape[1:-1], *self._conv_args
+            )
         return dview
 
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return this rank's share of the gradient of the weights."""
         gradient = self.kernels.xp.zeros_like(weights)
-        for place, cells, seen in self.pieces:
-            part = self.kernels.conv_backward_weights(view[seen], _dense(dz[cells]), self.window.kernel, *self._args)
+        for place, cells, seen in self.block_slices:
+            part = self.kernels.conv_backward_weights(
+                view[seen], _contiguous(dz[cells]), self.window.kernel, *self._conv_args
+            )
             gradient[place] = part
         return gradient
 
     @property
-    def _args(self) -> tuple[Shape, Shape, int]:
+    def _conv_args(self) -> tuple[Shape, Shape, int]:
         return self.window.stride, (1,) * len(self.window.kernel), 1
 
 
@@ -126,9 +130,9 @@ def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
     return scale * (result.swapaxes(1, 2) if wide else result).reshape(weights.shape)
 
 
-def _index(box: Box, inside: Box) -> tuple[slice, ...]:
+def _slices_within(box: Box, inside: Box) -> tuple[slice, ...]:
     return (slice(None), *box.relative_to(inside).slices)
 
 
-def _dense(array: Any) -> Any:
+def _contiguous(array: Any) -> Any:
     return namespace(array).ascontiguousarray(array)

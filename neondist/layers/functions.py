@@ -17,16 +17,16 @@ class Activation(Registered, ABC):
     ----------
     elementwise : bool
         Whether it acts on each channel independently. Set in the class that defines `fprop`.
-    clips : bool
+    is_relu : bool
         Whether it is max(z, 0). Set in the same class.
     """
 
-    elementwise = clips = False
+    elementwise = is_relu = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Restore the generic `finish` and `begin` in classes that override only `fprop` and `bprop`."""
+        """Restore the generic `fprop_into` and `bprop_contiguous` in classes that override only `fprop` and `bprop`."""
         super().__init_subclass__(**kwargs)
-        for plain, fast in (("fprop", "finish"), ("bprop", "begin")):
+        for plain, fast in (("fprop", "fprop_into"), ("bprop", "bprop_contiguous")):
             if plain in vars(cls) and fast not in vars(cls):
                 setattr(cls, fast, getattr(Activation, fast))
 
@@ -38,11 +38,11 @@ class Activation(Registered, ABC):
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z, given the outputs y and their gradient."""
 
-    def finish(self, z: Any, y: Any, kernels: Kernels) -> None:
+    def fprop_into(self, z: Any, y: Any, kernels: Kernels) -> None:
         """Write the outputs for z into y (of any strides); z may be overwritten."""
         kernels.copy(self.fprop(z), y)
 
-    def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
+    def bprop_contiguous(self, y: Any, dy: Any, kernels: Kernels) -> Any:
         """Return the gradient of z as a contiguous array; y and dy may have any strides, and are not modified."""
         return kernels.xp.ascontiguousarray(self.bprop(y, dy))
 
@@ -66,7 +66,7 @@ class ReLU(Activation):
 
     _also_called = ("RectLin",)
 
-    elementwise = clips = True
+    elementwise = is_relu = True
 
     def fprop(self, z: Any) -> Any:
         """Return max(z, 0)."""
@@ -76,11 +76,11 @@ class ReLU(Activation):
         """Return dy where y is positive."""
         return dy * (y > 0)
 
-    def finish(self, z: Any, y: Any, kernels: Kernels) -> None:
+    def fprop_into(self, z: Any, y: Any, kernels: Kernels) -> None:
         """Write max(z, 0) into y."""
         kernels.relu(z, y)
 
-    def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
+    def bprop_contiguous(self, y: Any, dy: Any, kernels: Kernels) -> Any:
         """Return dy where y is positive, from the sign of y alone."""
         return kernels.relu_backward(y, dy)
 

@@ -20,9 +20,9 @@ class GlobalAvgPoolingLayer(Layer):
     """
 
     saves_input = saves_output = False
-    extra_saves = (0, 0)
-    reduce_saves = False
-    sums_alone = True
+    saved_bytes_and_elements = (0, 0)
+    reduce_saves_state = False
+    forward_reads_only_reduced = True
     layout = Shard
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
@@ -33,7 +33,7 @@ class GlobalAvgPoolingLayer(Layer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the sum of the channels."""
-        return [Reduction("forward", "tiles", each=input_shape[-1])]
+        return [Reduction("forward", "tiles", elements_per_sample=input_shape[-1])]
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return the sums over this rank's cells."""

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..comm import group_of
+from ..comm import reduction_group
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
 from ..registry.ranges import Count, Positive
@@ -25,10 +25,10 @@ class SampleNormLayer(NormLayer):
     (N, *spatial, C), local.
     """
 
-    absorbs = "clips"
-    extra_saves = (0, 0)
-    reduce_saves = False
-    restores = in_place = True
+    fusible_activations = "is_relu"
+    saved_bytes_and_elements = (0, 0)
+    reduce_saves_state = False
+    can_restore_output = in_place = True
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)
@@ -45,10 +45,10 @@ class SampleNormLayer(NormLayer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of all groups, and the sums of the gradients."""
-        group, groups = group_of(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
+        group, groups = reduction_group(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
         return [
-            Reduction("forward", group, each=2 * groups, once=1, combine="moments"),
-            Reduction("backward", group, each=2 * groups),
+            Reduction("forward", group, elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
+            Reduction("backward", group, elements_per_sample=2 * groups),
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
@@ -62,45 +62,47 @@ class SampleNormLayer(NormLayer):
         number = prod(cells.shape[1:-1])
         means, squares = self.kernels.moments(cells, by_sample=True)
         count = number * (view.shape[-1] // self.groups_for(self.input_shape))
-        mean = self._by_group(number * means) / max(1, count)
-        squares = self._by_group(squares + number * (means - self._by_channel(mean)) ** 2)
+        mean = self._sum_by_group(number * means) / max(1, count)
+        squares = self._sum_by_group(squares + number * (means - self._repeat_for_channels(mean)) ** 2)
         return ctx.xp.concatenate([ctx.xp.full((1,), count, view.dtype), mean.ravel(), squares.ravel()])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
-        mean, var = (self._by_channel(numbers) for numbers in (moments[0], moments[1] / count))
+        mean, var = (self._repeat_for_channels(numbers) for numbers in (moments[0], moments[1] / count))
         scale, shift = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps)), ctx.xp.zeros_like(mean)
         ctx.save(scale=scale)
         if self.affine:
             scale, shift = scale * ctx.params["gamma"], shift + ctx.params["beta"]
-        return self.normalised(ctx, view, mean, scale, shift)
+        return self.normalise_view(ctx, view, mean, scale, shift)
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return this rank's sums for the statistics of the groups."""
-        offset, along = self.sums_back(ctx, dy)
+        offset, along = self.backward_sums(ctx, dy)
         along = along * ctx.scale
         if self.affine:
             ctx.grads["gamma"] = ctx.local_contribution(along.sum(axis=0))
             ctx.grads["beta"] = ctx.local_contribution(offset.sum(axis=0))
             along, offset = along * ctx.params["gamma"], offset * ctx.params["gamma"]
-        return ctx.xp.stack([self._by_group(along), self._by_group(offset)]) if ctx.needs_input_gradient else None
+        return (
+            ctx.xp.stack([self._sum_by_group(along), self._sum_by_group(offset)]) if ctx.needs_input_gradient else None
+        )
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
         count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.groups_for(self.input_shape))
-        along, offset = (self._by_channel(sums / count) for sums in ctx.reduced)
+        along, offset = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
         through = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
-        return self.gradient(ctx, dy, through, (-ctx.scale * ctx.scale * along, -ctx.scale * offset))
+        return self.view_gradient(ctx, dy, through, (-ctx.scale * ctx.scale * along, -ctx.scale * offset))
 
-    def _by_group(self, sums: Any) -> Any:
+    def _sum_by_group(self, sums: Any) -> Any:
         """Return the sums of each group (n, groups), given those of the channels (n, C)."""
         groups = self.groups_for(self.input_shape)
         return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
 
-    def _by_channel(self, numbers: Any) -> Any:
+    def _repeat_for_channels(self, numbers: Any) -> Any:
         """Return each channel's number (n, C), given those of the groups (n, groups)."""
         (samples, groups), channels = numbers.shape, self.input_shape[-1]
         if groups == channels:

@@ -17,14 +17,14 @@ class Replicate:
     """Layout of an array replicated on every rank, with gradients summed over all ranks."""
 
     #: whether the parts of tiles differ; gradients are then summed over the replicas only
-    cut = False
+    is_partitioned = False
 
     @property
     def group(self) -> str:
-        """The ranks over which gradients are summed, one of `comm.GROUPS`."""
-        return "replicas" if self.cut else "world"
+        """The ranks over which gradients are summed, one of `comm.GROUP_NAMES`."""
+        return "replicas" if self.is_partitioned else "world"
 
-    def unfolded(self, shape: Shape) -> Shape:
+    def unflattened_shape(self, shape: Shape) -> Shape:
         """Return the reshaped shape in which parts of an array are boxes."""
         return shape
 
@@ -32,7 +32,7 @@ class Replicate:
         """Return the box of an unfolded array that the rank of a tile stores."""
         return Box.of(shape)
 
-    def cut_extent(self, shape: Shape) -> Shape:
+    def partitioned_extent(self, shape: Shape) -> Shape:
         """Return the extent of the image or vector along which an array is divided; () if it is not."""
         return ()
 
@@ -46,15 +46,15 @@ class Tiled(Replicate):
     """Layout of an array whose first `ndim` axes are the output's spatial axes: each rank stores its tile."""
 
     ndim: int
-    cut = True
+    is_partitioned = True
 
-    def cut_extent(self, shape: Shape) -> Shape:
+    def partitioned_extent(self, shape: Shape) -> Shape:
         """Return the output's extent."""
         return shape[: self.ndim]
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile, with all of the other axes."""
-        cells = grid.partition(self.cut_extent(shape)).box(tile)
+        cells = grid.partition(self.partitioned_extent(shape)).box(tile)
         return Box((*cells.lo, *(0 for _ in shape[self.ndim :])), (*cells.hi, *shape[self.ndim :]))
 
 
@@ -66,45 +66,45 @@ class Shard(Replicate):
     """
 
     input_shape: Shape
-    cut = True
+    is_partitioned = True
 
-    def cut_extent(self, shape: Shape) -> Shape:
+    def partitioned_extent(self, shape: Shape) -> Shape:
         """Return the input's extent; for a vector, its features."""
         return self.input_shape[:-1] or self.input_shape
 
-    def inputs(self, grid: GridShape, tile: int) -> Box:
+    def input_box(self, grid: GridShape, tile: int) -> Box:
         """Return a tile's own part of the input."""
         *extent, channels = self.input_shape
-        cells = grid.partition(self.cut_extent(self.input_shape)).box(tile)
+        cells = grid.partition(self.partitioned_extent(self.input_shape)).box(tile)
         return Box((*cells.lo, 0), (*cells.hi, channels)) if extent else cells
 
-    def unfolded(self, shape: Shape) -> Shape:
+    def unflattened_shape(self, shape: Shape) -> Shape:
         """Return the shape with the input's axes as they are."""
         return *self.input_shape, *shape[1:]
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile's inputs, with all of the other axes."""
-        rows = self.inputs(grid, tile)
+        rows = self.input_box(grid, tile)
         return Box((*rows.lo, *(0 for _ in shape[1:])), (*rows.hi, *shape[1:]))
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's rows."""
-        return self.inputs(grid, tile).size, *shape[1:]
+        return self.input_box(grid, tile).size, *shape[1:]
 
 
 @dataclass(frozen=True)
 class OutputShard(Replicate):
     """Layout of an array whose last axis is the layer's outputs: each rank of a replica stores a range."""
 
-    cut = True
+    is_partitioned = True
 
-    def cut_extent(self, shape: Shape) -> Shape:
+    def partitioned_extent(self, shape: Shape) -> Shape:
         """Return the outputs."""
         return shape[-1:]
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the range of outputs, with all of the other axes."""
-        outputs = grid.partition(self.cut_extent(shape)).box(tile)
+        outputs = grid.partition(self.partitioned_extent(shape)).box(tile)
         return Box((*(0 for _ in shape[:-1]), *outputs.lo), (*shape[:-1], *outputs.hi))
 
 
@@ -115,8 +115,8 @@ class Parameter:
     `layout` is the part that each rank stores: Replicate, all of it; Tiled, the part of its output tile; Shard, the
     part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and initial
     values of whole arrays do not depend on it. `decays`: whether weight decay applies, by default only to arrays with
-    several axes, which are not biases or scales of norms. `sparse` is the largest number of rows (first axis) that a
-    sample changes, if these are few: nonzero rows of gradients are sent with their ids; 0: dense.
+    several axes, which are not biases or scales of norms. `max_rows_per_sample` is the largest number of rows (first
+    axis) that a sample changes, if these are few: nonzero rows of gradients are sent with their ids; 0: dense.
     """
 
     shape: Shape
@@ -125,7 +125,7 @@ class Parameter:
     fan_out: int = 1
     layout: Replicate = field(default_factory=Replicate)
     decays: bool | None = None
-    sparse: int = 0
+    max_rows_per_sample: int = 0
 
     def size_on(self, grid: GridShape, tile: int) -> int:
         """Return the number of its elements that the rank of a tile stores."""

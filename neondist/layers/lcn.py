@@ -15,12 +15,16 @@ from ..registry import suggest
 from ..registry.ranges import Positive
 from .base import Dist, Layer, Shape
 from .context import StepContext
-from .lcn_window import Halos, LocalView, LocalWindow, middle
+from .lcn_window import Halos, LocalView, LocalWindow, centred_slices
 from .reduction import Reduction
 
-_NOISE = 8
+_MAX_NOISE_ULPS = 8
 """Deviations up to this many rounding units of the mean count as 0."""
-CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
+ALLOWED_VALUES = {
+    "window": ("gaussian", "uniform"),
+    "padding_mode": ("zeros", "reflect"),
+    "halo": ("auto", "twice", "wide"),
+}
 
 
 class LCNLayer(Layer):
@@ -51,9 +55,9 @@ class LCNLayer(Layer):
     """
 
     saves_input = saves_output = False
-    extra_saves = (0, 1)
+    saved_bytes_and_elements = (0, 1)
     recompute_blocker = "its two stages exchange means"
-    sees_reach = True
+    views_receptive_window_in_strips = True
 
     def __init__(
         self,
@@ -71,13 +75,13 @@ class LCNLayer(Layer):
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
             raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
-            if value not in CHOICES[field]:
-                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), CHOICES[field])}")
+            if value not in ALLOWED_VALUES[field]:
+                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), ALLOWED_VALUES[field])}")
         if sigma is not None and (window != "gaussian" or not 0 < sigma < inf):
             raise ConfigError(f"sigma {sigma}: needs a number above 0, and window 'gaussian'")
         self.local = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
-        self.sums_image = min_deviation == "mean"
+        self.reduces_over_image = min_deviation == "mean"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window of one stage or, for halo 'wide', of both together."""
@@ -99,23 +103,23 @@ class LCNLayer(Layer):
         halos = self.halos_for(input_shape, grid)
         return halos[0][1] if len(halos) == 1 else None
 
-    def reach_for(self, input_shape: Shape) -> Window | None:
+    def receptive_window_for(self, input_shape: Shape) -> Window | None:
         """Return the window of both stages; None if the image is too small for reflection."""
-        return next((window for _, window in self.local.methods(input_shape).get("wide", [])), None)
+        return next((window for _, window in self.local.halos_by_method(input_shape).get("wide", [])), None)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
         """Return the halos of the chosen method, or of the one that sends fewer bytes."""
         method = self.local.cheapest_method(input_shape, grid) if self.halo == "auto" else self.halo
-        return self.local.methods(input_shape)[method]
+        return self.local.halos_by_method(input_shape)[method]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
-        directions = ("forward", "backward") if self.sums_image else ()
-        return [Reduction(direction, "tiles", each=1) for direction in directions]
+        directions = ("forward", "backward") if self.reduces_over_image else ()
+        return [Reduction(direction, "tiles", elements_per_sample=1) for direction in directions]
 
     def adjust_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""
-        self.taps = self.local.taps(self.input_shape)
+        self.axis_weights = self.local.axis_weights(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # they make views of the channel means, first of x and then of v²
         self.means: Any
@@ -123,7 +127,7 @@ class LCNLayer(Layer):
         self.means, self.squares = (self._local_view(stages) if wide else self._exchanged_array() for stages in (2, 1))
 
     def _exchanged_array(self) -> GlobalArray:
-        return self.make_array((*self.input_shape[:-1], 1), self.local.window_over(self.input_shape))
+        return self.register_array((*self.input_shape[:-1], 1), self.local.window_over(self.input_shape))
 
     def _local_view(self, stages: int) -> LocalView:
         """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
@@ -133,37 +137,37 @@ class LCNLayer(Layer):
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""
-        self._deviations(ctx, view)
+        self._save_deviations(ctx, view)
         return self.kernels.sample_sum(ctx.owned(ctx.sigma, ctx.output_box))
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return v over its local deviation."""
-        if not self.sums_image:
-            self._deviations(ctx, view)
-        least = self._average(ctx, ctx.reduced) if self.sums_image else self.min_deviation
+        if not self.reduces_over_image:
+            self._save_deviations(ctx, view)
+        least = self._image_mean(ctx, ctx.reduced) if self.reduces_over_image else self.min_deviation
         divisor = ctx.xp.maximum(ctx.sigma, least)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a constant image becomes 0
         ctx.save(least=least, scale=scale)
         y = ctx.out
-        ctx.xp.multiply(ctx.v[middle(ctx.v, divisor)], scale, out=y)
+        ctx.xp.multiply(ctx.v[centred_slices(ctx.v, divisor)], scale, out=y)
         return y
 
-    def _deviations(self, ctx: StepContext, view: Any) -> None:
+    def _save_deviations(self, ctx: StepContext, view: Any) -> None:
         """Save v for all cells that the view allows, and the deviations of this rank's cells."""
         seen = ctx.gather(self.means, self._channel_mean(view))
-        mean = self.kernels.separable_filter(seen, self.taps)
-        v = view[middle(view, mean)] - mean
+        mean = self.kernels.separable_filter(seen, self.axis_weights)
+        v = view[centred_slices(view, mean)] - mean
         squares = ctx.gather(self.squares, self._channel_mean(v * v))
-        sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.taps))
+        sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.axis_weights))
         # deviations of constant cells are rounding errors, which would differ between grids
-        sigma *= sigma > _NOISE * np.finfo(view.dtype).eps * abs(mean[middle(mean, sigma)])
+        sigma *= sigma > _MAX_NOISE_ULPS * np.finfo(view.dtype).eps * abs(mean[centred_slices(mean, sigma)])
         ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the sums for the gradient through the mean deviation."""
         if not ctx.needs_input_gradient:
             return None
-        by_divisor, by_sigma = self._by_sigma(ctx, dy)
+        by_divisor, by_sigma = self._deviation_gradients(ctx, dy)
         return self.kernels.sample_sum(by_divisor - by_sigma)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -171,24 +175,28 @@ class LCNLayer(Layer):
         if not ctx.needs_input_gradient:
             return None
         kernels = self.kernels
-        _, by_sigma = self._by_sigma(ctx, dy)
-        if self.sums_image:
+        _, by_sigma = self._deviation_gradients(ctx, dy)
+        if self.reduces_over_image:
             counted = ctx.owned(by_sigma, ctx.output_box)
-            counted += self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
+            counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
-        dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
+        dsquares = ctx.scatter_add(
+            self.squares, kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights)
+        )
         by_v = dsquares * (2 / dy.shape[-1])
         mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never stored
-        mean[middle(mean, dy)] += ctx.scale * self._channel_mean(dy)
+        mean[centred_slices(mean, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
-        dview[...] = ctx.scatter_add(self.means, kernels.separable_spread(-mean, ctx.extents[0], self.taps))
-        dview[middle(dview, mean)] += ctx.v * by_v
-        dview[middle(dview, dy)] += dy * ctx.scale
+        dview[...] = ctx.scatter_add(
+            self.means, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
+        )
+        dview[centred_slices(dview, mean)] += ctx.v * by_v
+        dview[centred_slices(dview, dy)] += dy * ctx.scale
         return dview
 
-    def _by_sigma(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+    def _deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the gradients of max(least, deviation) and, through it, of the deviation."""
-        by_scale = self._channel_mean(dy * ctx.v[middle(ctx.v, dy)]) * dy.shape[-1]
+        by_scale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
         by_divisor = -by_scale * ctx.scale * ctx.scale
         return by_divisor, ctx.xp.where(ctx.sigma > ctx.least, by_divisor, 0)
 
@@ -198,7 +206,7 @@ class LCNLayer(Layer):
         sums = self.kernels.matmul(x.reshape(-1, channels), self.kernels.xp.ones((channels, 1), x.dtype))
         return sums.reshape(*x.shape[:-1], 1) / channels
 
-    def _average(self, ctx: StepContext, sums: Any) -> Any:
+    def _image_mean(self, ctx: StepContext, sums: Any) -> Any:
         """Return each sample's mean over all cells of the image, (n, 1, ..., 1), given the sums (n, 1)."""
         return sums.reshape(len(sums), *(1 for _ in self.input_shape)) / prod(self.input_shape[:-1])
 

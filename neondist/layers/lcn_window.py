@@ -29,17 +29,17 @@ class LocalWindow:
         reach = [k // 2 * stages for k in kernel]
         return Window([2 * r + 1 for r in reach], padding=reach, mode=self.mode, ndim=len(kernel))
 
-    def taps(self, input_shape: Shape) -> list[list[float]]:
+    def axis_weights(self, input_shape: Shape) -> list[list[float]]:
         """Return the weights along every spatial axis, each axis summing to 1."""
-        return [self._taps(k) for k in self.window_over(input_shape).kernel]
+        return [self._axis_weights(k) for k in self.window_over(input_shape).kernel]
 
-    def _taps(self, kernel: int) -> list[float]:
+    def _axis_weights(self, kernel: int) -> list[float]:
         sigma = self.sigma or kernel / 4
         flat = self.weighting == "uniform"
         weights = [1.0 if flat else exp(-(((i - kernel // 2) / sigma) ** 2) / 2) for i in range(kernel)]
         return [weight / sum(weights) for weight in weights]
 
-    def methods(self, input_shape: Shape) -> dict[str, Halos]:
+    def halos_by_method(self, input_shape: Shape) -> dict[str, Halos]:
         """Return the halos of each method, without 'wide' if the image is too small for its reflection."""
         single, double = self.window_over(input_shape), self.window_over(input_shape, stages=2)
         halos: dict[str, Halos] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
@@ -56,7 +56,7 @@ class LocalWindow:
         """
         elements = {
             method: sum(shape[-1] * halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
-            for method, halos in self.methods(input_shape).items()
+            for method, halos in self.halos_by_method(input_shape).items()
         }
         return min(elements, key=elements.__getitem__)
 
@@ -85,7 +85,7 @@ class LocalView:
         return self.get_fprop_view(dview, phase)
 
 
-def middle(array: Any, inner: Any) -> tuple[slice, ...]:
+def centred_slices(array: Any, inner: Any) -> tuple[slice, ...]:
     """Return the index of the centred cells of `array` with the spatial extent of `inner`."""
     axes = list(zip(array.shape[1:-1], inner.shape[1:-1], strict=True))
     return (slice(None), *(slice((n - m) // 2, (n + m) // 2) for n, m in axes))

@@ -38,7 +38,7 @@ class FCLayer(Layer):
     """
 
     saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
     layout: type[Replicate] = Shard
     can_split_outputs = True
 
@@ -55,9 +55,9 @@ class FCLayer(Layer):
         super().__init__(name=name)
         self.out_features, self.bias, self.activation = out_features, bias, activation
         self.weights_init = weights_init or FanInUniform()
-        self.divide(split)
+        self.set_split(split)
 
-    def divide(self, split: str) -> None:
+    def set_split(self, split: str) -> None:
         """Partition the weights over the tiles along 'inputs' or 'outputs', before the layer is planned."""
         self.splits_outputs = split == "outputs"
         self.layout = Replicate if self.splits_outputs else Shard  # of the input
@@ -71,8 +71,8 @@ class FCLayer(Layer):
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reduction of the outputs, or of the input gradients."""
         if self.splits_outputs:
-            return [Reduction("backward", "tiles", each=prod(input_shape))]
-        return [Reduction("forward", "tiles", each=self.out_features)]
+            return [Reduction("backward", "tiles", elements_per_sample=prod(input_shape))]
+        return [Reduction("forward", "tiles", elements_per_sample=self.out_features)]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""

@@ -13,7 +13,7 @@ from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
-from .filters import BlockFilters, Filters, OwnFilters, orthonormal
+from .filters import BlockFilters, Filters, PerCellFilters, orthonormal
 from .functions import Activation
 from .layout import Replicate, Tiled
 
@@ -45,9 +45,9 @@ class LocalFilteringLayer(Layer):
     needs_image = True
 
     window: Window
-    autoencodes = True
+    is_pretrained_as_autoencoder = True
     saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LocalFilteringLayer(Layer):
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
-        block = self.block_for(out)
+        block = self.block_extent_for(out)
         blocks = out if block is None else tuple(-(-n // b) for n, b in zip(out, block, strict=True))
         shape = (*blocks, *window.kernel, channels, self.out_channels)
         tiled = Tiled(len(out))
@@ -94,7 +94,7 @@ class LocalFilteringLayer(Layer):
         bias = {"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
         return parameters | bias
 
-    def block_for(self, out: Shape) -> Shape | None:
+    def block_extent_for(self, out: Shape) -> Shape | None:
         """Return the number of cells that share a filter along each axis for an output of this extent, or None."""
         if self.shared is False:
             return None
@@ -107,8 +107,8 @@ class LocalFilteringLayer(Layer):
 
     def adjust_for_tile(self) -> None:
         """Determine the filters of this rank's cells."""
-        block, kernels = self.block_for(self.output_shape[:-1]), self.kernels
-        self.filters: Filters = OwnFilters(kernels, self.window)
+        block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
+        self.filters: Filters = PerCellFilters(kernels, self.window)
         if block is not None:
             self.filters = BlockFilters(kernels.exact, self.window, self.tile, block)
 

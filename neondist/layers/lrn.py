@@ -24,7 +24,7 @@ class LRNLayer(Layer):
         alpha and beta at least 0, k positive.
     """
 
-    extra_saves = (0, 2)
+    saved_bytes_and_elements = (0, 2)
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LRNLayer(Layer):
         width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
         squares = ctx.xp.pad(view * view, width)
         # the channels take the place of a spatial axis
-        sums = self.kernels.window_sum(self._as_line(squares), (self.depth,), (1,)).reshape(view.shape)
+        sums = self.kernels.window_sum(self._channels_as_spatial_axis(squares), (self.depth,), (1,)).reshape(view.shape)
         base = sums * (self.alpha / self.depth) + self.k
         y = view * base**-self.beta
         ctx.save(view=view, base=base, y=y)
@@ -52,14 +52,14 @@ class LRNLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the cell itself and through its neighbours' sums."""
         channels = dy.shape[-1]
-        through = self._as_line(dy * ctx.y / ctx.base)
-        sums = self.kernels.window_spread(through, (channels + self.depth - 1,), (self.depth,), (1,))
+        through = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
+        sums = self.kernels.window_sum_adjoint(through, (channels + self.depth - 1,), (self.depth,), (1,))
         first = self.depth // 2
         neighbours = sums[:, first : first + channels].reshape(dy.shape)
         return dy * ctx.base**-self.beta - ctx.view * neighbours * (2 * self.alpha * self.beta / self.depth)
 
     @staticmethod
-    def _as_line(array: Any) -> Any:
+    def _channels_as_spatial_axis(array: Any) -> Any:
         return array.reshape(prod(array.shape[:-1]), array.shape[-1], 1)
 
 

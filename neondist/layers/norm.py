@@ -13,10 +13,10 @@ from .context import StepContext
 class NormLayer(Layer):
     """Base of the layers that normalise cells by statistics of the image."""
 
-    sums_image = True
+    reduces_over_image = True
     saves_output = saves_activated = False
 
-    def normalised(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    def normalise_view(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
         """Return (view - mean) * scale + shift, given numbers (groups, C); save arrays for the backward pass."""
         norm, y = Normalisation(mean, scale, shift, clip=ctx.activation is not None), ctx.out
         ctx.activated = True
@@ -24,15 +24,15 @@ class NormLayer(Layer):
         ctx.save(view=view, norm=norm)
         return y
 
-    def restore(self, ctx: StepContext, y: Any) -> None:
+    def restore_output(self, ctx: StepContext, y: Any) -> None:
         """Write the output of `forward` into y."""
         self.kernels.normalise(ctx.view, ctx.norm, y)
 
-    def sums_back(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+    def backward_sums(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
-        return self.kernels.normalise_sums(ctx.view, dy, ctx.norm)
+        return self.kernels.normalise_gradient_sums(ctx.view, dy, ctx.norm)
 
-    def gradient(self, ctx: StepContext, dy: Any, through: Any, statistics: Sequence[Any] | None) -> Any:
+    def view_gradient(self, ctx: StepContext, dy: Any, through: Any, statistics: Sequence[Any] | None) -> Any:
         """Return the gradient of the view: through * dy, plus the gradient through the statistics.
 
         The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; None: 0.
@@ -42,7 +42,7 @@ class NormLayer(Layer):
         if statistics is None or own[0].size < x.size:  # a segment includes cells of other tiles
             own[0] = own[0].copy()  # dx may be the view's memory
             alone = through, *ctx.xp.zeros((2, *through.shape), dy.dtype)
-            self.kernels.normalise_back(x, dy, ctx.norm, alone, dx)
+            self.kernels.normalise_backward(x, dy, ctx.norm, alone, dx)
         if statistics is not None:
-            self.kernels.normalise_back(own[0], own[1], ctx.norm, (through, *statistics), own[2])
+            self.kernels.normalise_backward(own[0], own[1], ctx.norm, (through, *statistics), own[2])
         return dx

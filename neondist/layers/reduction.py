@@ -13,8 +13,8 @@ class Reduction(NamedTuple):
     direction : 'forward' or 'backward'
         Whether `reduce` or `reduce_backward` returns this rank's partial result.
     group : str or None
-        One of `comm.GROUPS`; None: no other rank contributes.
-    each, once : int
+        One of `comm.GROUP_NAMES`; None: no other rank contributes.
+    elements_per_sample, fixed_elements : int
         Number of elements of the partial result per sample of this rank's replica, and independent of the samples.
     combine : 'sum' or 'moments'
         'moments': a flat array (count, means, sums of squared deviations), combined without cancellation, in rank order
@@ -23,11 +23,11 @@ class Reduction(NamedTuple):
 
     direction: str
     group: str | None
-    each: int = 0
-    once: int = 0
+    elements_per_sample: int = 0
+    fixed_elements: int = 0
     combine: str = "sum"
 
     @property
-    def over_batch(self) -> bool:
+    def spans_batch(self) -> bool:
         """Whether all samples of a batch are reduced to one result."""
-        return not self.each
+        return not self.elements_per_sample

@@ -31,7 +31,7 @@ class UpsampleLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
-    extra_saves = (0, 0)
+    saved_bytes_and_elements = (0, 0)
 
     window: Upsampling
 
@@ -65,7 +65,7 @@ class UpsampleLayer(Layer):
             shape = list(view.shape)
             shape[axis] = ctx.output_box.shape[axis - 1]
             y = ctx.xp.zeros(shape, view.dtype)
-            for out, cells, weight in self._phases(ctx, axis):
+            for out, cells, weight in self._interpolation_terms(ctx, axis):
                 y[out] += view[cells] * view.dtype.type(weight)
             view = y
         return view
@@ -76,12 +76,12 @@ class UpsampleLayer(Layer):
             shape = list(dy.shape)
             shape[axis] = ctx.input_box.shape[axis - 1]
             dview = ctx.xp.zeros(shape, dy.dtype)
-            for out, cells, weight in self._phases(ctx, axis):
+            for out, cells, weight in self._interpolation_terms(ctx, axis):
                 dview[cells] += dy[out] * dy.dtype.type(weight)
             dy = dview
         return dy
 
-    def _phases(self, ctx: StepContext, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
+    def _interpolation_terms(self, ctx: StepContext, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
         """Yield (output cells, view cells, weight): every factor-th output cell reads neighbouring input cells."""
         window, place, box = self.window, axis - 1, ctx.output_box
         factor, start = window.factor[place], ctx.input_box.lo[place]

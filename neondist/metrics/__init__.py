@@ -6,7 +6,7 @@ from .fields import ACC, R2, RMSE, Bias, MeanAbsoluteError
 from .images import PSNR, SSIM
 from .log_loss import LogLoss
 from .misclassification import Misclassification
-from .outputs import Outputs
+from .output_layout import OutputLayout
 from .roc import ROCAUC
 from .topk import TopK
 
@@ -26,7 +26,7 @@ __all__ = [
     "MeanAbsoluteError",
     "Metric",
     "Misclassification",
-    "Outputs",
+    "OutputLayout",
     "Precision",
     "Recall",
     "TopK",

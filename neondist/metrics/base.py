@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..errors import ShapeError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..registry import Registered
-from .outputs import Outputs
+from .output_layout import OutputLayout
 
 MetricValue: TypeAlias = "float | list[Any]"
 """A number, a list per class, or a table; NaN if no cell counts."""
@@ -23,12 +23,12 @@ class Metric(Registered, ABC):
     name: str = ""
     """Name in results, such as 'misclassification'."""
     #: whether outputs are converted to NumPy arrays; False: arrays of the model's backend
-    on_host = True
+    needs_numpy = True
     #: whether larger values are better
     larger_is_better = False
 
     @abstractmethod
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over the local samples and cells, and their number.
 
         `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays with the shape
@@ -38,19 +38,19 @@ class Metric(Registered, ABC):
         """
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
-        """Return the metric's values by name, given the results of `measure` summed over all ranks and batches."""
+        """Return the metric's values by name, given the results of `local_sums` summed over all ranks and batches."""
         return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
-    def check(self, classes: int | None) -> None:
+    def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if the metric cannot be used with that number of classes (None: no classes)."""
 
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
 
-    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError if the metric cannot be used with the metadata of the output fields."""
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation, for metrics that are not sums over cells."""
         return Meter(self, outputs)
 
@@ -58,52 +58,52 @@ class Metric(Registered, ABC):
 class Meter:
     """Accumulator of a metric over batches and ranks."""
 
-    def __init__(self, metric: Metric, outputs: Outputs) -> None:
+    def __init__(self, metric: Metric, outputs: OutputLayout) -> None:
         self.metric, self.outputs = metric, outputs
         self.sums: Any = None
 
     def add(self, y: Any, targets: Any) -> None:
         """Add a batch; called on all ranks."""
-        sums = np.asarray(self.metric.measure(y, targets), "f8")
+        sums = np.asarray(self.metric.local_sums(y, targets), "f8")
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
         """Return the metric's values by name, equal on every rank; collective."""
         if self.sums is None:  # no batch
             return {self.metric.name: float("nan")}
-        return self.metric.result(self.outputs.total(self.sums))
+        return self.metric.result(self.outputs.sum_over_ranks(self.sums))
 
 
 class PerSample(Metric):
     """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
     #: number of extra cells after the end of a part, along each axis, that its sums need
-    beyond = 0
+    extra_cells = 0
 
     @abstractmethod
-    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+    def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
         """Return two sums per sample (n, 2) over this rank's tiles (n, *tile, C), in float64; collective."""
 
     @abstractmethod
-    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the metric of each sample (n,), given the sums (n, 2) over all its tiles."""
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over whole samples, and their number."""
-        return self.over_tiles(y, targets, Outputs.of_one(y.shape[1:]))
+        return self.sum_samples(y, targets, OutputLayout.whole(y.shape[1:]))
 
-    def over_tiles(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> Sequence[float]:
+    def sum_samples(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> Sequence[float]:
         """Return the sum over the samples of this rank's tiles, and their number; collective over the tiles."""
-        values = self.of_samples(outputs.over_tiles(y.shape, self.of_cells(y, targets, outputs)))
+        values = self.values_from_sums(outputs.sum_over_tiles(y.shape, self.sums_per_sample(y, targets, outputs)))
         return float(values.sum()), len(y)
 
-    def of_cells(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs | None = None) -> np.ndarray:
+    def sums_per_sample(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout | None = None) -> np.ndarray:
         """Return the sums (n, 2) over the given cells; NaN if targets are not images."""
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
             return np.full((len(y), 2), np.nan)
-        return self.sums(y.astype("f8"), targets.astype("f8"), outputs or Outputs.of_one(y.shape[1:]))
+        return self._sums_of_images(y.astype("f8"), targets.astype("f8"), outputs or OutputLayout.whole(y.shape[1:]))
 
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError unless outputs are images."""
@@ -113,7 +113,7 @@ class PerSample(Metric):
                 " elements; leave it out"
             )
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
         return _SampleMeter(self, outputs)
 
@@ -122,9 +122,10 @@ class _SampleMeter(Meter):
     metric: PerSample
 
     def add(self, y: Any, targets: Any) -> None:
-        self.sums = (0 if self.sums is None else self.sums) + np.array(self.metric.over_tiles(y, targets, self.outputs))
+        sums = np.array(self.metric.sum_samples(y, targets, self.outputs))
+        self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
         if self.sums is None:
             return {self.metric.name: float("nan")}
-        return self.metric.result(self.outputs.total_of_samples(self.sums))
+        return self.metric.result(self.outputs.sum_over_replicas(self.sums))

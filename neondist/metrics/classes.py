@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..costs.labels import labels_of, tells_classes
+from ..costs.labels import are_class_targets, targets_as_labels
 from .base import Metric, MetricValue
 
 
-def as_classes(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def scores_and_labels(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the scores of every class (..., C) and the labels; None for regression targets.
 
     A single output, the score of class 1 with labels 0 and 1, is extended to two classes.
@@ -22,9 +22,9 @@ def as_classes(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
         if labels.size and not 0 <= labels.min() <= labels.max() <= 1:
             return None
         return np.concatenate([np.zeros_like(y), y], axis=-1), labels
-    if (y.shape[-1] == 1 and targets.dtype.kind == "f") or not tells_classes(y, targets):
+    if (y.shape[-1] == 1 and targets.dtype.kind == "f") or not are_class_targets(y, targets):
         return None
-    return y, labels_of(y, targets)
+    return y, targets_as_labels(y, targets)
 
 
 class Accuracy(Metric):
@@ -36,9 +36,9 @@ class Accuracy(Metric):
     name = "accuracy"
     larger_is_better = True
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of correct predictions and the number of predictions."""
-        if (classified := as_classes(y, targets)) is None:
+        if (classified := scores_and_labels(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         scores, labels = classified
         return float(np.count_nonzero(scores.argmax(axis=-1) == labels)), labels.size
@@ -53,17 +53,17 @@ class ConfusionMatrix(Metric):
 
     name = "confusion_matrix"
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> Any:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Any:
         """Return the counts in row-major order."""
         classes = max(2, y.shape[-1])
-        if (classified := as_classes(y, targets)) is None:
+        if (classified := scores_and_labels(y, targets)) is None:
             return np.full(classes**2, np.nan)
         scores, labels = classified
         return np.bincount((labels.astype("i8") * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the matrix of integers."""
-        table = _square(sums)
+        table = _as_square_matrix(sums)
         return {self.name: float("nan") if np.isnan(table).any() else table.astype("i8").tolist()}
 
 
@@ -79,23 +79,23 @@ class ClassScore(ConfusionMatrix):
     """
 
     larger_is_better = True
-    short: str
+    base_name: str
 
     def __init__(self, average: Literal["macro", "micro"] = "macro") -> None:
         self.average = average
-        self.name = self.short if average == "macro" else f"{self.short}_micro"
+        self.name = self.base_name if average == "macro" else f"{self.base_name}_micro"
 
     @abstractmethod
-    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+    def numerator_and_denominator(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return numerator and denominator, given the numbers of correct, predicted and true cells of each class."""
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the mean, and the score of each class."""
-        table = _square(sums)
+        table = _as_square_matrix(sums)
         counts = np.stack([np.diag(table), table.sum(axis=0), table.sum(axis=1)])
         if self.average == "micro":
             counts = counts.sum(axis=1, keepdims=True)
-        over, under = self.terms(*counts)
+        over, under = self.numerator_and_denominator(*counts)
         scores = np.where(under > 0, over / np.maximum(under, 1), 0.0) + 0 * over
         scores[counts[1:].sum(axis=0) == 0] = np.nan
         valid = scores[~np.isnan(scores)]
@@ -107,43 +107,43 @@ class ClassScore(ConfusionMatrix):
 class IoU(ClassScore):
     """Intersection over union, TP / (TP + FP + FN), as `sklearn.metrics.jaccard_score`."""
 
-    short = "iou"
+    base_name = "iou"
 
-    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+    def numerator_and_denominator(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return the intersection and the union."""
-        return right, predicted + true - right
+        return correct, predicted + true - correct
 
 
 class F1(ClassScore):
     """F1 score, 2 TP / (2 TP + FP + FN): as `sklearn.metrics.f1_score`; also called Dice."""
 
-    short = "f1"
+    base_name = "f1"
 
-    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+    def numerator_and_denominator(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return 2 TP and 2 TP + FP + FN."""
-        return 2 * right, predicted + true
+        return 2 * correct, predicted + true
 
 
 class Precision(ClassScore):
     """Precision, TP / (TP + FP), as `sklearn.metrics.precision_score`."""
 
-    short = "precision"
+    base_name = "precision"
 
-    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+    def numerator_and_denominator(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return TP and TP + FP."""
-        return right, predicted
+        return correct, predicted
 
 
 class Recall(ClassScore):
     """Recall, TP / (TP + FN), as `sklearn.metrics.recall_score`."""
 
-    short = "recall"
+    base_name = "recall"
 
-    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+    def numerator_and_denominator(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return TP and TP + FN."""
-        return right, true
+        return correct, true
 
 
-def _square(sums: np.ndarray) -> np.ndarray:
+def _as_square_matrix(sums: np.ndarray) -> np.ndarray:
     side = round(len(sums) ** 0.5)
     return sums.reshape(side, side)

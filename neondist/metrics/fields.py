@@ -10,9 +10,9 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, ShapeError
 from ..formats.cell_weights import cell_weights, check_weights
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from .base import Meter, Metric, MetricValue
-from .outputs import Outputs
+from .output_layout import OutputLayout
 
 
 class FieldMetric(Metric):
@@ -25,35 +25,35 @@ class FieldMetric(Metric):
     """
 
     #: number of sums per channel
-    kinds = 2
+    num_sums = 2
 
     def __init__(self, *, weights: str | None = None) -> None:
         self.weights = weights
 
     @abstractmethod
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return sums (k, C) over samples and cells for outputs and targets (n, *tile, C) in float64."""
 
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the metric (C,) from global sums (k, ..., C); default: the first sum over the second."""
         return np.asarray(sums[0] / sums[1])
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sums of whole images, flattened from (k, C)."""
-        sums: list[float] = self._sums(y, targets, np.ones((1, 1))).ravel().tolist()
+        sums: list[float] = self._safe_sums(y, targets, np.ones((1, 1))).ravel().tolist()
         return sums
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the values of the channels as a list, or a number for a single channel."""
-        return self.named(self.of_sums(sums.reshape(self.kinds, -1)), None)
+        return self.values_by_variable(self.values_from_sums(sums.reshape(self.num_sums, -1)), None)
 
-    def named(self, numbers: np.ndarray, fields: Fields | None) -> dict[str, MetricValue]:
-        """Return the channels' numbers by their names in results."""
+    def values_by_variable(self, values: np.ndarray, fields: FieldMetadata | None) -> dict[str, MetricValue]:
+        """Return the values of the channels by their names in results."""
         if fields is not None:
-            return {f"{self.name}_{name}": float(number) for name, number in zip(fields.names, numbers, strict=True)}
-        return {self.name: float(numbers[0]) if len(numbers) == 1 else numbers.tolist()}
+            return {f"{self.name}_{name}": float(value) for name, value in zip(fields.names, values, strict=True)}
+        return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
-    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
         if len(y_shape) < 2:
             raise ShapeError(
@@ -62,16 +62,16 @@ class FieldMetric(Metric):
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
         return _FieldMeter(self, outputs)
 
-    def _sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def _safe_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
-            return np.full((self.kinds, y.shape[-1]), np.nan)
-        return self.sums(y.astype("f8"), targets.astype("f8"), weights)
+            return np.full((self.num_sums, y.shape[-1]), np.nan)
+        return self.channel_sums(y.astype("f8"), targets.astype("f8"), weights)
 
 
 class _FieldMeter(Meter):
@@ -79,7 +79,7 @@ class _FieldMeter(Meter):
 
     metric: FieldMetric
 
-    def __init__(self, metric: FieldMetric, outputs: Outputs) -> None:
+    def __init__(self, metric: FieldMetric, outputs: OutputLayout) -> None:
         super().__init__(metric, outputs)
         self.fields, self.weights = outputs.fields, np.ones((1, 1))
         extent = outputs.shape[:-1]
@@ -88,18 +88,18 @@ class _FieldMeter(Meter):
             self.weights = cell_weights(metric.weights, extent, self.box, self.fields)
 
     def add(self, y: Any, targets: Any) -> None:
-        sums = self.metric._sums(*self.physical(y, targets), self.weights)
+        sums = self.metric._safe_sums(*self.to_physical_units(y, targets), self.weights)
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
         channels = self.outputs.shape[-1]
         if self.sums is None:
-            self.sums = np.zeros((self.metric.kinds, channels))
-        total = np.asarray(self.outputs.total(self.sums.ravel())).reshape(self.metric.kinds, channels)
+            self.sums = np.zeros((self.metric.num_sums, channels))
+        total = np.asarray(self.outputs.sum_over_ranks(self.sums.ravel())).reshape(self.metric.num_sums, channels)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.metric.named(self.metric.of_sums(total), self.fields)
+            return self.metric.values_by_variable(self.metric.values_from_sums(total), self.fields)
 
-    def physical(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def to_physical_units(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return outputs and targets in the units of the files."""
         if self.fields is None:
             return y, targets
@@ -112,13 +112,13 @@ class RMSE(FieldMetric):
 
     name = "rmse"
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of squared errors and the divisor."""
-        return _weighted((y - targets) ** 2, weights)
+        return _weighted_sums((y - targets) ** 2, weights)
 
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the roots of the means."""
-        return np.sqrt(super().of_sums(sums))
+        return np.sqrt(super().values_from_sums(sums))
 
 
 class MeanAbsoluteError(FieldMetric):
@@ -127,9 +127,9 @@ class MeanAbsoluteError(FieldMetric):
     name = "mae"
     _called_in_fields = ("MAE",)
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of absolute errors and the divisor."""
-        return _weighted(np.abs(y - targets), weights)
+        return _weighted_sums(np.abs(y - targets), weights)
 
 
 class Bias(FieldMetric):
@@ -137,9 +137,9 @@ class Bias(FieldMetric):
 
     name = "bias"
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of errors and the divisor."""
-        return _weighted(y - targets, weights)
+        return _weighted_sums(y - targets, weights)
 
 
 class R2(FieldMetric):
@@ -150,25 +150,25 @@ class R2(FieldMetric):
 
     name = "r2"
     larger_is_better = True
-    kinds = 4
+    num_sums = 4
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of squared errors, targets and squared targets, and the divisor."""
-        errors, cells = _weighted((y - targets) ** 2, weights)
-        return np.stack([errors, _weighted(targets, weights)[0], _weighted(targets**2, weights)[0], cells])
+        errors, cells = _weighted_sums((y - targets) ** 2, weights)
+        return np.stack([errors, _weighted_sums(targets, weights)[0], _weighted_sums(targets**2, weights)[0], cells])
 
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the coefficients."""
         errors, targets, squares, cells = sums
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation, on normalised values for accuracy of their squares."""
-        return _Normalised(self, outputs)
+        return _NormalisedMeter(self, outputs)
 
 
-class _Normalised(_FieldMeter):
-    def physical(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+class _NormalisedMeter(_FieldMeter):
+    def to_physical_units(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return y, targets
 
 
@@ -181,56 +181,57 @@ class ACC(FieldMetric):
 
     name = "acc"
     larger_is_better = True
-    kinds = 3
+    num_sums = 3
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of f o, f² and o²."""
-        return np.stack([_weighted(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
+        return np.stack([_weighted_sums(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
 
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the correlations of sums (3, ..., C)."""
         return np.asarray(sums[0] / np.sqrt(sums[1] * sums[2]))
 
-    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there is a climatology."""
-        super().check_place(y_shape, fields)
+        super().check_fields(y_shape, fields)
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave it out")
         if tuple(y_shape[:-1]) != tuple(fields.extent):
             raise ShapeError(
-                f"ACC: outputs have {list(y_shape[:-1])} cells, but the climatology has {list(fields.extent)}"
+                f"ACC: outputs have {list(y_shape[:-1])} cells, but the climatology has {list(fields.extent)};"
+                " make the network preserve the extent, or leave it out"
             )
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
-        return _Correlations(self, outputs)
+        return _CorrelationMeter(self, outputs)
 
 
-class _Correlations(_FieldMeter):
+class _CorrelationMeter(_FieldMeter):
     """Accumulator of the correlations of samples over all their tiles."""
 
     def add(self, y: Any, targets: Any) -> None:
         if self.fields is None or self.fields.climatology is None:
             raise DataError("ACC: no climatology for these data; evaluate a split of the data set")
-        y, targets = self.physical(y, targets)
+        y, targets = self.to_physical_units(y, targets)
         parts = [
-            self.metric._sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
+            self.metric._safe_sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
             for f, o in zip(y, targets, strict=True)
         ]
-        shape = len(y), self.metric.kinds, self.outputs.shape[-1]
-        sums = self.outputs.over_tiles((len(y), *self.box.shape, shape[-1]), np.array(parts, "f8").reshape(shape))
+        shape = len(y), self.metric.num_sums, self.outputs.shape[-1]
+        sums = self.outputs.sum_over_tiles((len(y), *self.box.shape, shape[-1]), np.array(parts, "f8").reshape(shape))
         with np.errstate(divide="ignore", invalid="ignore"):
-            correlations = self.metric.of_sums(np.moveaxis(sums, 1, 0)).sum(0)
+            correlations = self.metric.values_from_sums(np.moveaxis(sums, 1, 0)).sum(0)
         self.sums = (0 if self.sums is None else self.sums) + np.array([*correlations.tolist(), len(y)])
 
     def result(self) -> dict[str, MetricValue]:
         sums = np.zeros(self.outputs.shape[-1] + 1) if self.sums is None else self.sums
-        *total, count = self.outputs.total_of_samples(sums)
+        *total, count = self.outputs.sum_over_replicas(sums)
         numbers = np.array(total) / count if count else np.full(len(total), np.nan)
-        return self.metric.named(numbers, self.fields)
+        return self.metric.values_by_variable(numbers, self.fields)
 
 
-def _weighted(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _weighted_sums(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the weighted sums of cells (n, *tile, C) and the sums of the weights, (2, C)."""
     axes = tuple(range(cells.ndim - 1))
     count = np.broadcast_to(weights, (*cells.shape[:-1], 1)).sum()

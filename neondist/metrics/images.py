@@ -11,9 +11,9 @@ from ..errors import ShapeError
 from ..geometry import Window
 from ..registry.ranges import Positive
 from .base import PerSample
-from .outputs import Outputs
+from .output_layout import OutputLayout
 
-_LINES = 64
+_LINES_PER_BLOCK = 64
 """Lines per block, such that intermediate results fit in the cache."""
 
 
@@ -34,12 +34,12 @@ class PSNR(PerSample):
     def __init__(self, data_range: Positive = 1.0) -> None:
         self.data_range = float(data_range)
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+    def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
         """Return the sum of squared differences of each sample, and their number."""
         squares = ((y - targets) ** 2).reshape(len(y), prod(y.shape[1:]))
         return np.stack([squares.sum(axis=1), np.full(len(y), squares.shape[1], "f8")], axis=1)
 
-    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return 10 log10(data_range² / mean square)."""
         with np.errstate(divide="ignore"):
             return 10 * np.log10(self.data_range**2 * sums[:, 1] / sums[:, 0])
@@ -65,19 +65,19 @@ class SSIM(PerSample):
     def __init__(self, data_range: Positive = 1.0, *, weights: Literal["uniform", "gaussian"] = "uniform") -> None:
         self.data_range, self.weights = float(data_range), weights
         x = np.arange(-5.0, 6.0)
-        self._filter = np.full(7, 1 / 7) if weights == "uniform" else np.exp(-(x**2) / (2 * 1.5**2))
-        self._filter /= self._filter.sum()
-        self.beyond = len(self._filter) - 1
+        self._window_weights = np.full(7, 1 / 7) if weights == "uniform" else np.exp(-(x**2) / (2 * 1.5**2))
+        self._window_weights /= self._window_weights.sum()
+        self.extra_cells = len(self._window_weights) - 1
 
-    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+    def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
         """Return the sum of similarities of each sample over windows and channels, and their number."""
         sums = np.zeros((len(y), 2))
-        if min(outputs.shape[:-1]) <= self.beyond:  # a last block
+        if min(outputs.shape[:-1]) <= self.extra_cells:  # a last block
             return sums
-        window = Window((len(self._filter),) * (y.ndim - 2), padding=0)
-        both = outputs.view(np.concatenate([y, targets], axis=-1), window)
-        for at in range(0, both.shape[1] - self.beyond, _LINES):
-            similar = self._similarities(both[:, at : at + _LINES + self.beyond])
+        window = Window((len(self._window_weights),) * (y.ndim - 2), padding=0)
+        both = outputs.gather_view(np.concatenate([y, targets], axis=-1), window)
+        for at in range(0, both.shape[1] - self.extra_cells, _LINES_PER_BLOCK):
+            similar = self._similarities(both[:, at : at + _LINES_PER_BLOCK + self.extra_cells])
             sums += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
         return sums
 
@@ -87,28 +87,29 @@ class SSIM(PerSample):
         a, b = np.split(both, 2, axis=-1)
         means = np.stack([a, b, a * a, b * b, a * b])
         for axis in axes:
-            if means.shape[1 + axis] < len(self._filter):  # no window fits in the tile
+            if means.shape[1 + axis] < len(self._window_weights):  # no window fits in the tile
                 return np.zeros((len(both), 0))
-            inner = means.shape[1 + axis] - self.beyond
+            inner = means.shape[1 + axis] - self.extra_cells
             along = (slice(None),) * (1 + axis)
-            means = sum(w * means[(*along, slice(at, at + inner))] for at, w in enumerate(self._filter.tolist()))
+            weights = self._window_weights.tolist()
+            means = sum(w * means[(*along, slice(at, at + inner))] for at, w in enumerate(weights))
         ma, mb, aa, bb, ab = means
-        cells = len(self._filter) ** len(axes)
+        cells = len(self._window_weights) ** len(axes)
         unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0
         va, vb, vab = (unbias * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
         similarity = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
         return similarity.reshape(len(both), prod(similarity.shape[1:]))
 
-    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+    def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the means."""
         return sums[:, 0] / sums[:, 1]
 
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError unless outputs are images, and larger than a window."""
         super().check_outputs(y_shape)
-        if min(y_shape[:-1]) < len(self._filter):
+        if min(y_shape[:-1]) < len(self._window_weights):
             raise ShapeError(
-                f"SSIM has windows of {len(self._filter)} cells, but outputs are"
+                f"SSIM has windows of {len(self._window_weights)} cells, but outputs are"
                 f" {' x '.join(map(str, y_shape[:-1]))}; use PSNR, or leave it out"
             )

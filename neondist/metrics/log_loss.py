@@ -8,7 +8,7 @@ import numpy as np
 
 from ..costs.cross_entropy import CrossEntropy
 from .base import Metric
-from .classes import as_classes
+from .classes import scores_and_labels
 
 
 class LogLoss(Metric):
@@ -16,10 +16,10 @@ class LogLoss(Metric):
 
     name = "log_loss"
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the sum of -log p and the number of predictions."""
         if y.shape[-1] == 1:
-            if (classified := as_classes(y, targets)) is None:
+            if (classified := scores_and_labels(y, targets)) is None:
                 return math.nan, math.prod(y.shape[:-1])
             y, targets = classified
-        return CrossEntropy().value(y, targets), math.prod(y.shape[:-1])
+        return CrossEntropy().local_sum(y, targets), math.prod(y.shape[:-1])

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from .base import Metric
-from .classes import as_classes
+from .classes import scores_and_labels
 
 
 class Misclassification(Metric):
@@ -19,9 +19,9 @@ class Misclassification(Metric):
 
     name = "misclassification"
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of wrong predictions and the number of predictions."""
-        if (classified := as_classes(y, targets)) is None:
+        if (classified := scores_and_labels(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         scores, labels = classified
         wrong = scores.argmax(axis=-1) != labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import numpy as np
 from ..errors import DataError
 from ..registry.ranges import Count
 from .base import Meter, Metric, MetricValue
-from .classes import as_classes
-from .outputs import Outputs
+from .classes import scores_and_labels
+from .output_layout import OutputLayout
 
-MOST = 1 << 24
+MAX_SCORES = 1 << 24
 """Largest number of distinct scores of a class."""
 
 
@@ -41,15 +42,15 @@ class ROCAUC(Metric):
     def __init__(self, *, bins: Count | None = None) -> None:
         self.bins = bins
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the area for these samples only, and 1; areas cannot be summed."""
-        meter = _Areas(self, Outputs.of_one(y.shape[1:]))
+        meter = _ROCMeter(self, OutputLayout.whole(y.shape[1:]))
         meter.add(y, targets)
         return float(np.asarray(meter.result()[self.name])), 1
 
-    def meter(self, outputs: Outputs) -> Meter:
+    def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of scores of one evaluation."""
-        return _Areas(self, outputs)
+        return _ROCMeter(self, outputs)
 
     def scores(self, y: np.ndarray) -> np.ndarray:
         """Return log(p / (1 - p)) of every class in float64, or of class 1 of two; with bins, p rounded down."""
@@ -66,44 +67,44 @@ class ROCAUC(Metric):
         return np.floor(self.bins / (1 + np.exp(-np.clip(logits, -700, 700))))
 
 
-class _Areas(Meter):
+class _ROCMeter(Meter):
     """Accumulator of positives and negatives by distinct score."""
 
     metric: ROCAUC
 
-    def __init__(self, metric: ROCAUC, outputs: Outputs) -> None:
+    def __init__(self, metric: ROCAUC, outputs: OutputLayout) -> None:
         super().__init__(metric, outputs)
         self.tables: list[np.ndarray] | None = None  # (3, scores) of each class: score, positives, negatives
-        self.is_classification = self.fits = True
+        self.is_classification = self.fits_in_memory = True
 
     def add(self, y: Any, targets: Any) -> None:
-        classified = as_classes(y, targets)
+        classified = scores_and_labels(y, targets)
         self.is_classification &= classified is not None
-        if classified is None or not (self.is_classification and self.fits):
+        if classified is None or not (self.is_classification and self.fits_in_memory):
             return
         scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in classified)
         columns = self.metric.scores(scores).T
         first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
-        new = [_counted(column, labels == first + at) for at, column in enumerate(columns)]
-        self.tables = new if self.tables is None else [_merged(pair) for pair in zip(self.tables, new, strict=True)]
-        self.fits = all(table.shape[1] <= MOST for table in self.tables)
+        new = [_count_by_score(column, labels == first + at) for at, column in enumerate(columns)]
+        self.tables = new if self.tables is None else [_merge(pair) for pair in zip(self.tables, new, strict=True)]
+        self.fits_in_memory = all(table.shape[1] <= MAX_SCORES for table in self.tables)
 
     def result(self) -> dict[str, MetricValue]:
         outputs = self.outputs
-        counts = outputs.owns and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
-        own = self.tables if counts and self.is_classification and self.fits else None
-        gathered = outputs.grid.world.allgather((self.is_classification, self.fits, own))
+        counts = outputs.is_counted and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
+        own = self.tables if counts and self.is_classification and self.fits_in_memory else None
+        gathered = outputs.grid.world.allgather((self.is_classification, self.fits_in_memory, own))
         classification, fit, tables = zip(*gathered, strict=True)
         valid = [table for table in tables if table is not None]
         if not all(classification) or (all(fit) and not valid):
             return {self.metric.name: float("nan")}
-        merged = [_merged(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
-        if not merged or max(table.shape[1] for table in merged) > MOST:
+        merged = [_merge(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
+        if not merged or max(table.shape[1] for table in merged) > MAX_SCORES:
             raise DataError(
-                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit in memory; quantise them with"
+                f"ROCAUC: more than {MAX_SCORES:,} distinct scores, which would not fit in memory; quantise them with"
                 " bins: 65536"
             ).on_all_ranks()
-        areas = np.array([_area(*table) for table in merged])
+        areas = np.array([_area_under_curve(*table) for table in merged])
         if len(areas) == 1:
             return {self.metric.name: float(areas[0])}
         some = areas[~np.isnan(areas)]
@@ -113,18 +114,18 @@ class _Areas(Meter):
         }
 
 
-def _counted(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
-    return _merged([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
+def _count_by_score(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    return _merge([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
 
 
-def _merged(tables: Any) -> np.ndarray:
+def _merge(tables: Iterable[np.ndarray]) -> np.ndarray:
     """Return one table of distinct scores, sorted."""
     scores, *counts = np.concatenate(list(tables), axis=1)
     distinct, at = np.unique(scores, return_inverse=True)
     return np.stack([distinct, *(np.bincount(at.ravel(), count, len(distinct)) for count in counts)])
 
 
-def _area(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> float:
+def _area_under_curve(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> float:
     """Return the share of pairs of a positive and a negative in which the positive's score is larger; a tie is half."""
     pairs = positives.sum() * negatives.sum()
     below = np.cumsum(negatives) - negatives / 2

@@ -6,11 +6,11 @@ from math import prod
 
 import numpy as np
 
-from ..costs.labels import pick
+from ..costs.labels import value_at_label
 from ..errors import ConfigError
 from ..registry.ranges import Count
 from .base import Metric
-from .classes import as_classes
+from .classes import scores_and_labels
 
 
 class TopK(Metric):
@@ -28,18 +28,18 @@ class TopK(Metric):
         self.k = int(k)
         self.name = f"top{self.k}_error"
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of misses and the number of predictions."""
-        if (classified := as_classes(y, targets)) is None:
+        if (classified := scores_and_labels(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         y, labels = classified
-        label_score = pick(y, labels)
+        label_score = value_at_label(y, labels)
         lower_class = np.arange(y.shape[-1]) < labels[..., None]
         ahead = ((y > label_score) | ((y == label_score) & lower_class)).sum(axis=-1)
         hit = (ahead < self.k) & ~np.isnan(label_score[..., 0])  # NaN scores count as misses
         return float(np.count_nonzero(~hit)), hit.size
 
-    def check(self, classes: int | None) -> None:
+    def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if there are fewer than `k` classes."""
         if classes is not None and self.k > classes:
             raise ConfigError(f"k: {self.k} guesses exceed the {classes} classes; give at most {classes}")

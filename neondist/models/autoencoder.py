@@ -12,8 +12,8 @@ from ..arrays.namespace import to_host
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..optim import FlatLayout, Optimizer
-from ..parallel import Flag, ParameterShard, finite
-from ..plan import LayerPlan, micro_batches
+from ..parallel import Flag, ParameterShard, is_finite
+from ..plan import LayerPlan, micro_batch_ranges
 from .model import Model
 from .reconstruction import Reconstruction, ReconstructionCost
 from .train_step import LayerStep
@@ -42,19 +42,20 @@ class Autoencoder:
         self.number, self.start, self.end = number, layers.start, layers.stop
         self.stages: Sequence[Any] = [self]
         index = self.start
-        self.whole, self.name = model, str(model.layers[index].name)
+        self.whole_model, self.name = model, str(model.layers[index].name)
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else NoPooling()
-        self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
-        self.parameters, self.sync, self.leaves = model.built, model.sync, model.leaves
-        self.shard = next(e for e in self.parameters.trained if e.layer == self.layer.name and e.name == "weights")
+        self.residual_array = self.layer.register_array(self.layer.input_shape, self.layer.window)
+        self.parameters, self.sync, self.leaves = model.built_parameters, model.sync, model.leaves
+        shards = (shard for shard in self.parameters.trained if shard.layer == self.layer.name)
+        self.weights_shard = next(shard for shard in shards if shard.name == "weights")
         self.cost, self.optimizer, self.orthonormal = cost, optimizer, orthonormal
         self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.accumulate = model.accumulate
         self.momentum: float | None = None
-        self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.uncounted_steps = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
 
@@ -64,7 +65,7 @@ class Autoencoder:
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Create the optimiser's slots, if the stage is new."""
         if not self.slots:
-            self.slots = self.optimizer.slots(self._weights.reshape(-1))
+            self.slots = self.optimizer.create_slots(self._weights.reshape(-1))
         if self.orthonormal and not self.step:
             self.layer.orthonormalise()
 
@@ -74,10 +75,10 @@ class Autoencoder:
 
     # The passes.
 
-    def inputs(self, x: Any) -> Any:
+    def stage_input(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
-        x = self.whole.context.backend.real_array("x", x, self.dtype)
-        with self.whole.executor.passing(x, Phase(training=False), self.start) as run:
+        x = self.whole_model.context.backend.as_real_array("x", x, self.dtype)
+        with self.whole_model.executor.forward_pass(x, Phase(training=False), self.start) as run:
             return run.output.copy()
 
     def encode(self, x: Any) -> Any:
@@ -93,17 +94,18 @@ class Autoencoder:
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
         self.phase = Phase(training, self.step)  # the schemes need it
-        x = self.inputs(x)
+        x = self.stage_input(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
-        pooled, self.pooled_view = self.pool.squares(self.z, self.phase)
+        pooled, self.pooled_view = self.pool.window_sums_of_squares(self.z, self.phase)
         return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the cost of `y`, the result of the last fprop, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
-        error, by_pooled = self.residuals.get_fprop_view(y.residual, self.phase), self.cost.by_pooled(y.pooled)
-        dz = filters.correlate(error, weights) + self.pool.squares_backward(self.pooled_view, by_pooled, self.phase)
+        error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.dpooled(y.pooled)
+        dz = self.pool.window_sums_of_squares_backward(self.pooled_view, dpooled, self.phase)
+        dz = filters.correlate(error, weights) + dz
         gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
         gradient += filters.gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
@@ -115,10 +117,10 @@ class Autoencoder:
         The gradient is summed over the ranks; collective.
         """
         cost, observers = 0.0, self.grid.observers
-        self.layer.grads.begin()
-        for lo, hi in micro_batches(len(x), self.accumulate):
+        self.layer.grads.reset()
+        for lo, hi in micro_batch_ranges(len(x), self.accumulate):
             y = self.fprop(x[lo:hi], training=True)
-            value = self.cost.value(y)
+            value = self.cost.local_sum(y)
             observers.value(self.layer, "weights", self._weights)
             observers.value(self.layer, "output", self.z)
             observers.value(self.layer, "reconstruction of the input", y.residual)
@@ -126,62 +128,62 @@ class Autoencoder:
             cost += value
             self.bprop(y, scale)
         gradient = self.layer.grads["weights"]
-        self.parameters.reductions.allreduce(self.shard.parameter.layout.group, gradient)
+        self.parameters.reductions.allreduce(self.weights_shard.parameter.layout.group, gradient)
         observers.value(self.layer, "gradients of the weights", gradient)
         return cost
 
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but without targets."""
-        return StageStep(self).run(x, targets, batch_size or len(x) * self.grid.replicas)
+        return PretrainingStep(self).run(x, targets, batch_size or len(x) * self.grid.replicas)
 
     # Interface to the training loop and its hooks.
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
         """Return the reconstruction, None, since the targets are the inputs, and this rank's part of the cost."""
         y = self.fprop(x)
-        return y, None, float(self.cost.value(y))
+        return y, None, float(self.cost.local_sum(y))
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's state; collective."""
-        return self.whole.state()
+        return self.whole_model.state()
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
-        return {"model": self.whole.kept_arrays()["model"], "optimizer": self._slots()}
+        return {"model": self.whole_model.checkpoint_arrays()["model"], "optimizer": self._weights_slots()}
 
     @property
     def _weights(self) -> Any:
         return self.layer.params["weights"]
 
-    def _slots(self) -> list[Any]:
+    def _weights_slots(self) -> list[Any]:
         self.begin_epoch(0)
         shape = self._weights.shape
-        return [(self.shard.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
+        return [(self.weights_shard.slot_shard(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 
 
-class StageStep(LayerStep):
+class PretrainingStep(LayerStep):
     """A step of pretraining, whose gradients are float32."""
 
-    owner: Autoencoder
-    scaler = None
+    trainable: Autoencoder
+    loss_scaler = None
 
-    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Fill the gradient of the stage's weights; the flags are sent with the cost."""
-        stage, xp, flags = self.owner, self.model.context.backend.xp, self.parameters.sync.flags
+        stage, xp, flags = self.trainable, self.model.context.backend.xp, self.parameters.sync.flags
         value = stage.cost_and_gradient(x, 1.0 / batch)
-        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
-        numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(stage.layer.grads["weights"]))
+        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
+        numbers[1 + Flag.NON_FINITE] = xp.logical_not(is_finite(stage.layer.grads["weights"]))
         cost = to_host(stage.output.reductions.allreduce("world", numbers))
-        flags.reduced[...] = cost[1:]
-        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.reduced[Flag.NON_FINITE]
+        flags.rank_counts[...] = cost[1:]
+        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.rank_counts[Flag.NON_FINITE]
 
-    def update(self) -> None:
+    def update_parameters(self) -> None:
         """Update the weights with the optimiser."""
-        stage = self.owner
+        stage = self.trainable
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
         total = partial(self.parameters.reductions.allreduce, "tiles")
-        layout = FlatLayout(((0, values.size),), (True,), 0 if stage.shard.cut else 1, total)
-        count, scale = stage.step - stage.uncounted, stage.learning_rate_scale
+        layout = FlatLayout(((0, values.size),), (True,), 0 if stage.weights_shard.is_tiled else 1, total)
+        count, scale = stage.step - stage.uncounted_steps, stage.learning_rate_scale
         stage.optimizer.with_momentum(stage.momentum).update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()
@@ -192,16 +194,16 @@ class NoPooling:
 
     arrays = ()
 
-    def squares(self, z: Any, phase: Phase) -> tuple[Any, Any]:
+    def window_sums_of_squares(self, z: Any, phase: Phase) -> tuple[Any, Any]:
         """Return z², and z."""
         return z * z, z
 
-    def squares_backward(self, z: Any, dsquares: Any, phase: Phase) -> Any:
+    def window_sums_of_squares_backward(self, z: Any, dsquares: Any, phase: Phase) -> Any:
         """Return the gradient of z."""
         return 2 * z * dsquares
 
 
-def words_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
+def pretraining_elements_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
     """Return the number of elements that each tile sends per sample in pretraining of a stage, with exact halos.
 
     Parameters
@@ -214,9 +216,11 @@ def words_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
         Whether the next layer pools the squares of their outputs.
     """
     layer = plans[at]
-    words = [2 * sent + received for sent, received in zip(layer.sent_words, layer.received_words, strict=True)]
+    both = zip(layer.forward_elements_sent, layer.backward_elements_sent, strict=True)
+    elements = [2 * forward + backward for forward, backward in both]
     for plan in plans[:at]:  # forward passes of the previous layers
-        words = [n + sent for n, sent in zip(words, plan.sent_words, strict=True)]
+        elements = [n + sent for n, sent in zip(elements, plan.forward_elements_sent, strict=True)]
     for plan in plans[at + 1 : at + 1 + pooled]:
-        words = [n + a + b for n, a, b in zip(words, plan.sent_words, plan.received_words, strict=True)]
-    return words
+        columns = zip(elements, plan.forward_elements_sent, plan.backward_elements_sent, strict=True)
+        elements = [sum(column) for column in columns]
+    return elements

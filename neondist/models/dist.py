@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..registry import Distributed
+from ..registry import DistributedMixin
 from .convnet import Convnet
 from .gb import GB
 from .mlp import MLP
 
 
-class DistModel(Distributed):
+class DistModel(DistributedMixin):
     """Mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
 
     distributed = True

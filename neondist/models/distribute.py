@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..registry import dist_class
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from .model import Model
 
 
-@checked
+@type_checked
 def distribute(model: Model) -> Model:
     """Return the distributed counterpart of a serial model, layer by layer, with its weights.
 
@@ -16,9 +16,9 @@ def distribute(model: Model) -> Model:
     ConfigError
         If a layer or the model has no distributed class; the message names it and explains how to write one.
     """
-    layers = [layer.twin() for layer in model.layers]
+    layers = [layer.distributed_twin() for layer in model.layers]
     twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
-    state = model.pending if model.parameters is None else model.state()
+    state = model.pending_state if model.parameters is None else model.state()
     if state is not None:
         twin.load_state(state)
     return twin

@@ -19,7 +19,7 @@ from ..parallel import TrainedSubset
 from ..plan import Plan
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..strategies import Strategy, StrategyBuilder
-from .autoencoder import Autoencoder, words_sent
+from .autoencoder import Autoencoder, pretraining_elements_sent
 from .convnet import Convnet
 from .reconstruction import ReconstructionCost
 
@@ -62,7 +62,7 @@ class GB(Convnet):
         Available after `build`.
     """
 
-    no_strips = "trains its stages one by one"
+    no_strips_reason = "trains its stages one by one"
 
     def __init__(
         self,
@@ -104,48 +104,44 @@ class GB(Convnet):
         self.sparsity, self.epsilon, self.orthonormal = sparsity, epsilon, orthonormal
         self.pretrain_optimizer = pretrain_optimizer or Adam()
         self._arguments |= {"pretrain_optimizer": self.pretrain_optimizer}
-        self.starts = [index for index, layer in enumerate(self.layers) if layer.autoencodes]
-        if not self.starts:
+        self.stage_starts = [index for index, layer in enumerate(self.layers) if layer.is_pretrained_as_autoencoder]
+        if not self.stage_starts:
             name = type(self).__name__
             raise ConfigError(
                 f"layers: {name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
             )
 
     def build(
-        self,
-        input_shape: Sequence[int],
-        batch_size: int,
-        grid: ProcessGrid | None = None,
-        plan: Plan | None = None,
+        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
     ) -> None:
         """Build the layers as Model does, then the autoencoders."""
         super().build(input_shape, batch_size, grid, plan)
-        rest = range(self.starts[-1] + 1, len(self.layers))
+        rest = range(self.stage_starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
-        self.top_start = next(trained, len(self.layers))
+        self.head_start = next(trained, len(self.layers))
         cost = ReconstructionCost(self.sparsity, self.epsilon)
         self.stages = [
             Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
-            for number, ends in enumerate(pairwise([*self.starts, self.top_start]), start=1)
+            for number, ends in enumerate(pairwise([*self.stage_starts, self.head_start]), start=1)
         ]
-        inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
-        self.top = TrainedSubset(self.built, inside, self.top_start)
-        self.top_alone = False
+        inside = [leaf for layer in self.layers[self.head_start :] for leaf in layer.leaves]
+        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.head_start)
+        self.trains_head_only = False
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan, pretraining included."""
         plan = super().plan(input_shape, grid, batch_size)
-        for index in self.starts if self.num_pretrain_epochs else ():
+        for index in self.stage_starts if self.num_pretrain_epochs else ():
             name = str(self.layers[index].name)
             pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
-            plan.pretraining[name] = words_sent(plan, [layer.name for layer in plan].index(name), pooled)
+            plan.pretraining[name] = pretraining_elements_sent(plan, [layer.name for layer in plan].index(name), pooled)
         return plan
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Select the layers that the epoch trains; the optimiser is reset when they change."""
-        self.top_alone = epoch < self.num_initial_epochs
-        self.trained = self.top if self.top_alone else self.built
+        self.trains_head_only = epoch < self.num_initial_epochs
+        self.trained_parameters = self.head_parameters if self.trains_head_only else self.built_parameters
         if not seen and epoch == self.num_initial_epochs > 0:
-            self.uncounted = self.step
+            self.uncounted_steps = self.step
             for slot in self.slots.values():
                 slot[...] = 0

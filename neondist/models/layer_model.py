@@ -10,7 +10,7 @@ from ..comm import Reductions
 from ..errors import ConfigError
 from ..halo import ExchangePolicy, GlobalArray
 from ..layers import Layer
-from ..optim import AVERAGE
+from ..optim import AVERAGE_SLOT
 from ..parallel import LayerParameters
 from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
@@ -40,7 +40,7 @@ class LayerModel(TrainableModel):
     parameters: LayerParameters | None
 
     @property
-    def built(self) -> LayerParameters:
+    def built_parameters(self) -> LayerParameters:
         """The parameters; ConfigError before `build`."""
         if self.parameters is None:
             name = type(self).__name__
@@ -50,16 +50,16 @@ class LayerModel(TrainableModel):
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
-        return sum(layer.bytes_sent for layer in self.built.layers.values())
+        return sum(layer.bytes_sent for layer in self.built_parameters.layers.values())
 
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has contributed to reductions, or sent to redistribute vectors, since `build`."""
-        return sum(reductions.bytes_reduced for _, reductions in self._reductions())
+        return sum(reductions.bytes_reduced for _, reductions in self._named_reductions())
 
     def ledger(self) -> Ledger:
         """Return all messages and reductions since `build`, with their counts, sizes and receivers."""
-        return ledger(self.leaves, self._reductions(), self.grid.replica * self.grid.shape.tiles)
+        return ledger(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
 
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
@@ -67,30 +67,31 @@ class LayerModel(TrainableModel):
         return {str(layer.name): layer.scheme for layer in self.leaves if layer.scheme is not None}
 
     @property
-    def exchanged(self) -> dict[str, Sequence[GlobalArray]]:
+    def exchanged_arrays(self) -> dict[str, Sequence[GlobalArray]]:
         """The arrays with border schemes, by layer."""
         return {str(layer.name): layer.arrays for layer in self.leaves}
 
     @property
-    def subject_of_outputs(self) -> Any:
+    def output_layer(self) -> Any:
         """The last layer."""
         return self.layers[-1]
 
-    def guard(self, seed: int) -> None:
+    def enable_guards(self, seed: int) -> None:
         """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
         self.executor, self.last_pass = guard_executor(self.executor, self.leaves, seed), None
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
-        average = self.slots.get(AVERAGE)
-        return nullcontext() if average is None or self.step == self.uncounted else self.built.replaced(average)
+        average = self.slots.get(AVERAGE_SLOT)
+        has_average = average is not None and self.step != self.uncounted_steps
+        return self.built_parameters.temporarily_replaced(average) if has_average else nullcontext()
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Finish pending messages of the layers; collective."""
         for layer in self.leaves:
-            layer.settle()
+            layer.wait_for_messages()
 
-    def _reductions(self) -> list[tuple[str, Reductions]]:
+    def _named_reductions(self) -> list[tuple[str, Reductions]]:
         layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
         whole = [(GRADIENTS, self.parameters.reductions)] if self.parameters is not None else []
         return [*layers, (LOSS, self.output.reductions), *whole]

@@ -14,28 +14,29 @@ from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in, scheme_text
 from ..layers import Context, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
-from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
-from ..plan.choices import put_schemes
-from ..registry.arguments import checked
-from ..registry.ranges import Count, Index, integer, shape_of
+from ..parallel import SYNC_CLASSES, GradientSync, LayerParameters, ParameterShard, TrainedSubset
+from ..parallel.parameters import gather_arrays, load_arrays
+from ..plan import Plan, Training, compile_plan, largest_micro_batch, micro_batch_ranges
+from ..plan.choices import set_schemes
+from ..registry.arguments import type_checked
+from ..registry.ranges import Count, Index, require_integer, require_shape
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..system.memory import PROCESS, as_bytes, share_of
-from .facts import checksum_of_weights, facts_of
+from ..system.memory import PROCESS_OVERHEAD_BYTES, network_bytes_per_rank, parse_bytes
+from .consistency import checksum_replicated_weights, facts_to_compare
 from .layer_model import LayerModel
-from .passes import ModelPass, images_for
+from .passes import ModelPass, to_backend_images
 from .scope import class_in_scope
-from .targets import are_whole, local_targets, random_batch
+from .targets import are_global_targets, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import TrainableModel
-from .vectors import alternate
+from .vector_parallel import alternate_divisions
 
 
 class Model(LayerModel):
@@ -95,9 +96,9 @@ class Model(LayerModel):
         Bytes that this rank has contributed to reductions, or sent to redistribute vectors, since `build`.
     step : int
         Training steps so far.
-    uncounted : int
+    uncounted_steps : int
         Number of steps that the optimiser does not count: skipped steps, and all steps before it was reset.
-    pending : dict or None
+    pending_state : dict or None
         State passed to `load_state` before the first build.
     nonfinite : {'stop', 'skip'}
         Action of a training step when a loss or gradient is not finite.
@@ -109,13 +110,13 @@ class Model(LayerModel):
         Stages that `nd.pretrain` trains first; empty except for GB.
     """
 
-    trained: LayerParameters | TrainedSubset
+    trained_parameters: LayerParameters | TrainedSubset
     sync: GradientSync
     has_dist_twin = True
     distributed = False
     trial_batch = random_batch
     #: reason why its layers cannot be executed in strips, if any
-    no_strips = ""
+    no_strips_reason = ""
     vector_parallel = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -150,23 +151,23 @@ class Model(LayerModel):
         self.seed, self.backend, self.dtype = int(seed), backend, np.dtype(dtype)
         self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
-        self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.uncounted_steps = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
-        self.pending: dict[str, Any] | None = None
-        self._uncompared = set[str]()  # not yet compared over ranks: the model, loaded weights
+        self.pending_state: dict[str, Any] | None = None
+        self._uncompared_parts = set[str]()  # not yet compared over ranks: the model, loaded weights
         self.last_pass: ModelPass | None = None
         self._name_layers()
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
+        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNC_CLASSES[sync]
         self.strips: int | Literal["auto"] | None = None
         self.memory: int | None = None
         self.strategy: StrategyBuilder | Strategy | None = None
-        self.execute(strips=strips, memory=memory, strategy=strategy)
+        self.configure_execution(strips=strips, memory=memory, strategy=strategy)
 
-    def execute(
+    def configure_execution(
         self,
         accumulate: int | None = None,
         sync: str | None = None,
@@ -183,17 +184,17 @@ class Model(LayerModel):
             The model, or the scheme of a layer, does not allow it.
         """
         for field, value in (("strips", strips), ("memory", memory)):
-            if value is not None and self.no_strips:
-                raise ConfigError(f"{field}: {type(self).__name__} {self.no_strips}; leave out {field}")
+            if value is not None and self.no_strips_reason:
+                raise ConfigError(f"{field}: {type(self).__name__} {self.no_strips_reason}; leave out {field}")
         self.accumulate = self.accumulate if accumulate is None else accumulate
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
-        self.memory = self.memory if memory is None else as_bytes("memory", memory)
-        self._sync = self._sync if sync is None else SYNCS[sync]
+        self.memory = self.memory if memory is None else parse_bytes("memory", memory)
+        self._sync = self._sync if sync is None else SYNC_CLASSES[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if isinstance(self.strategy, Strategy) and self.strategy.schemes:
             try:
-                put_schemes(self.leaves, self.strategy.schemes)
+                set_schemes(self.leaves, self.strategy.schemes)
             except ConfigError as error:
                 raise self.strategy.error(str(error), "schemes") from None
         for enabled, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
@@ -208,7 +209,7 @@ class Model(LayerModel):
     def __str__(self) -> str:
         return type(self).__name__
 
-    @checked
+    @type_checked
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan for every rank of a grid, without communication; raises the errors of `build`.
 
@@ -219,29 +220,25 @@ class Model(LayerModel):
         """
         grid = grid or GridShape()
         if self.vector_parallel:
-            alternate(self.layers, tuple(input_shape))
-        self.precision.check(self.dtype)
+            alternate_divisions(self.layers, tuple(input_shape))
+        self.precision.check_dtype(self.dtype)
         for layer in self.leaves:
-            rounds = declared_with(layer, "rounds_view", "forward")
+            rounds = declared_with(layer, "tolerates_rounded_view", "forward")
             layer.scheme = halo_in(layer.scheme, self.precision if rounds else FLOAT32)
-        memory = None if self.memory is None else share_of(self.memory, grid.size)
+        memory = None if self.memory is None else network_bytes_per_rank(self.memory, grid.size)
         execution = self.accumulate, self.recompute, self.strips, memory
-        training = Training(
-            self.cost, self.optimizer, self.dtype, *execution, spares=not self.no_strips, strategy=self.strategy
-        )
+        options: Any = {"may_halve_memory": not self.no_strips_reason, "strategy": self.strategy}
+        training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
-        if self.room is None or memory is not None or self.no_strips or plan.needed <= self.room:
+        available, fixed = self.available_bytes, bool(memory is not None or self.no_strips_reason)
+        if available is None or fixed or plan.needed_bytes <= available:
             return plan
-        training = replace(training, memory=max(1, self.room - PROCESS))
+        training = replace(training, memory=max(1, available - PROCESS_OVERHEAD_BYTES))
         return compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
 
-    @checked
+    @type_checked
     def build(
-        self,
-        input_shape: Sequence[int],
-        batch_size: int,
-        grid: ProcessGrid | None = None,
-        plan: Plan | None = None,
+        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
     ) -> None:
         """Fix all shapes, create the inputs of all layers for this rank, and initialise the weights.
 
@@ -256,7 +253,8 @@ class Model(LayerModel):
             Result of `plan` for the same arguments, if already known.
         """
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
-        self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
+        self.input_shape = require_shape("input_shape", input_shape)
+        self.batch_size = require_integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
@@ -276,21 +274,21 @@ class Model(LayerModel):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = LayerParameters(
+        self.parameters = self.trained_parameters = LayerParameters(
             self.leaves, context, self._sync, plan.parameters.shares, plan.parameters.compressors
         )
         self.sync = self.parameters.sync
-        samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
+        samples = largest_micro_batch(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
-        self.slots = self.parameters.new_slots(self.optimizer)
-        self._uncompared = {"model"}
-        if self.pending is not None:
-            self.load_state(self.pending)
+        self.slots = self.parameters.create_slots(self.optimizer)
+        self._uncompared_parts = {"model"}
+        if self.pending_state is not None:
+            self.load_state(self.pending_state)
 
-    def place(self, fields: Fields | None) -> None:
+    def place_cost(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns."""
         if isinstance(self.cost, Cost):
-            self.cost = self.cost.placed(self.output.extent, self.output.own, fields)
+            self.cost = self.cost.restrict_to_box(self.output.extent, self.output.own, fields)
 
     # The passes.
 
@@ -308,11 +306,11 @@ class Model(LayerModel):
         batch_size : int, optional
             Samples over all replicas, if not the batch size the model was built for.
         """
-        parameters = self.built
-        x = images_for(self, x, copy=True)
-        batch = self._samples(x, batch_size)
+        parameters = self.built_parameters
+        x = to_backend_images(self, x, copy=True)
+        batch = self._global_batch_size(x, batch_size)
         self.input.check_tile("x", x)
-        self._check_call("forward", {"training": training, "batch_size": batch})
+        self._compare_call("forward", {"training": training, "batch_size": batch})
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
         return ModelPass(self.executor, run, parameters, (self.input, self.output))
 
@@ -321,10 +319,11 @@ class Model(LayerModel):
 
         Takes the arguments of `forward`; `bprop` differentiates this pass.
         """
-        between = bool(not training and self.last_pass and (self.last_pass.trains or self.last_pass.between))
-        self.last_pass = None  # its memory is used for this one
+        last, self.last_pass = self.last_pass, None
+        replaced = bool(not training and last and (last.is_training or last.replaced_training_pass))
+        del last  # its memory is used for this one
         run = self.forward(x, training, batch_size)
-        run.between = between
+        run.replaced_training_pass = replaced
         self.last_pass = run
         return run.output
 
@@ -348,13 +347,13 @@ class Model(LayerModel):
             If there was no `fprop`, an `fprop` with `training=False` followed one with `training=True`, or the weights
             have changed since.
         """
-        run = self.last_pass if self.built else None
+        run = self.last_pass if self.built_parameters else None
         if run is None:
             raise PassError(
                 "bprop: no fprop to differentiate: none was run, it failed, or train_batch was called since; run"
                 " fprop of the batch right before bprop"
             )
-        if run.between:
+        if run.replaced_training_pass:
             raise PassError(
                 "bprop: an fprop with training=False followed the one with training=True; run fprop of the batch"
                 " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
@@ -381,16 +380,17 @@ class Model(LayerModel):
             incremented, and NaN is returned.
         """
         self.last_pass = None
-        batch = self._samples(x, batch_size)
-        if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
+        batch = self._global_batch_size(x, batch_size)
+        # a single sample of several replicas may be a part
+        if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
             self.grid.note_replicated("the targets passed to train_batch", to_host(targets))
-        self._check_call("train_batch", {"batch_size": batch})
+        self._compare_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
         """Return this rank's outputs, its targets, and its share of each part of the summed cost, in inference mode."""
         y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
-        return y, targets, [float(part.value(y, targets, self.output.total)) for _, part in self.cost.parts]
+        return y, targets, [float(part.local_sum(y, targets, self.output.total)) for _, part in self.cost.parts]
 
     # Whole arrays and this rank's parts.
 
@@ -418,42 +418,42 @@ class Model(LayerModel):
 
     def state(self) -> dict[str, Any]:
         """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
-        arrays = self.built.arrays()
-        self._check_call("state", {})
-        return gather(arrays)
+        arrays = self.built_parameters.arrays()
+        self._compare_call("state", {})
+        return gather_arrays(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `state`; before the first build they are kept for it."""
         if self.parameters is None:
-            self.pending = {name: np.copy(array) for name, array in state.items()}
+            self.pending_state = {name: np.copy(array) for name, array in state.items()}
         else:
             self.parameters.version += 1
-            self._uncompared.add("weights")
-            load(self.parameters.arrays(), state, "state")
+            self._uncompared_parts.add("weights")
+            load_arrays(self.parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
-        gradients = self.built.gradients()
-        self._check_call("gradients", {})
-        return gather(gradients)
+        gradients = self.built_parameters.gradients()
+        self._compare_call("gradients", {})
+        return gather_arrays(gradients)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
-        slots = self.built.slots(self.slots)
-        self._check_call("optimizer_state", {})
-        return gather(slots)
+        slots = self.built_parameters.slot_shards(self.slots)
+        self._compare_call("optimizer_state", {})
+        return gather_arrays(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `optimizer_state`."""
-        load(self.built.slots(self.slots), state, "optimiser state")
+        load_arrays(self.built_parameters.slot_shards(self.slots), state, "optimiser state")
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'."""
-        parameters = self.built
-        return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}
+        parameters = self.built_parameters
+        return {"model": parameters.arrays(), "optimizer": parameters.slot_shards(self.slots)}
 
     @property
-    def whole(self) -> Model:
+    def whole_model(self) -> Model:
         """The model itself; for a stage of pretraining, the model that the stage belongs to."""
         return self
 
@@ -485,19 +485,19 @@ class Model(LayerModel):
                     " use the layer's twin, or nd.distribute"
                 )
 
-    def _check_call(self, call: str, facts: dict[str, Any]) -> None:
+    def _compare_call(self, call: str, facts: dict[str, Any]) -> None:
         """Compare a call over the ranks, together with a new model and loaded weights."""
-        if self._uncompared and self.grid.size > 1:
-            if "weights" in self._uncompared:
-                facts["the checksum of the weights"] = f"{checksum_of_weights(self.built):08x}"
-            if "model" in self._uncompared:
-                facts |= {f"the {name}": value for name, value in facts_of(self, self.compiled).items()}
+        if self._uncompared_parts and self.grid.size > 1:
+            if "weights" in self._uncompared_parts:
+                facts["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"
+            if "model" in self._uncompared_parts:
+                facts |= {f"the {name}": value for name, value in facts_to_compare(self, self.compiled).items()}
         self.grid.check(call, facts)
-        self._uncompared.clear()
+        self._uncompared_parts.clear()
 
-    def _samples(self, x: Any, batch_size: int | None) -> int:
+    def _global_batch_size(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas; ShapeError if x is not this rank's share of them."""
-        grid = self.built.context.grid
+        grid = self.built_parameters.context.grid
         whole = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
         lo, hi = grid.sample_range(whole)
         if len(x) != hi - lo:

@@ -25,17 +25,17 @@ class ModelPass:
     ----------
     output : array (n, *tile, C')
         This rank's tile of the output (or the whole output after an FC layer), owned by the caller.
-    trains : bool
+    is_training : bool
         Whether it is a training pass.
     """
 
-    between = False
+    replaced_training_pass = False
 
     def __init__(
         self, executor: Executor, run: Pass, parameters: LayerParameters, ends: tuple[GlobalArray, GlobalArray]
     ) -> None:
-        self._executor, self._run, self._parameters, self._ends = executor, run, parameters, ends
-        self.output, self.trains = run.output.copy(), run.phase.training
+        self._executor, self._run, self._parameters, self._input_and_output = executor, run, parameters, ends
+        self.output, self.is_training = run.output.copy(), run.phase.training
         self._version = parameters.version
 
     def backward(self, dy: Any) -> Any:
@@ -57,10 +57,10 @@ class ModelPass:
         PassError
             The weights have changed since, or the pass was closed.
         """
-        parameters, (images, output) = self._parameters, self._ends
+        parameters, (images, output) = self._parameters, self._input_and_output
         if not self._executor.compiled.training.backward:
             raise PassError("backward: the model was planned for inference, which saves no activations; build it again")
-        dy = output.backend.real_array("dy", dy, output.dtype)
+        dy = output.backend.as_real_array("dy", dy, output.dtype)
         if self._run.closed or self._version != parameters.version:
             reason = "it was closed" if self._run.closed else "the weights have changed"
             raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
@@ -71,7 +71,7 @@ class ModelPass:
             )
         output.check_tile("dy", dy)
         images.grid.check("backward")
-        parameters.begin_gradients()
+        parameters.reset_gradients()
         dx = whole_input_gradient(images, self._executor.backward(self._run, dy))
         parameters.sum_gradients()
         return dx
@@ -81,13 +81,13 @@ class ModelPass:
         self._run.close()
 
 
-def images_for(model: Any, x: Any, copy: bool = False) -> Any:
+def to_backend_images(model: Any, x: Any, copy: bool = False) -> Any:
     """Return images as an array of the model's backend; unchanged if the model reads them strip by strip."""
     if isinstance(x, LazyTile):
         if model.streams:
             return x
         x = x.whole()
-    return model.context.backend.real_array("x", x, model.dtype, copy=copy)
+    return model.context.backend.as_real_array("x", x, model.dtype, copy=copy)
 
 
 def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:

@@ -40,15 +40,15 @@ class ReconstructionCost:
     sparsity: float
     epsilon: float
 
-    def value(self, y: Reconstruction, targets: Any = None, total: Any = None) -> Any:
+    def local_sum(self, y: Reconstruction, targets: Any = None, sum_over_tiles: Any = None) -> Any:
         """Return the sum over all local cells, in float64, to be summed over ranks."""
         error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
         return error + self.sparsity * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
 
-    def by_pooled(self, pooled: Any) -> Any:
-        """Return the gradient of `value` with respect to the pooled squares."""
+    def dpooled(self, pooled: Any) -> Any:
+        """Return the gradient of `local_sum` with respect to the pooled squares."""
         return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
 
-    def cells(self, shape: Any) -> int:
+    def terms_per_sample(self, shape: Any) -> int:
         """Return 1, since the cost of a sample is a sum over its cells."""
         return 1

@@ -20,8 +20,8 @@ class FlagSync:
 
     def publish_flags(self) -> None:
         """Sum the flags of all ranks; collective."""
-        self.flags.reduced[:] = self.flags.mine
-        self.grid.world.allreduce(self.flags.reduced)
+        self.flags.rank_counts[:] = self.flags.own_flags
+        self.grid.world.allreduce(self.flags.rank_counts)
 
 
 class ScriptModel:
@@ -33,14 +33,14 @@ class ScriptModel:
         Seed of the order of samples; None until set by a checkpoint or the script.
     step : int
         Steps counted by the session.
-    uncounted, num_initial_epochs : int
+    uncounted_steps, num_initial_epochs : int
         As in `Trainable`.
     loss_scaler : None
         A script scales its loss itself, if at all.
     """
 
     num_initial_epochs = 0
-    exchanged: Mapping[str, Sequence[GlobalArray]] = {}
+    exchanged_arrays: Mapping[str, Sequence[GlobalArray]] = {}
     schemes: Mapping[str, ExchangePolicy] = {}
     bytes_sent = bytes_summed = 0
     dtype = np.dtype("float32")
@@ -49,11 +49,11 @@ class ScriptModel:
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
         self.seed: int | None = None
-        self.step = self.uncounted = 0
+        self.step = self.uncounted_steps = 0
         self.sync: Any = FlagSync(grid)
 
     @property
-    def whole(self) -> ScriptModel:
+    def whole_model(self) -> ScriptModel:
         """The model itself."""
         return self
 
@@ -62,21 +62,21 @@ class ScriptModel:
         """State of gradient synchronisation that is kept from step to step."""
         return ()
 
-    def check_trains(self) -> None:
+    def check_checkpointable(self) -> None:
         """Raise ConfigError if the state for a checkpoint is incomplete."""
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         """Count a step, and sum the flags of all ranks; collective."""
         self.sync.publish_flags()
         self.step += 1
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of the contents of a checkpoint, by group, as `Trainable.kept_arrays`."""
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return this rank's parts of the contents of a checkpoint, by group, as `Trainable.checkpoint_arrays`."""
         return {"model": [], "optimizer": []}
 
     def settings(self) -> dict[str, Any]:
         """Return the state of a step other than arrays, for JSON; collective."""
         return {}
 
-    def take_settings(self, settings: Mapping[str, Any]) -> None:
+    def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore the result of `settings`, possibly from another rank count; ValueError if it does not fit."""

@@ -42,19 +42,19 @@ def optimal_stimulus(
         The units' values, the same on all ranks; collective over the tiles.
     """
     executor, grid = model.executor, model.grid
-    extent = executor.graph.shapes[executor.graph.ends[layer + 1][1]][:-1]
+    extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
     tile = node.leaves[0].tile if node.leaves == [node] else own  # in a segment it includes cells of other ranks
     # boxes of other ranks' units are empty; a vector is whole on every rank
-    boxes = [own.intersect(_cell(unit)).relative_to(tile) for unit in units]
+    boxes = [own.intersect(_unit_box(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
     def evaluate(x: Any, with_gradient: bool = False) -> tuple[np.ndarray, Any]:
         """Return the units' values and, optionally, their gradients."""
         values = np.zeros(len(units))
-        x = model.context.backend.real_array("x", x, model.dtype)
-        with executor.passing(x, Phase(training=False), layer + 1) as run:
+        x = model.context.backend.as_real_array("x", x, model.dtype)
+        with executor.forward_pass(x, Phase(training=False), layer + 1) as run:
             y = to_host(run.output)
             values[index[0]] = y[index]
             if extent:
@@ -63,41 +63,42 @@ def optimal_stimulus(
                 return values, None
             dy = np.zeros_like(y)
             dy[index] = 1
-            gradient = executor.backward(run, model.context.backend.real_array("dy", dy, model.dtype))
+            gradient = executor.backward(run, model.context.backend.as_real_array("dy", dy, model.dtype))
             return values, to_host(whole_input_gradient(model.input, gradient))
 
-    x = _normalise(model, _noise(model, len(units)), norm)
+    x = _scale_to_norm(model, _initial_noise(model, len(units)), norm)
     length = np.full(len(units), 1.0)
     for _ in range(steps):
         values, gradient = evaluate(x, with_gradient=True)
-        candidates = _normalise(model, x + _per_sample(length, x) * _normalise(model, gradient, norm), norm)
+        step = _per_sample_array(length, x) * _scale_to_norm(model, gradient, norm)
+        candidates = _scale_to_norm(model, x + step, norm)
         new_values, _ = evaluate(candidates)
         better = new_values > values
-        x = np.where(_per_sample(better, x), candidates, x)
+        x = np.where(_per_sample_array(better, x), candidates, x)
         length[~better] /= 2
     return x, evaluate(x)[0]
 
 
-def _cell(unit: Sequence[int]) -> Box:
+def _unit_box(unit: Sequence[int]) -> Box:
     return Box(tuple(unit[:-1]), tuple(c + 1 for c in unit[:-1]))
 
 
-def _noise(model: Model, count: int) -> Any:
+def _initial_noise(model: Model, count: int) -> Any:
     """Return this rank's tile of weak noise, keyed by global index."""
     shape = (count, *model.input_shape)
-    cells = rng.box_index(shape, (slice(0, count), *model.input.own.slices, slice(0, shape[-1])))
+    cells = rng.row_major_indices(shape, (slice(0, count), *model.input.own.slices, slice(0, shape[-1])))
     return rng.normal(rng.key(model.seed, "stimulus"), cells).astype(model.dtype)
 
 
-def _normalise(model: Model, x: Any, norm: float) -> Any:
+def _scale_to_norm(model: Model, x: Any, norm: float) -> Any:
     """Return each sample scaled to a norm over all tiles; zero samples stay zero."""
     own = model.input.owned(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
-    return x * _per_sample(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
+    return x * _per_sample_array(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
 
 
-def _per_sample(values: np.ndarray, x: Any) -> Any:
+def _per_sample_array(values: np.ndarray, x: Any) -> Any:
     """Return one value per sample in a shape that broadcasts with x."""
     kind = bool if values.dtype == bool else x.dtype
     return values.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)

@@ -40,21 +40,21 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     if len(targets) == batch_size:
         targets = targets[lo:hi]
     elif len(targets) != hi - lo:
-        raise ShapeError(f"{len(targets)} targets for a batch of {batch_size}")
+        raise ShapeError(f"{len(targets)} targets for a batch of {batch_size}; give one per sample")
     spatial = targets.shape[1 : 1 + len(output.extent)]
     if spatial == output.own.shape:
         return targets
     if spatial == output.extent:
         return targets[(slice(None), *output.own.slices)]
     if spatial == images.own.shape and output.extent == images.extent:
-        return targets[(slice(None), *slices_in(images, output.own))]
+        return targets[(slice(None), *own_slices_in_tile(images, output.own))]
     raise ShapeError(
         f"targets of spatial shape {spatial}: expected the whole output's {output.extent} or this tile's"
         f" {output.own.shape}"
     )
 
 
-def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
+def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bool:
     """Return whether targets are of a whole batch and of whole images, the same on every rank."""
     spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
     if len(targets) != batch_size or spatial != extent:
@@ -63,7 +63,7 @@ def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
     return all(box.shape != extent for box in tiles)  # otherwise a tile has all cells, and may be meant
 
 
-def slices_in(images: GlobalArray, own: Box) -> tuple[slice, ...]:
+def own_slices_in_tile(images: GlobalArray, own: Box) -> tuple[slice, ...]:
     """Return the slices of this rank's cells in the tile that it reads, which may be larger."""
     starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: no cells before
     return tuple(slice(at, at + n) for at, n in zip(starts, own.shape, strict=True))

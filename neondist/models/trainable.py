@@ -15,7 +15,7 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..data import Dataset
 from ..errors import ConfigError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
@@ -34,7 +34,7 @@ class Trainable(Protocol):
     ----------
     output, output_shape
         Layout of the outputs for `cost`; the shape is global, without the batch.
-    uncounted : int
+    uncounted_steps : int
         Number of steps that the optimiser does not count.
     momentum : float or None
         Momentum of the next step; None: the optimiser's own.
@@ -53,7 +53,7 @@ class Trainable(Protocol):
     output_shape: tuple[int, ...]
     accumulate: int
     step: int
-    uncounted: int
+    uncounted_steps: int
     learning_rate_scale: float
     momentum: float | None
     num_initial_epochs: int
@@ -65,7 +65,7 @@ class Trainable(Protocol):
         """Whether it reads images strip by strip, and keeps only these in memory."""
 
     @property
-    def whole(self) -> TrainableModel:
+    def whole_model(self) -> TrainableModel:
         """The model itself, or the model of a stage."""
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
@@ -80,7 +80,7 @@ class Trainable(Protocol):
         For a cost of several parts, a list with that of each.
         """
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'.
 
         Parameters
@@ -123,20 +123,20 @@ class TrainableModel(Registered, Trainable, ABC):
         Memory limit in bytes for all processes on one machine together, if set.
     vector_parallel : bool or None
         Whether fully connected layers are divided by outputs and inputs alternately; None: unsupported.
-    remote : RemoteUpdate or None
+    remote_update : RemoteUpdate or None
         Updates the parameters instead of the optimiser.
     precision : ComputePrecision
         Precision of the operands of products.
     loss_scaler : LossScaler or None
         Scales the loss if gradients of that precision may underflow; known after `build`.
-    room : int or None
+    available_bytes : int or None
         Bytes available to a rank, if known. A step that needs more is streamed, unless `memory` is set.
     """
 
     memory: int | None = None
-    room: int | None = None
+    available_bytes: int | None = None
     vector_parallel: bool | None = None
-    remote: RemoteUpdate | None = None
+    remote_update: RemoteUpdate | None = None
     precision: ComputePrecision = FLOAT32
     loss_scaler: LossScaler | None = None
     strategy: StrategyBuilder | Strategy | None = None
@@ -154,13 +154,13 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     @abstractmethod
-    def built(self) -> Parameters:
+    def built_parameters(self) -> Parameters:
         """The trained parameters; ConfigError if the model is not built."""
 
     @property
     def sync_states(self) -> list[SyncState]:
         """State of gradient synchronisation kept from step to step."""
-        return self.built.compressed.state()
+        return self.built_parameters.compressed.sync_states()
 
     @property
     @abstractmethod
@@ -168,34 +168,34 @@ class TrainableModel(Registered, Trainable, ABC):
         """The border schemes, by layer or path of a module."""
 
     @property
-    def exchanged(self) -> Mapping[str, Sequence[GlobalArray]]:
+    def exchanged_arrays(self) -> Mapping[str, Sequence[GlobalArray]]:
         """The arrays whose border schemes may have a memory, which is checkpointed, by layer."""
         return {}
 
     @property
-    def subject_of_outputs(self) -> Any:
+    def output_layer(self) -> Any:
         """Subject of messages about the outputs."""
         return self
 
     @abstractmethod
-    def guard(self, seed: int) -> None:
+    def enable_guards(self, seed: int) -> None:
         """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
 
     def array_backend(self) -> Backend:
         """Return the backend for the model's precision; ConfigError if it is not supported."""
-        self.precision.check(self.dtype)
+        self.precision.check_dtype(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         return nullcontext()
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Finish pending messages of steps; collective."""
         return
 
     @abstractmethod
-    def execute(
+    def configure_execution(
         self,
         accumulate: int | None = None,
         sync: str | None = None,
@@ -210,7 +210,7 @@ class TrainableModel(Registered, Trainable, ABC):
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
         """Return the plan for every rank of a grid, without communication; raises the errors of `build`."""
 
-    def within(self, plan: Any) -> Any:
+    def fit_to_memory(self, plan: Any) -> Any:
         """Return the plan adapted to `memory`, if `plan` does not do so itself."""
         return plan
 
@@ -231,18 +231,15 @@ class TrainableModel(Registered, Trainable, ABC):
         numbers = np.arange(lo, hi) % len(dataset.train)
         return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
 
-    def place(self, fields: Fields | None) -> None:
+    def place_cost(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns; the model is built."""
 
-    def cost_of_cells(self) -> Any:
+    def per_cell_cost(self) -> Any:
         """Return a cost whose values for boxes of an image's cells add up."""
         return self.cost
 
     def summary(
-        self,
-        input_shape: Sequence[int] | None = None,
-        grid: GridShape | None = None,
-        batch_size: int | None = None,
+        self, input_shape: Sequence[int] | None = None, grid: GridShape | None = None, batch_size: int | None = None
     ) -> Summary:
         """Return a table of all layers with output, parameters, tile, halo and memory, as `neondist check`.
 
@@ -300,6 +297,6 @@ class TrainableModel(Registered, Trainable, ABC):
         return bool(self.compiled.streams)
 
     @property
-    def whole(self) -> TrainableModel:
+    def whole_model(self) -> TrainableModel:
         """The model itself; for a stage of pretraining, the model that the stage belongs to."""
         return self

@@ -10,7 +10,7 @@ from typing import Any
 from ..comm import ProcessGrid
 from ..layers import Sequential
 from ..plan import Plan
-from ..registry import Distributed, dist_class
+from ..registry import DistributedMixin, dist_class
 from ..strategies import Strategy, StrategyBuilder
 from .model import Model
 from .scope import CLASS_IN_SCOPE
@@ -28,21 +28,21 @@ def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models:
 
 def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models: list[Model], cls: type) -> type:
     """Return the whole-batch class of a serial model; a distributed class is unchanged."""
-    if issubclass(cls, Distributed):
+    if issubclass(cls, DistributedMixin):
         return cls
     base: Any = dist_class(cls)
 
     @wraps(base.__init__)
     def __init__(self: Any, layers: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, [layer.twin() for layer in Sequential(layers).layers], *args, **kwargs)
-        self.execute(strategy=self.strategy or strategy)
+        base.__init__(self, [layer.distributed_twin() for layer in Sequential(layers).layers], *args, **kwargs)
+        self.configure_execution(strategy=self.strategy or strategy)
         models.append(self)
 
     names = {"__init__": __init__, "scope_grid": grid, "serial_name": cls.__name__}
-    return type(f"_WholeBatch{cls.__name__}", (_WholeBatches, base), names)
+    return type(f"_WholeBatch{cls.__name__}", (_WholeBatchModel, base), names)
 
 
-class _WholeBatches(Distributed, Model):
+class _WholeBatchModel(DistributedMixin, Model):
     """A distributed model with the interface of a serial one: whole arrays, the same on every rank."""
 
     scope_grid: ProcessGrid

@@ -1,14 +1,14 @@
 """Optimisers: in-place updates of parameters in one flat array."""
 
 from .adam import LAMB, Adam, AdamW
-from .base import AVERAGE, Optimizer, Scheduled
+from .base import AVERAGE_SLOT, Optimizer, Scheduled
 from .flat import FlatLayout
 from .rmsprop import RMSprop
 from .schedule import CosineDecay, OneCycle, Plateau, Schedule, StepDecay, Warmup
 from .sgd import SGD
 
 __all__ = [
-    "AVERAGE",
+    "AVERAGE_SLOT",
     "LAMB",
     "SGD",
     "Adam",

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
-from .base import Optimizer, move_mean
-from .flat import FlatLayout, blocks
+from .base import Optimizer, update_running_mean
+from .flat import FlatLayout, block_slices
 
 
 class Adam(Optimizer):
@@ -64,7 +64,7 @@ class Adam(Optimizer):
     def direction(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
         """Return the update direction, in `scratch`, and update the slots of one block."""
         xp, mean, square = namespace(grads), slots["mean"], slots["square"]
-        move_mean(mean, grads, self.beta1, scratch)
+        update_running_mean(mean, grads, self.beta1, scratch)
         square *= self.beta2
         xp.multiply(grads, grads, out=scratch)
         scratch *= 1.0 - self.beta2
@@ -91,7 +91,7 @@ class AdamW(Adam):
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
 
-    decay = "weights"
+    decay_target = "weights"
 
     def __init__(self, learning_rate: NotNegative = 1e-3, *, weight_decay: NotNegative = 0.01, **kwargs: Any) -> None:
         super().__init__(learning_rate, weight_decay=weight_decay, **kwargs)
@@ -113,7 +113,7 @@ class LAMB(Adam):
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
 
-    decay = "direction"
+    decay_target = "direction"
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class LAMB(Adam):
         """Replace the gradients by Adam's direction."""
         grads[...] = self.direction(grads, slots, scratch, 1.0, step)
 
-    def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
+    def update_whole_parameters(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
         """Apply the scaled directions."""
         xp = namespace(params)
         sizes, lengths = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
@@ -145,10 +145,10 @@ class LAMB(Adam):
         trust = xp.where(both, sizes / xp.where(both, lengths, 1.0), 1.0)
         factors = (rate * trust).astype(params.dtype)
         for at, (start, stop) in enumerate(layout.spans):
-            for block in blocks(params, start, stop):
+            for block in block_slices(params, start, stop):
                 grads[block] *= factors[at]
                 params[block] -= grads[block]
 
-    def norms_for(self, cut: int) -> int:
+    def num_reduced_norms(self, num_partitioned: int) -> int:
         """Return the number for other optimisers, plus two norms per parameter."""
-        return super().norms_for(cut) + 2 * cut
+        return super().num_reduced_norms(num_partitioned) + 2 * num_partitioned

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from ..arrays.namespace import namespace
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from ..registry.ranges import NotNegative, Positive, Share
 from .flat import FlatLayout, block_size
 from .schedule import Schedule
 
-AVERAGE = "average"
+AVERAGE_SLOT = "average"
 """Slot of the parameters' running mean."""
 
 
@@ -27,8 +27,8 @@ class Scheduled:
     #: whether there is a momentum that a schedule can change
     has_momentum = False
 
-    def scale(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
-        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`.
+    def schedule_factor(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
+        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `rate_factor`.
 
         `losses` are those of the validation split after each epoch so far.
         """
@@ -40,11 +40,11 @@ class Scheduled:
         """Return the scheduled momentum at `epoch`; None if it is not scheduled."""
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
-    def check(self, epochs: int) -> None:
+    def check_epochs(self, epochs: int) -> None:
         """Raise ConfigError about the schedule if a run of `epochs` epochs would continue at rate 0."""
         if isinstance(self.schedule, Schedule):
             try:
-                self.schedule.check(epochs)
+                self.schedule.check_epochs(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
                         f"momentum: {type(self).__name__} has no momentum to schedule; give it momentum: 0.9, or"
@@ -80,9 +80,9 @@ class Optimizer(Scheduled, Registered, ABC):
 
     slot_names: tuple[str, ...] = ()
     #: target of weight decay: the gradient, the step ('direction') or, decoupled, the parameters ('weights')
-    decay: Literal["gradient", "weights", "direction"] = "gradient"
+    decay_target: Literal["gradient", "weights", "direction"] = "gradient"
 
-    @checked
+    @type_checked
     def __init__(
         self,
         learning_rate: NotNegative,
@@ -98,13 +98,13 @@ class Optimizer(Scheduled, Registered, ABC):
         self.schedule = schedule
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of all state arrays."""
-        return self.slot_names if self.ema is None else (*self.slot_names, AVERAGE)
+        return self.slot_names if self.ema is None else (*self.slot_names, AVERAGE_SLOT)
 
-    def slots(self, params: Any) -> dict[str, Any]:
+    def create_slots(self, params: Any) -> dict[str, Any]:
         """Return new zeroed slots for parameters; the caller keeps them and passes them to `update`."""
-        return {name: namespace(params).zeros_like(params) for name in self.kept}
+        return {name: namespace(params).zeros_like(params) for name in self.state_names}
 
     def update(
         self,
@@ -112,7 +112,7 @@ class Optimizer(Scheduled, Registered, ABC):
         grads: Any,
         slots: dict[str, Any],
         step: int,
-        scale: float = 1.0,
+        rate_factor: float = 1.0,
         layout: FlatLayout | None = None,
     ) -> None:
         """Update `params` and `slots` in place by one step; collective if norms span several ranks.
@@ -122,38 +122,38 @@ class Optimizer(Scheduled, Registered, ABC):
         params, grads : ndarray, 1-D
             All parameters and their summed gradients; `grads` may be overwritten.
         slots : dict of str to ndarray
-            Slots returned by `slots` for these parameters.
+            Slots returned by `create_slots` for these parameters.
         step : int
             Number of updates before this one: 0 at the first.
-        scale : float
+        rate_factor : float
             Factor on the learning rate.
         layout : FlatLayout, optional
             Layout of the parameters. Default: a single parameter, whole on this rank.
         """
-        layout = layout or FlatLayout.of_one(params.size)
-        rate = self.learning_rate * scale
+        layout = layout or FlatLayout.single_parameter(params.size)
+        rate = self.learning_rate * rate_factor
         xp = namespace(params)
         if self.clip_norm is not None:
             norm = xp.sqrt(layout.square_norms(grads).sum())
-            self._scale(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
+            self._multiply(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
         scratch = xp.empty(min(block_size(params), params.size), params.dtype)
-        for block, decays in layout.blocks(params, self.decay_all or not self.weight_decay):
+        for block, decays in layout.parameter_blocks(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             buffer = scratch[: p.size]
             decays = decays and self.weight_decay > 0
-            if decays and self.decay == "gradient":
+            if decays and self.decay_target == "gradient":
                 xp.multiply(p, self.weight_decay, out=buffer)
                 g += buffer
-            if decays and self.decay == "weights":
+            if decays and self.decay_target == "weights":
                 p *= 1 - rate * self.weight_decay
             own_slots = {name: slots[name][block] for name in self.slot_names}
             self.apply(p, g, own_slots, buffer, rate, step)
-            if decays and self.decay == "direction":
+            if decays and self.decay_target == "direction":
                 xp.multiply(p, self.weight_decay, out=buffer)
                 g += buffer
-        self.finish(params, grads, rate, layout)
+        self.update_whole_parameters(params, grads, rate, layout)
         if self.ema is not None:
-            self._average(params, slots[AVERAGE], scratch, step, layout)
+            self._update_average(params, slots[AVERAGE_SLOT], scratch, step, layout)
 
     def with_momentum(self, momentum: float | None) -> Optimizer:
         """Return the same optimiser with another momentum, None: its own; slots remain valid."""
@@ -183,25 +183,25 @@ class Optimizer(Scheduled, Registered, ABC):
         rate, `step` counts from 0.
         """
 
-    def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
+    def update_whole_parameters(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
         """Update all parameters after `apply` has processed all blocks, for rules that need whole parameters."""
 
-    def norms_for(self, cut: int) -> int:
-        """Return the number of float64 values reduced over the tiles per step for `cut` partitioned parameters."""
-        return cut * (self.clip_norm is not None)
+    def num_reduced_norms(self, num_partitioned: int) -> int:
+        """Return the number of float64 values that a step reduces over the tiles."""
+        return num_partitioned * (self.clip_norm is not None)
 
-    def _scale(self, array: Any, layout: FlatLayout, factor: Any) -> None:
+    def _multiply(self, array: Any, layout: FlatLayout, factor: Any) -> None:
         factor = factor.astype(array.dtype)
-        for block, _ in layout.blocks(array, alike=True):
+        for block, _ in layout.parameter_blocks(array, decay_all=True):
             array[block] *= factor
 
-    def _average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
+    def _update_average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
         keep = self.ema if step else 0.0
-        for block, _ in layout.blocks(params, alike=True):
-            move_mean(average[block], params[block], keep or 0.0, scratch[: params[block].size])
+        for block, _ in layout.parameter_blocks(params, decay_all=True):
+            update_running_mean(average[block], params[block], keep or 0.0, scratch[: params[block].size])
 
 
-def move_mean(mean: Any, values: Any, keep: float, scratch: Any) -> None:
+def update_running_mean(mean: Any, values: Any, keep: float, scratch: Any) -> None:
     """Update a running mean in place: mean = keep * mean + (1 - keep) * values."""
     mean *= keep
     namespace(values).multiply(values, 1.0 - keep, out=scratch)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..arrays.namespace import namespace
 
-BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
-WIDE = 1 << 24  # on a device, to amortise kernel launches
+HOST_BLOCK_CELLS = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
+DEVICE_BLOCK_CELLS = 1 << 24  # on a device, to amortise kernel launches
 
 
 @dataclass(frozen=True)
@@ -24,59 +24,60 @@ class FlatLayout:
         Span of each parameter, in order.
     decays : tuple of bool
         Whether each parameter is neither a bias nor part of a normalisation layer.
-    whole : int
+    num_whole : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
-    total : callable, optional
+    sum_over_parts : callable, optional
         Returns the sum over the ranks with the other parts; collective. None: there are no others.
     """
 
     spans: tuple[tuple[int, int], ...]
     decays: tuple[bool, ...]
-    whole: int
-    total: Callable[[Any], Any] | None = None
+    num_whole: int
+    sum_over_parts: Callable[[Any], Any] | None = None
 
     @classmethod
-    def of_one(cls, size: int) -> FlatLayout:
+    def single_parameter(cls, size: int) -> FlatLayout:
         """Return the layout of a single parameter of `size` elements on one rank."""
         return cls(((0, size),), (True,), 1)
 
-    def blocks(self, array: Any, alike: bool) -> Iterator[tuple[slice, bool]]:
+    def parameter_blocks(self, array: Any, decay_all: bool) -> Iterator[tuple[slice, bool]]:
         """Yield blocks of the parameters in an array, and whether weight decay applies.
 
         Parameters
         ----------
-        alike : bool
+        decay_all : bool
             Whether it applies to all parameters.
         """
         runs: list[list[Any]] = []
         for (start, stop), decays in zip(self.spans, self.decays, strict=True):
-            if runs and runs[-1][1:] == [start, alike or decays]:
+            if runs and runs[-1][1:] == [start, decay_all or decays]:
                 runs[-1][1] = stop
             else:
-                runs.append([start, stop, alike or decays])
+                runs.append([start, stop, decay_all or decays])
         for start, stop, decays in runs:
-            for block in blocks(array, start, stop):
+            for block in block_slices(array, start, stop):
                 yield block, decays
 
     def square_norms(self, array: Any) -> Any:
         """Return the sum of the squares of each parameter, over all its parts, in float64; collective."""
         xp = namespace(array)
-        sums = xp.stack([_squares(array[start:stop]) for start, stop in self.spans]) if self.spans else xp.zeros(0)
-        if self.whole < len(self.spans) and self.total is not None:
-            sums[self.whole :] = self.total(sums[self.whole :].copy())
+        norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
+        sums = xp.stack(norms) if norms else xp.zeros(0)
+        if self.num_whole < len(self.spans) and self.sum_over_parts is not None:
+            sums[self.num_whole :] = self.sum_over_parts(sums[self.num_whole :].copy())
         return sums
 
 
-def _squares(array: Any) -> Any:
+def _sum_of_squares(array: Any) -> Any:
     xp = namespace(array)
     total = xp.zeros((), "f8")
-    for at in blocks(array, 0, array.size):
+    for at in block_slices(array, 0, array.size):
         block = array[at]
         total = total + (block * block).sum(dtype="f8")
     return total
 
 
-def blocks(array: Any, start: int, stop: int) -> Iterator[slice]:
+def block_slices(array: Any, start: int, stop: int) -> Iterator[slice]:
     """Yield the blocks of an array from start to stop."""
     cells = block_size(array)
     for at in range(start, stop, cells):
@@ -85,4 +86,4 @@ def blocks(array: Any, start: int, stop: int) -> Iterator[slice]:
 
 def block_size(array: Any) -> int:
     """Return the number of cells per block of an array."""
-    return BLOCK if isinstance(array, np.ndarray) else WIDE
+    return HOST_BLOCK_CELLS if isinstance(array, np.ndarray) else DEVICE_BLOCK_CELLS

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
-from .base import Optimizer, move_mean
+from .base import Optimizer, update_running_mean
 
 
 class RMSprop(Optimizer):
@@ -64,7 +64,7 @@ class RMSprop(Optimizer):
         square += scratch
         if self.centered:
             mean = slots["mean"]
-            move_mean(mean, grads, self.alpha, scratch)
+            update_running_mean(mean, grads, self.alpha, scratch)
             xp.multiply(mean, mean, out=scratch)
             xp.subtract(square, scratch, out=scratch)
             xp.sqrt(scratch, out=scratch)

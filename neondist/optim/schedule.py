@@ -26,7 +26,7 @@ class Schedule(Registered, ABC):
         """Return the momentum at `epoch`; None: the optimiser's own."""
         return None
 
-    def check(self, epochs: int) -> None:
+    def check_epochs(self, epochs: int) -> None:
         """Raise ConfigError if a run of `epochs` epochs would continue at rate 0."""
 
 
@@ -42,11 +42,11 @@ class StepDecay(Schedule):
     """
 
     def __init__(self, every_epochs: Count, factor: Positive = 0.1) -> None:
-        self.every_epochs, self.drop = int(every_epochs), float(factor)
+        self.every_epochs, self.drop_factor = int(every_epochs), float(factor)
 
     def factor(self, epoch: float) -> float:
         """Return `factor` to the power of the number of drops so far."""
-        return self.drop ** math.floor(epoch / self.every_epochs)
+        return self.drop_factor ** math.floor(epoch / self.every_epochs)
 
 
 class CosineDecay(Schedule):
@@ -63,14 +63,14 @@ class CosineDecay(Schedule):
     def __init__(self, epochs: Count, floor: Share = 0.0) -> None:
         self.epochs, self.floor = int(epochs), float(floor)
 
-    def check(self, epochs: int) -> None:
+    def check_epochs(self, epochs: int) -> None:
         """Raise ConfigError if the rate reaches 0 before a run of `epochs` epochs ends."""
         if not self.floor:
-            _check_end(self.epochs, epochs)
+            _check_schedule_length(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
         """Return the factor, clamped to the end of the decay."""
-        return _cosine(1.0, self.floor, min(epoch / self.epochs, 1.0))
+        return _cosine_between(1.0, self.floor, min(epoch / self.epochs, 1.0))
 
 
 class Warmup(Schedule):
@@ -89,10 +89,10 @@ class Warmup(Schedule):
     def __init__(self, epochs: Positive, start: Share = 0.01, then: Schedule | None = None) -> None:
         self.epochs, self.start, self.then = float(epochs), float(start), then
 
-    def check(self, epochs: int) -> None:
+    def check_epochs(self, epochs: int) -> None:
         """Raise ConfigError if the following schedule ends too early."""
         if self.then is not None:
-            self.then.check(math.ceil(epochs - self.epochs))
+            self.then.check_epochs(math.ceil(epochs - self.epochs))
 
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`."""
@@ -138,23 +138,23 @@ class OneCycle(Schedule):
         self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
         self.momentum = momentum
 
-    def check(self, epochs: int) -> None:
+    def check_epochs(self, epochs: int) -> None:
         """Raise ConfigError if the cycle ends before a run of `epochs` epochs does."""
-        _check_end(self.epochs, epochs)
+        _check_schedule_length(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
         """Return the factor, clamped to the end of the cycle."""
-        return self._between(epoch, self.start, 1.0, self.floor)
+        return self._interpolate(epoch, self.start, 1.0, self.floor)
 
     def momentum_at(self, epoch: float) -> float | None:
         """Return the momentum, clamped to the end of the cycle."""
-        return None if self.momentum is None else self._between(epoch, self.momentum[1], *self.momentum)
+        return None if self.momentum is None else self._interpolate(epoch, self.momentum[1], *self.momentum)
 
-    def _between(self, epoch: float, first: float, peak: float, last: float) -> float:
+    def _interpolate(self, epoch: float, first: float, peak: float, last: float) -> float:
         progress = min(epoch / self.epochs, 1.0)
         if progress < self.rise:
-            return _cosine(first, peak, progress / self.rise)
-        return _cosine(peak, last, (progress - self.rise) / (1.0 - self.rise))
+            return _cosine_between(first, peak, progress / self.rise)
+        return _cosine_between(peak, last, (progress - self.rise) / (1.0 - self.rise))
 
 
 class Plateau(Schedule):
@@ -186,7 +186,7 @@ class Plateau(Schedule):
         cooldown: Index = 0,
         floor: Share = 0.0,
     ) -> None:
-        self.drop, self.patience, self.threshold = float(factor), int(patience), float(threshold)
+        self.drop_factor, self.patience, self.threshold = float(factor), int(patience), float(threshold)
         self.cooldown, self.floor = int(cooldown), float(floor)
 
     def factor(self, epoch: float) -> float:
@@ -202,17 +202,17 @@ class Plateau(Schedule):
             stale_epochs = 0 if improved or cooldown else stale_epochs + 1
             cooldown = max(0, cooldown - 1)
             if stale_epochs > self.patience:
-                factor, stale_epochs, cooldown = max(factor * self.drop, self.floor), 0, self.cooldown
+                factor, stale_epochs, cooldown = max(factor * self.drop_factor, self.floor), 0, self.cooldown
         return factor
 
 
-def _cosine(first: float, last: float, progress: float) -> float:
+def _cosine_between(first: float, last: float, progress: float) -> float:
     return last + (first - last) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _check_end(length: int, epochs: int) -> None:
-    if epochs > length:
+def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
+    if run_epochs > schedule_epochs:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {length} epochs, but {epochs} epochs are trained; set this to"
-            f" {epochs} as well"
+            f"epochs: the learning rate is 0 after {schedule_epochs} epochs, but {run_epochs} epochs are trained; set"
+            f" this to {run_epochs} as well"
         )

@@ -6,16 +6,16 @@ compressors: sums in fewer bytes; rows: sums of sparse parameters; compressed: t
 """
 
 from .compressors import SyncState, compressed_bytes
-from .flags import HEADER, ControlFlags, Flag
+from .flags import HEADER_SIZE, ControlFlags, Flag
 from .layer_parameters import LayerParameters
-from .parameters import Parameters, gather, load
-from .rows import ROWS, message_bytes
+from .parameters import Parameters, gather_arrays, load_arrays
+from .rows import ROWS_COMPRESSOR, row_message_bytes
 from .shard import ParameterShard
 from .subset import TrainedSubset
-from .sync import SYNCS, AllReduce, Bucketed, GradientSync, finite
+from .sync import SYNC_CLASSES, AllReduce, Bucketed, GradientSync, is_finite
 
 __all__ = [
-    "HEADER", "ROWS", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "LayerParameters",
-    "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "compressed_bytes", "finite", "gather", "load",
-    "message_bytes",
+    "HEADER_SIZE", "ROWS_COMPRESSOR", "SYNC_CLASSES", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync",
+    "LayerParameters", "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "compressed_bytes",
+    "gather_arrays", "is_finite", "load_arrays", "row_message_bytes",
 ]  # fmt: skip

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
-from .compressors import Compressor, Shape, SyncState, compressor_of
-from .rows import ROWS, RowExchange, Table
-from .sync import finite
+from .compressors import Compressor, Shape, SyncState, create_compressor
+from .rows import ROWS_COMPRESSOR, RowExchange, SparseTable
+from .sync import is_finite
 
 
 class CompressedGradients:
@@ -39,35 +39,35 @@ class CompressedGradients:
         tables, start, ranks = [], 0, reductions.grid.size
         for text, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
-            if text != ROWS:
-                self.compressors.append((start, compressor_of(text, shapes, np.dtype(gradients.dtype))))
+            if text != ROWS_COMPRESSOR:
+                self.compressors.append((start, create_compressor(text, shapes, np.dtype(gradients.dtype))))
             for shape in shapes.values():
-                if text == ROWS:
-                    tables.append(Table(start, prod(shape[1:]), [(0, prod(shape))] * ranks))
+                if text == ROWS_COMPRESSOR:
+                    tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * ranks))
                 start += prod(shape)
-        self.rows = RowExchange(reductions, tables if ranks > 1 else [])
+        self.row_exchange = RowExchange(reductions, tables if ranks > 1 else [])
 
-    def finite(self) -> Any:
+    def is_finite(self) -> Any:
         """Return whether this rank's gradients are finite."""
-        return finite(self.gradients)
+        return is_finite(self.gradients)
 
-    def sum(self) -> None:
+    def sum_over_ranks(self) -> None:
         """Replace the gradients by their sums, and keep the residuals for the next step; collective.
 
         On one rank there are none. If a sum is not finite, nothing else changes.
         """
-        self.rows.reduce(self.gradients)
+        self.row_exchange.reduce_rows(self.gradients)
         for start, compressor in self.compressors:
             part = self.gradients[start : start + compressor.residual.size]
             send = to_host(part) + compressor.residual
             alone = self.reductions.grid.size == 1
-            total, residual = (send, np.zeros_like(send)) if alone else compressor.sum(self.reductions, send)
+            total, residual = (send, np.zeros_like(send)) if alone else compressor.sum_over_ranks(self.reductions, send)
             part[...] = namespace(part).asarray(total)
-            if finite(total):
+            if is_finite(total):
                 compressor.residual[...] = residual
                 if not alone:
-                    compressor.commit()
+                    compressor.accept_last_sum()
 
-    def state(self) -> list[SyncState]:
+    def sync_states(self) -> list[SyncState]:
         """Return the state kept from step to step, as views."""
-        return [state for _, compressor in self.compressors for state in compressor.state()]
+        return [state for _, compressor in self.compressors for state in compressor.sync_states()]

@@ -45,7 +45,7 @@ class Compressor(ABC):
     ----------
     shapes : mapping of str to tuple
         Shapes of the parameters, which are contiguous.
-    argument : float
+    setting : float
     dtype : dtype of gradients
 
     Attributes
@@ -54,43 +54,45 @@ class Compressor(ABC):
         Error feedback: the part that this rank has not sent yet.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
-        self.shapes, self.argument, self.dtype = dict(shapes), argument, dtype
+    def __init__(self, shapes: Mapping[str, Shape], setting: float, dtype: np.dtype) -> None:
+        self.shapes, self.setting, self.dtype = dict(shapes), setting, dtype
         self.spans = list(pairwise(accumulate(map(prod, self.shapes.values()), initial=0)))
         self.residual = np.zeros(self.spans[-1][1], dtype)
 
     @staticmethod
     @abstractmethod
-    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes that a rank contributes to the sum of one parameter's gradient."""
 
     @abstractmethod
-    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum over all ranks, and the residual of this rank's gradients; collective."""
 
-    def commit(self) -> None:
+    def accept_last_sum(self) -> None:
         """Accept the last sum."""
         return
 
-    def parts(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    def split_by_parameter(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each parameter's name and its part of a flat array, as a view of the parameter's shape."""
         for (name, shape), (start, stop) in zip(self.shapes.items(), self.spans, strict=True):
             yield name, flat[start:stop].reshape(shape)
 
-    def state(self) -> list[SyncState]:
+    def sync_states(self) -> list[SyncState]:
         """Return the state kept from step to step, as views."""
-        return [SyncState(f"{name}/error_feedback", part, False) for name, part in self.parts(self.residual)]
+        return [
+            SyncState(f"{name}/error_feedback", part, False) for name, part in self.split_by_parameter(self.residual)
+        ]
 
 
 class HalfPrecision(Compressor):
     """Numbers of 16 bits; each rank adds up a slice in full precision. Rounding errors are in its residual."""
 
     @staticmethod
-    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return two bytes a number."""
         return 2 * prod(shape)
 
-    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum, and the rounding errors of this rank's gradients and of its slice of the sum."""
         codes = self.encode(gradients)
         gradients -= self.decode(codes)
@@ -135,14 +137,14 @@ class TopK(Compressor):
     """The largest share of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
 
     @staticmethod
-    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes of indices and values."""
-        return ceil(argument * prod(shape)) * (np.dtype(_index(prod(shape))).itemsize + itemsize)
+        return ceil(setting * prod(shape)) * (np.dtype(_index_dtype(prod(shape))).itemsize + itemsize)
 
-    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of all ranks' largest entries, in rank order, and the other entries of this rank."""
-        index = _index(gradients.size)
-        chosen = [start + self._largest(gradients[start:stop]) for start, stop in self.spans]
+        index = _index_dtype(gradients.size)
+        chosen = [start + self._largest_indices(gradients[start:stop]) for start, stop in self.spans]
         places = np.concatenate(chosen).astype(index)
         sent = np.concatenate([places.view(np.uint8), gradients[places].view(np.uint8)])
         total = np.zeros_like(gradients)
@@ -151,8 +153,8 @@ class TopK(Compressor):
         gradients[places] = 0
         return total, gradients
 
-    def _largest(self, gradient: np.ndarray) -> np.ndarray:
-        least = gradient.size - ceil(self.argument * gradient.size)
+    def _largest_indices(self, gradient: np.ndarray) -> np.ndarray:
+        least = gradient.size - ceil(self.setting * gradient.size)
         return np.sort(np.argpartition(np.abs(gradient), least)[least:]) if least else np.arange(gradient.size)
 
 
@@ -161,88 +163,97 @@ class PowerSGD(Compressor):
 
     Attributes
     ----------
-    factors : dict of str to array
+    right_factors : dict of str to array
         The right factor of each parameter's last sum, the start of the next step.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
-        super().__init__(shapes, argument, dtype)
-        sizes = {name: (cols, min(int(argument), rows, cols)) for name, (rows, cols) in self._matrices()}
-        self.factors = {
+    def __init__(self, shapes: Mapping[str, Shape], setting: float, dtype: np.dtype) -> None:
+        super().__init__(shapes, setting, dtype)
+        sizes = {name: (cols, min(int(setting), rows, cols)) for name, (rows, cols) in self._matrix_shapes()}
+        self.right_factors = {
             name: rng.normal(rng.key("powersgd", name), np.arange(prod(size))).reshape(size).astype(dtype)
             for name, size in sizes.items()
         }
 
     @staticmethod
-    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes of both factors."""
-        rows, cols = _matrix(shape)
-        return min(int(argument), rows, cols) * (rows + cols) * itemsize
+        rows, cols = _matrix_shape(shape)
+        return min(int(setting), rows, cols) * (rows + cols) * itemsize
 
-    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of the projections on the common left factor, and this rank's residual."""
-        shares = {name: gradients[slice(*span)].reshape(_matrix(self.shapes[name])) for name, span in self._places()}
-        lefts = self._summed(reductions, {name: share @ self.factors[name] for name, share in shares.items()})
+        shares = {
+            name: gradients[slice(*span)].reshape(_matrix_shape(self.shapes[name]))
+            for name, span in self._spans_by_name()
+        }
+        lefts = self._sum_factors(
+            reductions, {name: share @ self.right_factors[name] for name, share in shares.items()}
+        )
         lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
         rights = {name: shares[name].T @ left for name, left in lefts.items()}
         for name, share in shares.items():
             share -= lefts[name] @ rights[name].T
-        self._rights = self._summed(reductions, rights)
-        return np.concatenate([(lefts[name] @ right.T).ravel() for name, right in self._rights.items()]), gradients
+        self._last_right_factors = self._sum_factors(reductions, rights)
+        return np.concatenate(
+            [(lefts[name] @ right.T).ravel() for name, right in self._last_right_factors.items()]
+        ), gradients
 
-    def commit(self) -> None:
+    def accept_last_sum(self) -> None:
         """Keep the last right factors for the next step."""
-        for name, right in self._rights.items():
-            self.factors[name][...] = right
+        for name, right in self._last_right_factors.items():
+            self.right_factors[name][...] = right
 
-    def state(self) -> list[SyncState]:
+    def sync_states(self) -> list[SyncState]:
         """Return the residual and the right factors."""
-        factors = [SyncState(f"{name}/powersgd", factor, True) for name, factor in self.factors.items()]
-        return [*super().state(), *factors]
+        right_factors = [SyncState(f"{name}/powersgd", factor, True) for name, factor in self.right_factors.items()]
+        return [*super().sync_states(), *right_factors]
 
-    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return ((name, _matrix(shape)) for name, shape in self.shapes.items())
+    def _matrix_shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return ((name, _matrix_shape(shape)) for name, shape in self.shapes.items())
 
-    def _places(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _spans_by_name(self) -> Iterator[tuple[str, tuple[int, int]]]:
         return zip(self.shapes, self.spans, strict=True)
 
     @staticmethod
-    def _summed(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _sum_factors(reductions: Reductions, right_factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the sums over all ranks, in one message."""
-        flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
-        ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
+        flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in right_factors.values()]))
+        ends = pairwise(accumulate((factor.size for factor in right_factors.values()), initial=0))
         return {
             name: flat[start:stop].reshape(factor.shape)
-            for (name, factor), (start, stop) in zip(factors.items(), ends, strict=True)
+            for (name, factor), (start, stop) in zip(right_factors.items(), ends, strict=True)
         }
 
 
-KINDS: dict[str, type[Compressor]] = {"fp16": Float16, "bf16": BFloat16, "topk": TopK, "powersgd": PowerSGD}
+COMPRESSORS_BY_NAME: dict[str, type[Compressor]] = {
+    "fp16": Float16, "bf16": BFloat16, "topk": TopK, "powersgd": PowerSGD,
+}  # fmt: skip
 
 
-def compressor_of(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
+def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
     """Return the compressor for a canonical text, such as 'topk(0.01)', and some parameters."""
-    kind, argument = _parsed(text)
-    return kind(shapes, argument, dtype)
+    kind, setting = _parse_compressor(text)
+    return kind(shapes, setting, dtype)
 
 
 def compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
     """Return the bytes of a parameter's compressed gradient; None if it has fewer uncompressed."""
-    kind, argument = _parsed(text)
-    nbytes = kind.nbytes(shape, argument, itemsize)
+    kind, setting = _parse_compressor(text)
+    nbytes = kind.nbytes(shape, setting, itemsize)
     return nbytes if nbytes < prod(shape) * itemsize else None
 
 
-def _parsed(text: str) -> tuple[type[Compressor], float]:
-    name, _, argument = text.rstrip(")").partition("(")
-    return KINDS[name], float(argument or 0)
+def _parse_compressor(text: str) -> tuple[type[Compressor], float]:
+    name, _, setting = text.rstrip(")").partition("(")
+    return COMPRESSORS_BY_NAME[name], float(setting or 0)
 
 
-def _index(size: int) -> type[np.integer]:
+def _index_dtype(size: int) -> type[np.integer]:
     return np.int32 if size < 1 << 31 else np.int64
 
 
-def _matrix(shape: Shape) -> tuple[int, int]:
+def _matrix_shape(shape: Shape) -> tuple[int, int]:
     """Return rows and columns of a gradient as a matrix, split between the axes with the smallest sum of both."""
     cuts = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
     return min(cuts, key=sum)

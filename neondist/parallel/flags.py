@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-HEADER = 16
+HEADER_SIZE = 16
 """Numbers sent: a multiple that keeps the gradients after them aligned."""
 
 
@@ -28,15 +28,15 @@ class ControlFlags:
 
     Attributes
     ----------
-    mine : array (HEADER,)
+    own_flags : array (HEADER_SIZE,)
         1 where this rank raises the flag, until it is reset to 0. A signal handler may set it.
-    reduced : array (HEADER,)
+    rank_counts : array (HEADER_SIZE,)
         Sums over all ranks in the last training step.
     """
 
     def __init__(self) -> None:
-        self.mine, self.reduced = np.zeros(HEADER), np.zeros(HEADER)
+        self.own_flags, self.rank_counts = np.zeros(HEADER_SIZE), np.zeros(HEADER_SIZE)
 
-    def ranks(self, flag: Flag) -> int:
+    def count_ranks(self, flag: Flag) -> int:
         """Return how many ranks raised the flag in the last step."""
-        return int(self.reduced[flag])
+        return int(self.rank_counts[flag])

@@ -10,21 +10,21 @@ from ..arrays import rng
 from ..arrays.namespace import namespace
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
-from ..strategies.shares import Share
+from ..strategies.shares import ParameterShare
 from .parameters import Parameters
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync
 
 
-class Views(dict[str, Any]):
+class BufferViews(dict[str, Any]):
     """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
 
     def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._fitting(name, values)
+        array, values = self._match_array_and_values(name, values)
         if values is not array:  # it is the same array after params[name] += values
             array[...] = values
 
-    def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
+    def _match_array_and_values(self, name: str, values: Any) -> tuple[Any, Any]:
         """Return the array of a name and values of its shape, of the same kind; else KeyError or ShapeError."""
         if name not in self:
             raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
@@ -35,35 +35,35 @@ class Views(dict[str, Any]):
         return array, values
 
 
-class Gradients(Views):
-    """Gradients by name: assigned values are added to those assigned since `begin`."""
+class AccumulatedGradients(BufferViews):
+    """Gradients by name: assigned values are added to those assigned since `reset`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stale: set[str] = set()
+        self.pending_zero: set[str] = set()
 
-    def begin(self) -> None:
-        """Make all gradients zero, lazily: nothing is written until they are read."""
-        self.stale.update(self)
+    def reset(self) -> None:
+        """Set all gradients to zero; the zeros are written only when an array is read without an assignment."""
+        self.pending_zero.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._fitting(name, values)
-        if name in self.stale:
-            self.stale.discard(name)
+        array, values = self._match_array_and_values(name, values)
+        if name in self.pending_zero:
+            self.pending_zero.discard(name)
             array[...] = values
         elif values is not array:  # it is the same array after grads[name] += values
             array += values
 
     def __getitem__(self, name: str) -> Any:
         array = super().__getitem__(name)
-        if name in self.stale:
-            self.stale.discard(name)
+        if name in self.pending_zero:
+            self.pending_zero.discard(name)
             array[...] = 0
         return array
 
-    def settle(self) -> None:
+    def zero_unassigned(self) -> None:
         """Set the arrays without an assignment to zero."""
-        for name in list(self.stale):
+        for name in list(self.pending_zero):
             self[name]
 
 
@@ -76,7 +76,7 @@ class LayerParameters(Parameters):
     Attributes
     ----------
     layers : dict of str to Layer
-    buffers : flat array
+    untrained_values : flat array
         State that is kept but not trained.
     """
 
@@ -85,78 +85,87 @@ class LayerParameters(Parameters):
         layers: Iterable[Layer],
         context: Context,
         sync: type[GradientSync] = AllReduce,
-        shares: Mapping[str, Share] | None = None,
+        shares: Mapping[str, ParameterShare] | None = None,
         compressors: Mapping[str, str] | None = None,
     ) -> None:
         self.context = context
         self.layers = {str(layer.name): layer for layer in layers}
-        trained = self._shards({name: layer.parameters_for(layer.input_shape) for name, layer in self.layers.items()})
-        kept = self._shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
-        super().__init__(context.grid, trained, self._zeros, sync, shares, compressors)
-        self.kept, self.buffers = kept, self._zeros(sum(prod(shard.local_shape) for shard in kept))
-        self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
-        for shard, span in zip(self.trained[: self.first_owned], self.spans, strict=False):
-            self._spans[shard.layer].append(span)
+        trained = self._create_shards(
+            {name: layer.parameters_for(layer.input_shape) for name, layer in self.layers.items()}
+        )
+        kept = self._create_shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
+        super().__init__(context.grid, trained, self._allocate_zeros, sync, shares, compressors)
+        self.untrained_shards, self.untrained_values = (
+            kept,
+            self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept)),
+        )
+        self._spans_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
+        for shard, span in zip(self.trained[: self.first_owned_index], self.spans, strict=False):
+            self._spans_by_layer[shard.layer].append(span)
         for layer in self.layers.values():
-            layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
-        for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
+            layer.params, layer.grads, layer.state = BufferViews(), AccumulatedGradients(), BufferViews()
+        for shard, value, gradient in zip(
+            self.trained, self.split_flat(self.values), self.split_flat(self.grads), strict=True
+        ):
             dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
             dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
-        for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
+        for shard, value in zip(
+            self.untrained_shards, self.split_flat(self.untrained_values, self.untrained_shards), strict=True
+        ):
             dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
         for shard, value in self.arrays():
             self._initialise(shard, value)
 
-    def begin_gradients(self) -> None:
+    def reset_gradients(self) -> None:
         """Set all gradients to zero."""
-        self.sync.begin()
+        self.sync.begin_step()
         for layer in self.layers.values():
-            layer.grads.begin()
+            layer.grads.reset()
 
-    def ready(self, layer: Layer) -> None:
+    def mark_gradients_ready(self, layer: Layer) -> None:
         """Mark this rank's shares of a layer's gradients as complete."""
-        layer.grads.settle()
-        for span in self._spans[str(layer.name)]:
-            self.sync.ready(span)
+        layer.grads.zero_unassigned()
+        for span in self._spans_by_layer[str(layer.name)]:
+            self.sync.mark_ready(span)
 
-    def settle(self) -> None:
+    def zero_unassigned(self) -> None:
         """Set the gradients without an assignment to zero."""
         for layer in self.layers.values():
-            layer.grads.settle()
+            layer.grads.zero_unassigned()
 
-    def settled(self) -> None:
+    def mark_all_written(self) -> None:
         """Mark all gradients as written, by a device and without assignments here."""
         for layer in self.layers.values():
-            layer.grads.stale.clear()
+            layer.grads.pending_zero.clear()
 
-    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
         """Sum the shares of all ranks; those of parameters cut over the tiles, over the replicas."""
-        self.settle()
-        super().sum_gradients(for_update, scale)
+        self.zero_unassigned()
+        super().sum_gradients(for_update, loss_scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""
         trained = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
-        return trained + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
+        return trained + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.untrained_shards]
 
     def gradients(self) -> list[tuple[ParameterShard, Any]]:
         """Return the gradients of all trained arrays: views of this rank's part."""
         return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
 
-    def _shards(self, parameters_by_layer: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
+    def _create_shards(self, parameters_by_layer: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
         return [
             ParameterShard(layer, name, parameter, self.context.grid)
             for layer, parameters in parameters_by_layer.items()
             for name, parameter in parameters.items()
         ]
 
-    def _zeros(self, size: int) -> Any:
+    def _allocate_zeros(self, size: int) -> Any:
         return self.context.backend.xp.zeros((size,), self.context.dtype)
 
     def _initialise(self, shard: ParameterShard, array: Any) -> None:
         """Fill in the initial values of a shard."""
         stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
         parameter = shard.parameter
-        index = rng.box_index(shard.unfolded, shard.box.slices).reshape(array.shape)
+        index = rng.row_major_indices(shard.unfolded_shape, shard.box.slices).reshape(array.shape)
         values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
         array[...] = self.context.backend.from_host(values, array.dtype)

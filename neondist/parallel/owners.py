@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from ..arrays.namespace import namespace
 from ..comm import Reductions
-from ..strategies.shares import Share
-from .rows import RowExchange, Table
+from ..strategies.shares import ParameterShare
+from .rows import RowExchange, SparseTable
 
-CHUNK = 1 << 20
+CHUNK_SIZE = 1 << 20
 """Numbers of each owner in one message: packed copies take a few times as much memory."""
 
 
-class _Part(NamedTuple):
+class _OwnedPart(NamedTuple):
     """One rank's part of one parameter: the parameter's span in the flat arrays, and the part in it."""
 
     start: int
@@ -30,14 +30,14 @@ class _Part(NamedTuple):
         return flat[self.start : self.stop].reshape(self.shape)[self.box]
 
 
-class Owners:
+class OwnedParts:
     """The parts of all parameters of a flat array that ranks own.
 
     Parameters
     ----------
     reductions : Reductions
         Over the grid's ranks.
-    shares : sequence of Share
+    shares : sequence of ParameterShare
         Of the parameters, which are contiguous in the flat arrays.
     widths : sequence of int, optional
         Row length of each sparse parameter, else 0. Only rows that are not 0, or have changed, are sent.
@@ -50,12 +50,14 @@ class Owners:
         This rank's part of each parameter, in an array of only what it owns.
     """
 
-    def __init__(self, reductions: Reductions, shares: Sequence[Share], widths: Sequence[int] = ()) -> None:
+    def __init__(self, reductions: Reductions, shares: Sequence[ParameterShare], widths: Sequence[int] = ()) -> None:
         self.reductions, self.rank = reductions, reductions.grid.rank
         ends = list(accumulate((prod(share.shape) for share in shares), initial=0))
         self._parts = [
             [
-                _Part(start, start + prod(share.shape), share.shape, share.boxes[rank].slices, share.boxes[rank].size)
+                _OwnedPart(
+                    start, start + prod(share.shape), share.shape, share.boxes[rank].slices, share.boxes[rank].size
+                )
                 for start, share in zip(ends, shares, strict=False)
             ]
             for rank in range(reductions.grid.size)
@@ -65,74 +67,76 @@ class Owners:
         self.spans = list(pairwise(own))
         ranks = range(reductions.grid.size)
         tables = {at: (width, [_flat_range(shares[at], rank) for rank in ranks]) for at, width in enumerate(widths)}
-        self._rows = RowExchange(
+        self._row_exchange = RowExchange(
             reductions,
             [
-                Table(ends[at], width, flat_ranges)
+                SparseTable(ends[at], width, flat_ranges)
                 for at, (width, ranges) in tables.items()
                 if width
                 if len(flat_ranges := [flat_range for flat_range in ranges if flat_range is not None]) == len(ranges)
             ],
         )
-        sparse = {table.start for table in self._rows.tables}
-        self._chunks = [_chunks([part for part in parts if part.start not in sparse]) for parts in self._parts]
+        sparse = {table.start for table in self._row_exchange.tables}
+        self._chunks = [
+            _group_into_chunks([part for part in parts if part.start not in sparse]) for parts in self._parts
+        ]
 
     @property
     def size(self) -> int:
         """Numbers that this rank owns."""
         return self.sizes[self.rank]
 
-    def pack(self, flat: Any) -> Any:
+    def own_part(self, flat: Any) -> Any:
         """Return a new flat array of what this rank owns."""
-        return _pack(flat, self._parts[self.rank])
+        return _concatenate_parts(flat, self._parts[self.rank])
 
-    def unpack(self, own: Any, flat: Any) -> None:
+    def store_own_part(self, own: Any, flat: Any) -> None:
         """Copy what this rank owns to its place in a flat array."""
-        _unpack(own, flat, self._parts[self.rank])
+        _copy_into_parts(own, flat, self._parts[self.rank])
 
-    def reduce(self, gradients: Any) -> None:
+    def reduce_to_owners(self, gradients: Any) -> None:
         """Replace this rank's parts of the gradients by their sums over all ranks, in the order of ranks; collective.
 
         The other parts stay this rank's shares.
         """
-        self._rows.reduce(gradients)
-        for chunks in self._rounds():
+        self._row_exchange.reduce_rows(gradients)
+        for chunks in self._parts_by_round():
             own_parts = chunks[self.rank]
-            sends = [_pack(gradients, parts) for parts in chunks]
+            sends = [_concatenate_parts(gradients, parts) for parts in chunks]
             shares = self.reductions.all_to_all("world", sends, [(sends[self.rank].size,)] * len(sends))
             total = shares[0]
             for share in shares[1:]:
                 total += share
-            _unpack(total, gradients, own_parts)
+            _copy_into_parts(total, gradients, own_parts)
 
-    def rows(self, values: Any) -> list[Any]:
+    def copy_sparse_rows(self, values: Any) -> list[Any]:
         """Return copies of what this rank owns of sparse parameters."""
-        return self._rows.before(values)
+        return self._row_exchange.copy_own_ranges(values)
 
-    def broadcast(self, values: Any, before: Sequence[Any] | None = None) -> None:
+    def broadcast_from_owners(self, values: Any, before: Sequence[Any] | None = None) -> None:
         """Receive the parts of a flat array that other ranks own; collective.
 
         Parameters
         ----------
         before : sequence of array, optional
-            Result of `rows` for the values that all ranks had. Default: all rows are sent.
+            Result of `copy_sparse_rows` for the values that all ranks had. Default: all rows are sent.
         """
-        self._rows.broadcast(values, before)
-        for chunks in self._rounds():
-            own_values = _pack(values, chunks[self.rank])
+        self._row_exchange.broadcast_rows(values, before)
+        for chunks in self._parts_by_round():
+            own_values = _concatenate_parts(values, chunks[self.rank])
             shapes = [(sum(part.size for part in parts),) for parts in chunks]
             messages = self.reductions.all_to_all("world", [own_values] * len(chunks), shapes)
             for rank, (part, parts) in enumerate(zip(messages, chunks, strict=True)):
                 if rank != self.rank:
-                    _unpack(part, values, parts)
+                    _copy_into_parts(part, values, parts)
 
-    def _rounds(self) -> Iterator[list[list[_Part]]]:
+    def _parts_by_round(self) -> Iterator[list[list[_OwnedPart]]]:
         """Yield the parts of each rank that are sent together."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
 
 
-def _flat_range(share: Share, rank: int) -> tuple[int, int] | None:
+def _flat_range(share: ParameterShare, rank: int) -> tuple[int, int] | None:
     """Return a rank's part as a range of the flat parameter; None if it is not contiguous."""
     box, rest = share.boxes[rank], share.shape[1:]
     if not box.size:
@@ -142,20 +146,20 @@ def _flat_range(share: Share, rank: int) -> tuple[int, int] | None:
     return box.lo[0] * prod(rest), box.hi[0] * prod(rest)
 
 
-def _chunks(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Return the parts of a rank in groups of about CHUNK numbers."""
+def _group_into_chunks(parts: Sequence[_OwnedPart]) -> list[list[_OwnedPart]]:
+    """Return the parts of a rank in groups of about CHUNK_SIZE numbers."""
     non_empty = [part for part in parts if part.size]
     before = accumulate((part.size for part in non_empty), initial=0)
     numbered = zip(before, non_empty, strict=False)
-    return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK)]
+    return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK_SIZE)]
 
 
-def _pack(flat: Any, parts: Sequence[_Part]) -> Any:
+def _concatenate_parts(flat: Any, parts: Sequence[_OwnedPart]) -> Any:
     arrays = [part.view(flat).reshape(-1) for part in parts if part.size]
     return namespace(flat).concatenate(arrays) if arrays else flat[:0].copy()
 
 
-def _unpack(own: Any, flat: Any, parts: Sequence[_Part]) -> None:
+def _copy_into_parts(own: Any, flat: Any, parts: Sequence[_OwnedPart]) -> None:
     start = 0
     for part in parts:
         if part.size:

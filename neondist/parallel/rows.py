@@ -14,14 +14,14 @@ import numpy as np
 from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
 
-ROWS = "rows"
+ROWS_COMPRESSOR = "rows"
 """Compressor text of sparse gradients: they are sent as ids and rows."""
 FlatRange = tuple[int, int]
-Message = list[tuple[np.ndarray, np.ndarray]]
+RowMessage = list[tuple[np.ndarray, np.ndarray]]
 """Ids of rows and their numbers, for each table."""
 
 
-class Table(NamedTuple):
+class SparseTable(NamedTuple):
     """A sparse parameter in a flat array.
 
     Attributes
@@ -38,19 +38,21 @@ class Table(NamedTuple):
     width: int
     ranges: Sequence[FlatRange]
 
-    def part(self, flat: Any, rank: int) -> Any:
+    def rank_view(self, flat: Any, rank: int) -> Any:
         """Return a rank's range of a flat array, as a view."""
         lo, hi = self.ranges[rank]
         return flat[self.start + lo : self.start + hi]
 
-    def rows(self, part: np.ndarray, rank: int, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def nonzero_or_changed_rows(
+        self, part: np.ndarray, rank: int, before: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and numbers of the rows of a rank's range that are not 0, or differ from `before`."""
         lo, _ = self.ranges[rank]
         ids = (np.flatnonzero(part if before is None else part != before) + lo) // self.width
         ids = ids[np.diff(ids, prepend=-1) > 0]
-        return ids, part[self.places(ids, rank)]
+        return ids, part[self.number_indices(ids, rank)]
 
-    def places(self, ids: np.ndarray, rank: int) -> np.ndarray:
+    def number_indices(self, ids: np.ndarray, rank: int) -> np.ndarray:
         """Return the indices of the numbers of rows in a rank's range."""
         lo, hi = self.ranges[rank]
         places = (ids[:, None] * self.width + np.arange(self.width)).reshape(-1) - lo
@@ -63,50 +65,50 @@ class RowExchange:
     Parameters
     ----------
     reductions : Reductions
-    tables : sequence of Table
+    tables : sequence of SparseTable
     """
 
-    def __init__(self, reductions: Reductions, tables: Sequence[Table]) -> None:
+    def __init__(self, reductions: Reductions, tables: Sequence[SparseTable]) -> None:
         self.reductions, self.tables = reductions, list(tables)
         self.rank, self.size = reductions.grid.rank, reductions.grid.size
 
-    def reduce(self, gradients: Any) -> None:
+    def reduce_rows(self, gradients: Any) -> None:
         """Replace this rank's ranges of the gradients by their sums over all ranks, in their order; collective."""
         cache: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
-        def rows(at: int, table: Table, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        def rows_for_rank(at: int, table: SparseTable, rank: int) -> tuple[np.ndarray, np.ndarray]:
             key = at, table.ranges[rank]  # ranks may have the same range
             if key not in cache:
-                cache[key] = table.rows(to_host(table.part(gradients, rank)), rank)
+                cache[key] = table.nonzero_or_changed_rows(to_host(table.rank_view(gradients, rank)), rank)
             return cache[key]
 
-        sends = [[rows(at, table, rank) for at, table in enumerate(self.tables)] for rank in range(self.size)]
-        totals = [to_host(table.part(gradients, self.rank)) for table in self.tables]
+        sends = [[rows_for_rank(at, table, rank) for at, table in enumerate(self.tables)] for rank in range(self.size)]
+        totals = [to_host(table.rank_view(gradients, self.rank)) for table in self.tables]
         for table, total, (ids, _) in zip(self.tables, totals, sends[self.rank], strict=True):
-            total[table.places(ids, self.rank)] = 0
-        for message in self._exchanged(sends, gradients):
+            total[table.number_indices(ids, self.rank)] = 0
+        for message in self._exchange_messages(sends, gradients):
             for table, total, (ids, numbers) in zip(self.tables, totals, message, strict=True):
-                total[table.places(ids, self.rank)] += numbers
-        self._put(totals, gradients)
+                total[table.number_indices(ids, self.rank)] += numbers
+        self._copy_to_device(totals, gradients)
 
-    def before(self, values: Any) -> list[np.ndarray]:
+    def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
         """Return copies of this rank's ranges."""
-        return [np.array(to_host(table.part(values, self.rank))) for table in self.tables]
+        return [np.array(to_host(table.rank_view(values, self.rank))) for table in self.tables]
 
-    def broadcast(self, values: Any, before: Sequence[np.ndarray] | None) -> None:
+    def broadcast_rows(self, values: Any, before: Sequence[np.ndarray] | None) -> None:
         """Receive the rows of other ranks' ranges that changed since `before`, or all; collective."""
         before = [np.full(1, np.nan)] * len(self.tables) if before is None else before  # nothing equals NaN
         own_rows = [
-            table.rows(to_host(table.part(values, self.rank)), self.rank, old)
+            table.nonzero_or_changed_rows(to_host(table.rank_view(values, self.rank)), self.rank, old)
             for table, old in zip(self.tables, before, strict=True)
         ]
-        for rank, message in enumerate(self._exchanged([own_rows] * self.size, values)):
+        for rank, message in enumerate(self._exchange_messages([own_rows] * self.size, values)):
             for table, (ids, numbers) in zip(self.tables, message, strict=True):
                 if rank != self.rank and ids.size:
-                    part = table.part(values, rank)
-                    part[namespace(part).asarray(table.places(ids, rank))] = namespace(part).asarray(numbers)
+                    part = table.rank_view(values, rank)
+                    part[namespace(part).asarray(table.number_indices(ids, rank))] = namespace(part).asarray(numbers)
 
-    def _exchanged(self, sends: Sequence[Message], flat: Any) -> Iterator[Message]:
+    def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
         """Yield the message of each rank to this one, in rank order, given this rank's message to each."""
         if not self.tables:
             return
@@ -124,14 +126,14 @@ class RowExchange:
                 start = stop
             yield received
 
-    def _put(self, totals: Sequence[np.ndarray], flat: Any) -> None:
+    def _copy_to_device(self, totals: Sequence[np.ndarray], flat: Any) -> None:
         """Copy sums back to the device, if the arrays are on one."""
         for table, total in zip(self.tables, totals, strict=True):
-            part = table.part(flat, self.rank)
+            part = table.rank_view(flat, self.rank)
             if not isinstance(part, np.ndarray):
                 part[...] = namespace(part).asarray(total)
 
 
-def message_bytes(rows: int, width: int, itemsize: int) -> int:
+def row_message_bytes(rows: int, width: int, itemsize: int) -> int:
     """Return the bytes of a number of rows."""
     return rows * (8 + width * itemsize)

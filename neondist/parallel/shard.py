@@ -11,7 +11,7 @@ from ..arrays.namespace import to_host
 from ..comm import ProcessGrid
 from ..geometry import Box
 from ..layers import Parameter
-from ..strategies.shares import Share
+from ..strategies.shares import ParameterShare
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ParameterShard:
     name : str
     parameter : Parameter
     grid : ProcessGrid
-    share : Share, optional
+    share : ParameterShare, optional
         The parts of owners, if it has owners.
     """
 
@@ -33,7 +33,7 @@ class ParameterShard:
     name: str
     parameter: Parameter
     grid: ProcessGrid
-    share: Share | None = None
+    share: ParameterShare | None = None
 
     @property
     def full_name(self) -> str:
@@ -41,9 +41,9 @@ class ParameterShard:
         return f"{self.layer}/{self.name}"
 
     @property
-    def cut(self) -> bool:
+    def is_tiled(self) -> bool:
         """Whether the parts of tiles differ."""
-        return self.parameter.layout.cut and self.grid.shape.tiles > 1
+        return self.parameter.layout.is_partitioned and self.grid.shape.tiles > 1
 
     @property
     def decays(self) -> bool:
@@ -59,9 +59,9 @@ class ParameterShard:
         return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     @property
-    def unfolded(self) -> tuple[int, ...]:
+    def unfolded_shape(self) -> tuple[int, ...]:
         """The whole array's shape, in which the ranks' parts are boxes."""
-        return self.parameter.layout.unfolded(self.parameter.shape) if self.share is None else self.share.shape
+        return self.parameter.layout.unflattened_shape(self.parameter.shape) if self.share is None else self.share.shape
 
     @property
     def boxes(self) -> list[Box]:
@@ -69,7 +69,7 @@ class ParameterShard:
         if self.share is not None:
             return list(self.share.boxes)
         shape, tiles = self.grid.shape, self.grid.shape.tiles
-        ranks = range(self.grid.size if self.cut else 1)
+        ranks = range(self.grid.size if self.is_tiled else 1)
         return [self.parameter.layout.box(self.parameter.shape, shape, rank % tiles) for rank in ranks]
 
     @property
@@ -79,11 +79,11 @@ class ParameterShard:
             return self.share.boxes[self.grid.rank]
         return self.parameter.layout.box(self.parameter.shape, self.grid.shape, self.grid.tile)
 
-    def part_of(self, whole: Any) -> Any:
+    def own_part_of(self, whole: Any) -> Any:
         """Return this rank's part of the whole array."""
-        return whole.reshape(self.unfolded)[self.box.slices].reshape(self.local_shape)
+        return whole.reshape(self.unfolded_shape)[self.box.slices].reshape(self.local_shape)
 
-    def slot(self, name: str, share: Share | None = None) -> ParameterShard:
+    def slot_shard(self, name: str, share: ParameterShare | None = None) -> ParameterShard:
         """Return the shard of an optimiser's array for this parameter, which owners may hold."""
         return ParameterShard(self.layer, f"{self.name}/{name}", self.parameter, self.grid, share)
 
@@ -92,7 +92,7 @@ class ParameterShard:
         own_part, boxes = to_host(array), self.boxes
         if len(boxes) == 1:
             return own_part.reshape(self.parameter.shape).copy()
-        whole = np.empty(self.unfolded, own_part.dtype)
+        whole = np.empty(self.unfolded_shape, own_part.dtype)
         group = self.grid.tile_comm if self.share is None else self.grid.world
         for box, part in zip(boxes, group.allgather(own_part), strict=False):  # replicas have the same tiles
             whole[box.slices] = part.reshape(box.shape)

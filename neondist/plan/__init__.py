@@ -14,7 +14,7 @@ from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .model_plan import ModelPlan
 from .parameters import ParameterPlan
-from .plan import GRADIENTS, LOSS, Plan, Training, largest_of, micro_batches
+from .plan import GRADIENTS, LOSS, Plan, Training, largest_micro_batch, micro_batch_ranges
 from .section import PlannedSection
 from .stream import Stream
 
@@ -33,8 +33,8 @@ __all__ = [
     "Stream",
     "Training",
     "compile_plan",
-    "largest_of",
-    "micro_batches",
+    "largest_micro_batch",
+    "micro_batch_ranges",
     "name_layer_error",
     "plan_memory",
 ]

@@ -11,18 +11,18 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Overlapping
-from ..system.memory import words
-from .graph import Graph, Step, needed_by, trace
+from ..system.memory import format_bytes
+from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .section import PlannedSection
 
 Extent = tuple[int, ...]
 Ratio = tuple[int, int]
-COPIES = 4
+IMAGE_COPIES = 4
 """copies of an image and an output: being computed, read ahead, and being written"""
-_CHUNK = 256
+_CHUNK_CELLS = 256
 """cells; extents of large blocks are multiples of it, so that each chunk of a file is in one block"""
 
-KINDS = 4
+MAX_CACHED_KINDS = 4
 """kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn"""
 
 
@@ -41,7 +41,7 @@ class OutputBlocks(ABC):
 
     def __init__(self, extent: Extent, size: Sequence[int], beyond: int = 0) -> None:
         self.size = tuple(size)
-        self.blocks = cut_into(extent, self.size, beyond)
+        self.blocks = block_partition(extent, self.size, beyond)
 
     def __len__(self) -> int:
         return self.blocks.tiles
@@ -67,7 +67,7 @@ class OutputBlocks(ABC):
     def candidates(self) -> list[int]:
         """Numbers of blocks of which one needs most: along each axis, at the ends, and inside."""
         ends = ({0, self.fullest(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
-        return [number_of(place, self.blocks.parts) for place in product(*map(sorted, ends))]
+        return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
 
     def fullest(self, axis: int) -> int:
         """Return a block inside the image that needs most along an axis."""
@@ -99,7 +99,9 @@ class BlockPlan(OutputBlocks):
         planes, rows, cols = [*[1] * (3 - len(self.blocks.parts)), *self.blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
         shapes = graph.shapes
-        self.cells = trace(graph, self.blocks, lambda layer, outputs, value: needed_by(layer, outputs, shapes[value]))
+        self.cells = trace_needed_cells(
+            graph, self.blocks, lambda layer, outputs, value: needed_cells(layer, outputs, shapes[value])
+        )
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
@@ -110,17 +112,17 @@ class BlockPlan(OutputBlocks):
         """Section executed for each block."""
         return PlannedSection.of_parts(self.graph, self.cells, self.grid, backward=False)
 
-    def kind(self, number: int) -> tuple[int, ...]:
+    def position_independent_key(self, number: int) -> tuple[int, ...]:
         """Return a key that is equal for blocks that differ only in position."""
-        return tuple(kinds[at] for kinds, at in zip(self._kinds, self.coords(number), strict=True))
+        return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
     def largest(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._length(number) for number in self.candidates)
+        return max(self._block_elements(number) for number in self.candidates)
 
     @cached_property
-    def longest(self) -> int:
+    def max_network_elements(self) -> int:
         """Elements that the network's arrays of the largest block need."""
         return max(self.section.live_ranges(number).length for number in self.candidates)
 
@@ -132,24 +134,25 @@ class BlockPlan(OutputBlocks):
         ranges = (cells.range(axis, part) for cells in self.cells)
         return sum(hi - lo for lo, hi in ranges)
 
-    def heaviest(self) -> str:
+    def layer_needing_most(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
         steps = [step for step in self.graph.steps if step.layer is not None]
-        step = max(steps, key=lambda step: sum(self._numbers(value, 0) for value in (*step.inputs, step.output)))
+        step = max(steps, key=lambda step: sum(self._value_elements(value, 0) for value in (*step.inputs, step.output)))
         return str(step.layer.name) if step.layer is not None else ""
 
-    def _length(self, number: int) -> int:
+    def _block_elements(self, number: int) -> int:
         added = [
             (cells.need.size + cells.buffer.size) * channels
-            for cells, channels in self.section.added_to(number)
+            for cells, channels in self.section.output_halo_plan(number)
             if not cells.trivial
         ]
-        extra = KINDS * sum(added) + max(added, default=0)  # kept; and scratch of the kernels for the largest
+        # kept; and scratch of the kernels for the largest
+        extra = MAX_CACHED_KINDS * sum(added) + max(added, default=0)
         extra += 2 * max(self.section.saved(number, 8), default=0) // 8  # saved by a layer, and its scratch
-        ends = COPIES * sum(self._numbers(value, number) for value in (0, self.graph.output))
+        ends = IMAGE_COPIES * sum(self._value_elements(value, number) for value in (0, self.graph.output))
         return self.section.live_ranges(number).length + extra + ends
 
-    def _numbers(self, value: int, number: int) -> int:
+    def _value_elements(self, value: int, number: int) -> int:
         return self.cells[value].box(number).size * self.graph.shapes[value][-1]
 
     @cached_property
@@ -157,7 +160,7 @@ class BlockPlan(OutputBlocks):
         return scale_factors(self.graph)
 
     @cached_property
-    def _kinds(self) -> list[list[int]]:
+    def _block_kinds(self) -> list[list[int]]:
         """The kind of each block along each axis."""
         kinds = []
         position_dependent = any(step.layer is not None and step.layer.position_dependent for step in self.graph.steps)
@@ -180,7 +183,7 @@ class BlockPlan(OutputBlocks):
         return tuple(ranges)
 
 
-def cut_into(extent: Extent, size: Extent, beyond: int = 0) -> Overlapping:
+def block_partition(extent: Extent, size: Extent, beyond: int = 0) -> Overlapping:
     """Return blocks of a size, overlapping by `beyond` cells; those at the end of an axis may be smaller."""
     cuts = tuple(
         tuple((lo, min(lo + own + beyond, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
@@ -199,14 +202,14 @@ def scale_factors(graph: Graph) -> list[list[Ratio | None]]:
         ratios: dict[int, Ratio | None] = {graph.output: (1, 1)}
         for step in reversed(graph.steps):
             for value in step.inputs:
-                ratio = _compose(step, graph.shapes[value], axis, ratios[step.output])
+                ratio = _compose_scale_factor(step, graph.shapes[value], axis, ratios[step.output])
                 ratios[value] = ratio if ratios.get(value, ratio) == ratio else None
         factors.append([ratios[value] for value in range(len(graph.shapes))])
     return factors
 
 
-def _compose(step: Step, shape: Extent, axis: int, ratio: Ratio | None) -> Ratio | None:
-    reach = None if step.layer is None else step.layer.reach_for(shape)
+def _compose_scale_factor(step: Step, shape: Extent, axis: int, ratio: Ratio | None) -> Ratio | None:
+    reach = None if step.layer is None else step.layer.receptive_window_for(shape)
     if reach is None or ratio is None:
         return ratio
     a, b = (own * rest for own, rest in zip(reach.scale_factor(axis), ratio, strict=True))
@@ -217,7 +220,7 @@ def _period(ratios: Sequence[Ratio | None]) -> int:
     return lcm(*(ratio[1] for ratio in ratios if ratio is not None))
 
 
-def number_of(place: Sequence[int], parts: Sequence[int]) -> int:
+def block_number(place: Sequence[int], parts: Sequence[int]) -> int:
     """Return the number of the block at a position in the grid."""
     number = 0
     for at, count in zip(place, parts, strict=True):
@@ -234,9 +237,9 @@ def find_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
         window = layer.window_for(shape) if len(shape) > 1 else None
         if len(graph.shapes[step.output]) < 2:
             yield str(layer.name), "needs the whole image to compute a vector"
-        elif any(not reduction.over_batch for reduction in layer.reductions_for(shape)):
+        elif any(not reduction.spans_batch for reduction in layer.reductions_for(shape)):
             yield str(layer.name), "sums over the whole image"
-        elif layer.reach_for(shape) is None:
+        elif layer.receptive_window_for(shape) is None:
             yield str(layer.name), layer.recompute_blocker
         elif window is not None and window.wraps:
             yield str(layer.name), "its image wraps around"
@@ -282,9 +285,9 @@ def shrink_to_fit(
         axis = max(range(len(size)), key=lambda axis: (size[axis] - halves[axis], -axis))
         if halves[axis] == size[axis]:
             raise ConfigError(
-                f"memory: even a block of {' x '.join(map(str, size))} takes {words(plan.largest * itemsize)}, but"
-                f" only {words(max(0, numbers) * itemsize)} are available; layer '{plan.heaviest()}' needs most of it;"
-                " give more memory, or use fewer ranks"
+                f"memory: even a block of {' x '.join(map(str, size))} takes {format_bytes(plan.largest * itemsize)},"
+                f" but only {format_bytes(max(0, numbers) * itemsize)} are available; layer"
+                f" '{plan.layer_needing_most()}' needs most of it; give more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else n for at, n in enumerate(size)]
 
@@ -293,5 +296,5 @@ def _round_down(size: int, extent: int, period: int) -> int:
     """Return the nearest smaller multiple of the network's period and, if large, of a file's chunks."""
     if size >= extent:
         return extent
-    steps = (lcm(period, chunk) for chunk in (_CHUNK, 1))
+    steps = (lcm(period, chunk) for chunk in (_CHUNK_CELLS, 1))
     return next((size // step * step for step in steps if step <= size), min(period, extent))

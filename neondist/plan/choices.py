@@ -12,15 +12,15 @@ from ..geometry import GridShape
 from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
-from ..system.machine import Figures, Machine
-from .planner import SegmentLayer, best_cuts, can_follow, gather_seconds, segment_seconds
-from .segments import Links, is_barrier, place_layers, windowed_layer
+from ..system.machine import Machine, MachineFigures
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, segment_seconds
+from .segments import Members, is_pointwise, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SchemeChoice:
     """The scheme of one layer.
 
     Attributes
@@ -37,38 +37,38 @@ class Choice:
     halo_seconds: float
 
 
-def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -> list[Choice]:
+def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, figures: MachineFigures) -> list[SchemeChoice]:
     """Return the cheapest exact scheme of every layer with a halo on the grid.
 
     Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` or, from the image on,
     `overlap_tile` for a segment. Containers allow no `overlap_tile`, and segments do not leave their chain.
     """
-    chains = enumerate(chain.chains(input_shape))
+    chains = enumerate(chain.chains_with_shapes(input_shape))
     return [
         choice
         for number, links in chains
-        for places in _groups(links, grid)
-        for choice in _CutSearch(links, places, grid, figures, first=number == 0).choices()
+        for places in _joinable_layers(links, grid)
+        for choice in _SegmentSearch(links, places, grid, figures, first=number == 0).choices()
     ]
 
 
-def figures_on(
+def figures_for(
     machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
-) -> Figures:
+) -> MachineFigures:
     """Return the figures of a machine for the tiles of a grid and the samples of its fullest replica.
 
     Parameters
     ----------
     cell_seconds : mapping of str to float, optional
-        Measured times, as in `Figures`.
+        Measured times, as in `MachineFigures`.
     """
     samples = max(1, part_range(batch_size, grid.replicas, 0)[1])
     return replace(
-        machine.figures(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
+        machine.planner_figures(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
     )
 
 
-def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
+def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     """Set the schemes of layers, by name, before their model is built, and return whether any differs from before.
 
     Raises
@@ -86,43 +86,45 @@ def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     return changed
 
 
-def _groups(links: Links, grid: GridShape) -> Iterator[list[int]]:
+def _joinable_layers(links: Members, grid: GridShape) -> Iterator[list[int]]:
     """Yield the indices of layers with halos that may be in one segment."""
     places: list[int] = []
     for at, (node, shape) in enumerate(links):
         if windowed_layer(node, shape, grid) is not None:
             places.append(at)
-        elif places and is_barrier(node, shape, grid):
+        elif places and not is_pointwise(node, shape, grid):
             yield places
             places = []
     if places:
         yield places
 
 
-class _CutSearch:
+class _SegmentSearch:
     """Search for the cheapest cut of the layers with halos at `places` of one chain."""
 
-    def __init__(self, links: Links, places: Sequence[int], grid: GridShape, figures: Figures, first: bool) -> None:
+    def __init__(
+        self, links: Members, places: Sequence[int], grid: GridShape, figures: MachineFigures, first: bool
+    ) -> None:
         self.links, self.places, self.grid, self.figures, self.first = links, places, grid, figures, first
-        self.can_join = [can_follow(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
-        self.from_image = first and not any(is_barrier(node, shape, grid) for node, shape in links[: places[0]])
+        self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
+        self.from_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: places[0]])
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SchemeChoice]:
         """Return the choice of each layer."""
         choices = []
-        for first, last in best_cuts(lambda a, b: sum(self._best(a, b)[1]), len(self.places)):
-            text, seconds = self._best(first, last)
+        for first, last in cheapest_ranges(lambda a, b: sum(self._best_scheme(a, b)[1]), len(self.places)):
+            text, seconds = self._best_scheme(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = [SegmentLayer(node.leaves[0], shape)]
-                halo_seconds = sum(segment_seconds(self.figures, alone, self.grid, self._backward(at)))
-                choices.append(Choice(str(node.name), text, cost, halo_seconds))
+                alone = [PlacedLayer(node.leaves[0], shape)]
+                halo_seconds = sum(segment_seconds(self.figures, alone, self.grid, self._needs_input_gradient(at)))
+                choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
         return choices
 
-    def _best(self, first: int, last: int) -> tuple[str, list[float]]:
+    def _best_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment and the cost of each of its layers with a halo."""
         begin, end = self.places[first], self.places[last] + 1
-        segment, backward, options = self.links[begin:end], self._backward(begin), []
+        segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
             options.append(("halo", segment_seconds(self.figures, alone, self.grid, backward)))
@@ -130,19 +132,19 @@ class _CutSearch:
                 options.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
             costs = segment_seconds(self.figures, place_layers(segment, self.grid, wide=False), self.grid, backward)
-            options.append((f"deep_halo(layers={last - first + 1})", self._fold(costs, begin, first, last)))
+            options.append((f"deep_halo(layers={last - first + 1})", self._fold_costs(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
-            text = "overlap_tile(statistics=global)" if any(_sums(node) for node, _ in wide) else "overlap_tile"
+            text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
             costs = segment_seconds(self.figures, place_layers(wide, self.grid, wide=True), self.grid, backward)
-            options.append((text, self._fold(costs, 0, first, last)))
+            options.append((text, self._fold_costs(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
-    def _backward(self, at: int) -> bool:
+    def _needs_input_gradient(self, at: int) -> bool:
         """Return whether the input of a layer needs a gradient: all but the images do."""
         return not self.first or at > 0
 
-    def _fold(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+    def _fold_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
@@ -152,5 +154,5 @@ def _is_layer(node: Node) -> bool:
     return len(node.leaves) == 1 and node.leaves[0] is node
 
 
-def _sums(node: Node) -> bool:
-    return node.leaves[0].sums_image
+def _reduces_over_image(node: Node) -> bool:
+    return node.leaves[0].reduces_over_image

@@ -21,25 +21,25 @@ class TileClasses(NamedTuple):
 
     Attributes
     ----------
-    of : array (tiles,)
+    class_of_tile : array (tiles,)
         The number of each tile's class.
-    tiles : list of int
+    representatives : list of int
         The first tile of each class.
-    counts : list of int
+    tile_counts : list of int
         Tiles in each class.
     """
 
-    of: np.ndarray
-    tiles: list[int]
-    counts: list[int]
+    class_of_tile: np.ndarray
+    representatives: list[int]
+    tile_counts: list[int]
 
-    def each(self, value: Callable[[int], T]) -> list[T]:
+    def per_tile(self, value: Callable[[int], T]) -> list[T]:
         """Return a value for every tile, computed once for each class."""
-        values = [value(tile) for tile in self.tiles]
-        return [values[number] for number in self.of.tolist()]
+        values = [value(tile) for tile in self.representatives]
+        return [values[number] for number in self.class_of_tile.tolist()]
 
 
-def classes_of(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
+def tile_classes(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
     """Return the coarsest classes of tiles, numbered row-major, whose parts are of the same kinds.
 
     Parameters
@@ -69,13 +69,13 @@ def classes_of(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.ndarr
 
 
 @lru_cache(maxsize=256)
-def cells_kinds(cells: Partition) -> Kinds:
+def axis_part_keys(cells: Partition) -> Kinds:
     """Return the extent of each part along each axis, and the ends of the image that it touches."""
     axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
     return Kinds(cells.parts[: len(axes)], axes)
 
 
-def kinds_of_tiles(kinds: Kinds, strips: int) -> Kinds:
+def keys_of_tiles(kinds: Kinds, strips: int) -> Kinds:
     """Return the kinds of tiles given those of their strips, `strips` per tile along the first axis."""
     first, *others = kinds.axes
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]

@@ -10,19 +10,19 @@ from typing import Any
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, part_range
 from ..layers import Layer, Sequential
-from ..system.memory import words
-from .graph import Graph, Lowering, Step, name_layer_error
+from ..system.memory import format_bytes
+from .graph import Graph, GraphBuilder, Step, name_layer_error
 from .layer import LayerPlan
 from .plan import Plan, Training
 from .section import Rows
 from .segments import LayerRegions, find_regions
-from .stream import Stream, work_of
+from .stream import Stream, training_work
 
 Shape = tuple[int, ...]
 StreamCompiler = Callable[[Stream], Plan]
-LARGE = 64 << 20
+MIN_HALVED_BYTES = 64 << 20
 """bytes of a step from which on its memory is halved"""
-WORTH = 1.3
+MAX_WORK_FACTOR = 1.3
 """maximum factor of additional work for that"""
 
 
@@ -41,7 +41,7 @@ def compile_plan(
     UserError
         A layer is invalid; the message names it, and `subject` is the layer.
     """
-    graph = Lowering(chain.layers, input_shape).graph
+    graph = GraphBuilder(chain.layers, input_shape).graph
     samples = None if batch_size is None else max(1, part_range(batch_size, grid.replicas, 0)[1])
     with _name_layer(chain):
         regions = find_regions(chain, graph, grid, samples)
@@ -51,8 +51,8 @@ def compile_plan(
         if stream is not None:
             whole, layer_regions = stream.rest_of(graph), regions | stream.regions
         plans, unsplit = [], stream is None and training.strips is None and not training.recompute
-        idle = _idle(chain, whole) if unsplit else 0
-        _, stop = whole.ends[idle]
+        idle = _leading_parameterless_nodes(chain, whole) if unsplit else 0
+        _, stop = whole.node_ends[idle]
         for step in whole.steps:
             if (layer := step.layer) is not None:
                 shapes = whole.shapes[step.inputs[0]], whole.shapes[step.output]
@@ -61,27 +61,27 @@ def compile_plan(
                 cuts = whole.redistributions(step, gradient)
                 cuts = [cut for cut in cuts if step.output > stop or cut.direction == "forward"]
                 with _name_layer(chain, layer):
-                    if layer.splits_outputs and step.output not in whole.shards:
+                    if layer.splits_outputs and step.output not in whole.sharded_vectors:
                         raise ConfigError(
                             "split: outputs must be followed by fully connected layers with split: inputs, and"
                             " needs an elementwise activation; use split: inputs"
                         )
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
-        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, idle=idle)
+        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, skipped_nodes=idle)
 
     plan = compile_stream()
     if training.memory is not None:
         return fit_memory(plan, compile_stream, regions)
-    return halve_memory(plan, compile_stream, regions) if training.spares else plan
+    return halve_memory(plan, compile_stream, regions) if training.may_halve_memory else plan
 
 
-def _idle(chain: Sequential, graph: Graph) -> int:
+def _leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:
     """Return the number of leading nodes without parameters, whose output gradients are not needed."""
     for at, step in enumerate(graph.steps):
         if step.layer is not None:
             with _name_layer(chain, step.layer):
                 if step.layer.parameters_for(graph.shapes[step.inputs[0]]):
-                    return max(node for node, (steps, _) in enumerate(graph.ends) if steps <= at)
+                    return max(node for node, (steps, _) in enumerate(graph.node_ends) if steps <= at)
     return 0
 
 
@@ -101,16 +101,16 @@ def fit_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions
     """
     limit, rows = plan.training.memory, plan.training.strips
     assert limit is not None
-    if plan.needed <= limit and rows is None:
+    if plan.needed_bytes <= limit and rows is None:
         return plan
-    best, tried = _best(plan, compile_stream, regions, limit, rows)
+    best, tried = _fastest_stream(plan, compile_stream, regions, limit, rows)
     if best is not None:
         return best
-    needed = [(streamed.needed_by(stream), streamed) for streamed, stream in tried]
-    count, smallest = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
-    layer = max(smallest.layers, key=lambda layer: layer.largest_view * layer.input_shape[-1])
+    needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
+    count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
+    layer = max(smallest.layers, key=lambda layer: layer.max_view_cells * layer.input_shape[-1])
     raise ConfigError(
-        f"memory: a rank may use {words(limit)}, but needs at least {words(count)}, most of it for layer"
+        f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}, most of it for layer"
         f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
     )
 
@@ -120,14 +120,19 @@ def halve_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegio
 
     Only on one tile: on several, strips would read more of the image than a tile's halo.
     """
-    if plan.grid.tiles > 1 or plan.training.strips is not None or plan.training.recompute or plan.needed < LARGE:
+    if (
+        plan.grid.tiles > 1
+        or plan.training.strips is not None
+        or plan.training.recompute
+        or plan.needed_bytes < MIN_HALVED_BYTES
+    ):
         return plan
-    limit, most = plan.needed // 2, WORTH * work_of(plan.graph, None)
-    best, _ = _best(plan, compile_stream, regions, limit, None, most)
+    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR * training_work(plan.graph, None)
+    best, _ = _fastest_stream(plan, compile_stream, regions, limit, None, most)
     return best or plan
 
 
-def _best(
+def _fastest_stream(
     plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions, limit: int, rows: Rows | None, most: float = inf
 ) -> tuple[Plan | None, list[tuple[Plan, Stream]]]:
     """Return the plan of the fastest stream within the limit, and the plans and streams that were tried.
@@ -140,20 +145,20 @@ def _best(
         Work from which on streams are ignored.
     """
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
-    ends = [nodes for nodes in range(len(graph.ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
+    ends = [nodes for nodes in range(len(graph.node_ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
     whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
-    least = {nodes: work_of(graph, _keep_all(stream)) for nodes, stream in whole.items()}
+    least = {nodes: training_work(graph, _with_all_kept(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
         if least[nodes] >= most:
             continue
         streamed, stream = compile_stream(whole[nodes]), whole[nodes]
         if isinstance(rows, int):
             stream = stream.with_strips(-(-stream.rows // rows))
-        if streamed.needed_by(None) < limit:
+        if streamed.needed_bytes_with(None) < limit:
             stream = _fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows)
         tried.append((streamed, stream))
         for work, filled in _fill_memory(streamed, stream, limit, most, fixed):
-            if (streamed := compile_stream(filled)).needed <= limit:
+            if (streamed := compile_stream(filled)).needed_bytes <= limit:
                 best, most = streamed, work
                 break
         if rows is not None and best is not None:
@@ -163,7 +168,7 @@ def _best(
 
 def _can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
     """Return whether the first `nodes` nodes can run in strips without dividing a segment of `find_regions`."""
-    steps, value = graph.ends[nodes]
+    steps, value = graph.node_ends[nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
         not _is_streamable(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
     ):
@@ -184,16 +189,16 @@ def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> boo
     return (
         len(shape) > 1
         and (layer.scheme is None or layer.scheme.exact)
-        and layer.reach_for(shape) is not None
-        and layer.gathers_for(shape, grid) is None
+        and layer.receptive_window_for(shape) is not None
+        and layer.gradient_gather_for(shape, grid) is None
         and (window is None or not window.wraps)
-        and (layer.sees_reach or layer.view_window_for(shape, grid) == window)
-        and (layer.sees_reach or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
-        and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
+        and (layer.views_receptive_window_in_strips or layer.view_window_for(shape, grid) == window)
+        and (layer.views_receptive_window_in_strips or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
+        and (last or not any(parameter.layout.is_partitioned for parameter in layer.parameters_for(shape).values()))
     )
 
 
-def _keep_all(stream: Stream) -> Stream:
+def _with_all_kept(stream: Stream) -> Stream:
     return stream.checkpoint(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
@@ -213,19 +218,19 @@ def _fill_memory(plan: Plan, stream: Stream, limit: int, most: float, fixed: boo
     fixed : bool
         Whether the number of strips is fixed.
     """
-    tiles, itemsize, samples = plan.classes(stream).tiles, plan.itemsize, plan.held_samples(0)
+    tiles, itemsize, samples = plan.classes(stream).representatives, plan.itemsize, plan.held_samples(0)
     options: list[tuple[float, Stream]] = []
 
     def add(stream: Stream) -> None:
-        if (work := work_of(plan.graph, stream)) < most:
+        if (work := training_work(plan.graph, stream)) < most:
             options.append((work, stream))
 
-    while work_of(plan.graph, _keep_all(stream)) < most:
-        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_by(stream)
+    while training_work(plan.graph, _with_all_kept(stream)) < most:
+        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_bytes_with(stream)
         if left < 0:
             break
         saved = samples * max(stream.checkpoint(strips).saved(tile, itemsize) for tile in tiles)
-        checkpointed_strips = _share(strips, saved, left)
+        checkpointed_strips = _strips_that_fit(strips, saved, left)
         add(stream.checkpoint(checkpointed_strips))
         left -= saved * checkpointed_strips // strips
         for largest in sorted(set(cuts.values())):
@@ -233,7 +238,7 @@ def _fill_memory(plan: Plan, stream: Stream, limit: int, most: float, fixed: boo
             cutting = strips
             while cutting:  # less than proportional: strips also keep cells around their own
                 cut = stream.checkpoint(checkpointed_strips, nodes_kept, cutting)
-                kept = samples * itemsize * max(cut.kept(tile) for tile in tiles)
+                kept = samples * itemsize * max(cut.kept_elements(tile) for tile in tiles)
                 if kept <= left:
                     add(cut)
                     break
@@ -245,16 +250,16 @@ def _fill_memory(plan: Plan, stream: Stream, limit: int, most: float, fixed: boo
     return sorted(options, key=lambda pair: pair[0])
 
 
-def _share(strips: int, needed: int, room: int) -> int:
+def _strips_that_fit(strips: int, needed: int, room: int) -> int:
     """Return the number of strips that fit, if all of them together need `needed`."""
     return strips if needed <= room else strips * max(0, room) // needed
 
 
 def _fewest_strips(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory."""
-    base = plan.needed_by(None)
+    base = plan.needed_bytes_with(None)
     strips, room, previous = stream.grid.strips, limit - base, (0, 0)
-    while (size := plan.needed_by(stream) - base) > room and strips < most:
+    while (size := plan.needed_bytes_with(stream) - base) > room and strips < most:
         fixed = (strips * size - previous[0] * previous[1]) / (strips - previous[0])  # memory independent of strips
         if previous[0] and fixed > 2 * room:
             break

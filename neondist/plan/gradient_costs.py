@@ -7,11 +7,11 @@ from math import prod
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import ROWS, compressed_bytes, message_bytes
+from ..parallel import ROWS_COMPRESSOR, compressed_bytes, row_message_bytes
 from ..strategies import Strategy
-from ..strategies.shares import Share
+from ..strategies.shares import ParameterShare
 
-COUNTS = 16
+HEADER_BYTES = 16
 """Bytes per rank of the header with the numbers of rows and elements that follow."""
 
 
@@ -22,37 +22,42 @@ def compressors_of(strategy: Strategy, parameters: Mapping[str, Parameter], item
         rule = strategy.parameters[name]
         if rule.owners:
             continue
-        if parameter.sparse:
-            compressors[name] = ROWS
+        if parameter.max_rows_per_sample:
+            compressors[name] = ROWS_COMPRESSOR
         elif rule.compressor and compressed_bytes(rule.compressor, parameter.shape, itemsize) is not None:
             compressors[name] = rule.compressor
     return compressors
 
 
-def bytes_reduced(compressors: Mapping[str, str], parameters: Mapping[str, Parameter], itemsize: int) -> int:
+def compressed_reduction_bytes(
+    compressors: Mapping[str, str], parameters: Mapping[str, Parameter], itemsize: int
+) -> int:
     """Return the bytes that a rank contributes to reductions of compressed gradients."""
-    chosen = [(kind, parameters[name].shape) for name, kind in compressors.items() if kind != ROWS]
+    chosen = [(kind, parameters[name].shape) for name, kind in compressors.items() if kind != ROWS_COMPRESSOR]
     return sum(compressed_bytes(kind, shape, itemsize) or 0 for kind, shape in chosen)
 
 
-def most_rows_sent(
-    parameter: Parameter, share: Share | None, rank: int, grid: GridShape, samples: int, itemsize: int
+def max_sparse_bytes_sent(
+    parameter: Parameter, share: ParameterShare | None, rank: int, grid: GridShape, samples: int, itemsize: int
 ) -> int:
     """Return an upper bound of the bytes that a rank sends in a step for a sparse parameter.
 
     Parameters
     ----------
-    share : Share or None
+    share : ParameterShare or None
         Parts of the owners; None: all ranks receive all rows.
     samples : int
         Samples of the rank's replica.
     """
     rows, width, others = parameter.shape[0], prod(parameter.shape[1:]), grid.size - 1
-    used = min(rows, parameter.sparse * samples)
+    used = min(rows, parameter.max_rows_per_sample * samples)
     if not others:
         return 0
     if share is None:
-        return others * (COUNTS + message_bytes(used, width, itemsize))
+        return others * (HEADER_BYTES + row_message_bytes(used, width, itemsize))
     own = min(rows, -(-share.boxes[rank].size // width) + 1)  # an end may lie within a row
-    gradients, values = message_bytes(used + others, width, itemsize), others * message_bytes(own, width, itemsize)
-    return 2 * others * COUNTS + gradients + values
+    gradients, values = (
+        row_message_bytes(used + others, width, itemsize),
+        others * row_message_bytes(own, width, itemsize),
+    )
+    return 2 * others * HEADER_BYTES + gradients + values

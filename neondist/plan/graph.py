@@ -36,17 +36,17 @@ class Step(NamedTuple):
         return self.layer is not None and self.layer.saves_input
 
 
-class Cut(NamedTuple):
-    """Redistribution of a vector over a replica's ranks: an allgather, or, if it `adds`, a reduce-scatter."""
+class VectorRedistribution(NamedTuple):
+    """Redistribution of a vector over a replica's ranks: an allgather or a reduce-scatter."""
 
     direction: str
     features: int
-    adds: bool = False
+    is_reduce_scatter: bool = False
 
-    def sent(self, tiles: int, tile: int) -> int:
+    def elements_sent_by(self, tiles: int, tile: int) -> int:
         """Return the elements per sample that the rank of a tile sends."""
         lo, hi = part_range(self.features, tiles, tile)
-        return self.features - (hi - lo) if self.adds else (tiles - 1) * (hi - lo)
+        return self.features - (hi - lo) if self.is_reduce_scatter else (tiles - 1) * (hi - lo)
 
 
 class Graph:
@@ -57,88 +57,94 @@ class Graph:
     steps : list of Step
     shapes : list of tuple
         The global shape of every value, without the batch.
-    ends : list of (int, int)
+    node_ends : list of (int, int)
         For every number of nodes: the number of their steps, and their output value.
     readers : list of list of int
         The steps that read each value.
-    absorbed : dict of step to step
+    fused_activations : dict of step to step
         Activation layers fused into the step before them, which applies them in its own pass over memory; the
         intermediate value does not exist.
-    cleared : dict of step to step
+    deferred_relu_gradients : dict of step to step
         Steps whose max(z, 0) is differentiated by the step after them (a pooling, which stores no position of
         non-positive maxima, or a convolution, whose view it is), so that they need not reread their output.
-    restored : dict of step to step
+    recomputing_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
-    whole : int
+    replicated_vector : int
         A vector that stays replicated, whatever its readers want.
-    shards : set of int
+    sharded_vectors : set of int
         Vectors of which each rank of a replica holds its range only, because all readers want no more.
     """
 
     def __init__(
-        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], whole: int = 0
+        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated: int = 0
     ) -> None:
-        self.steps, self.shapes, self.ends, self.whole = list(steps), list(shapes), list(ends), whole
-        self.output = self.ends[-1][1]
+        self.steps, self.shapes, self.node_ends = list(steps), list(shapes), list(ends)
+        self.replicated_vector = replicated
+        self.output = self.node_ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
             for value in step.inputs:
                 self.readers[value].append(at)
-        self.absorbed = {at: at - 1 for at in range(1, len(self.steps)) if self._absorbed(at)}
-        self.cleared = dict(pair for at in range(1, len(self.steps)) if (pair := self._cleared(at)))
-        self.restored: dict[int, int] = {}
+        self.fused_activations = {at: at - 1 for at in range(1, len(self.steps)) if self._is_fused(at)}
+        pairs = map(self._find_deferred_relu_gradient, range(1, len(self.steps)))
+        self.deferred_relu_gradients = dict(filter(None, pairs))
+        self.recomputing_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
-            if (host := self._restored(at)) is not None and host not in self.restored:  # that step needs its input
-                self.restored[at] = host
-        self.shards = {step.output for step in self.steps if self._stays_cut(step)}
+            host = self._find_recomputing_step(at)
+            if host is not None and host not in self.recomputing_steps:  # that step needs its input
+                self.recomputing_steps[at] = host
+        self.sharded_vectors = {step.output for step in self.steps if self._stays_sharded(step)}
 
-    def _absorbed(self, at: int) -> bool:
+    def _is_fused(self, at: int) -> bool:
         layer, previous = self.steps[at].layer, self.steps[at - 1]
         sole_reader = self.readers[previous.output] == [at] and len(self.shapes[previous.output]) > 1
         if (
             layer is None
             or not sole_reader
-            or not layer.only_activates
-            or not declared_with(layer, "only_activates", "forward")
+            or not layer.is_activation_only
+            or not declared_with(layer, "is_activation_only", "forward")
         ):
             return False
         host = previous.layer or previous.join
-        return host is not None and layer.activation is not None and host.can_absorb(layer.activation)
+        return host is not None and layer.activation is not None and host.can_fuse_activation(layer.activation)
 
-    def _cleared(self, at: int) -> tuple[int, int] | None:
+    def _find_deferred_relu_gradient(self, at: int) -> tuple[int, int] | None:
         """Return the step that need not reread its output, and the step after it; None if there is no such step."""
         layer, previous = self.steps[at].layer, self.steps[at - 1]
-        if layer is None or not layer.clears or previous.layer is None or self.readers[previous.output] != [at]:
+        sole_reader = self.readers[previous.output] == [at]
+        if layer is None or not layer.can_apply_relu_gradient or previous.layer is None or not sole_reader:
             return None
-        host, activation = self.absorbed.get(at - 1, at - 1), previous.layer.activation
+        host, activation = self.fused_activations.get(at - 1, at - 1), previous.layer.activation
         maker = self.steps[host].layer
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
-        clips = activation and all(declared_with(activation, "clips", method) for method in ("fprop", "bprop"))
-        declared = all(declared_with(layer, "clears", method) for method in ("forward", "backward"))
+        is_relu = activation and all(declared_with(activation, "is_relu", method) for method in ("fprop", "bprop"))
+        declared = all(declared_with(layer, "can_apply_relu_gradient", method) for method in ("forward", "backward"))
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
-        return (host, at) if keeps and clips and declared and exact else None
+        return (host, at) if keeps and is_relu and declared and exact else None
 
-    def _restored(self, at: int) -> int | None:
+    def _find_recomputing_step(self, at: int) -> int | None:
         layer, (value, *_) = self.steps[at].layer, self.steps[at].inputs
         host = self.producers.get(value)
         maker = None if host is None else self.steps[host].layer
         saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
-        if layer is None or maker is None or saving != [at] or self.is_reread(value):
+        if layer is None or maker is None or saving != [at] or self.producer_reads_output(value):
             return None
-        saves_input_only = layer.extra_saves == (0, 0) == declared_with(layer, "extra_saves", "forward")
-        return host if saves_input_only and maker.restores and declared_with(maker, "restores", "forward") else None
+        name = "saved_bytes_and_elements"
+        saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, name, "forward")
+        restores = maker.can_restore_output and declared_with(maker, "can_restore_output", "forward")
+        return host if saves_input_only and restores else None
 
-    def _stays_cut(self, step: Step) -> bool:
+    def _stays_sharded(self, step: Step) -> bool:
         readers = self.readers[step.output]
-        vector = len(self.shapes[step.output]) == 1 and step.output != self.whole
-        gives = vector and step.layer is not None and step.layer.gives_shards
+        vector = len(self.shapes[step.output]) == 1 and step.output != self.replicated_vector
+        gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
         return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
 
     def wants_shard(self, step: Step) -> bool:
         """Return whether a step reads only this rank's range of a vector."""
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
-    def redistributions(self, step: Step, needed: bool = True) -> list[Cut]:
+    def redistributions(self, step: Step, needed: bool = True) -> list[VectorRedistribution]:
         """Return the redistributions of vectors for a step, forward and backward.
 
         Parameters
@@ -147,38 +153,39 @@ class Graph:
             Whether the gradient of its input is needed.
         """
         cuts, (first, *_) = [], step.inputs
-        if step.output in self.shards and not (step.layer and step.layer.splits_outputs):
+        if step.output in self.sharded_vectors and not (step.layer and step.layer.splits_outputs):
             (features,) = self.shapes[step.output]
-            cuts += [Cut("forward", features, adds=True), Cut("backward", features)]
-        if needed and self.wants_shard(step) and first not in self.shards:
-            cuts.append(Cut("backward", self.shapes[first][0]))
+            cuts.append(VectorRedistribution("forward", features, is_reduce_scatter=True))
+            cuts.append(VectorRedistribution("backward", features))
+        if needed and self.wants_shard(step) and first not in self.sharded_vectors:
+            cuts.append(VectorRedistribution("backward", self.shapes[first][0]))
         return cuts
 
     @cached_property
     def producers(self) -> dict[int, int]:
         """Step that produces each value; for an absorbed activation, the step before it."""
-        return {step.output: self.absorbed.get(at, at) for at, step in enumerate(self.steps)}
+        return {step.output: self.fused_activations.get(at, at) for at, step in enumerate(self.steps)}
 
-    def is_reread(self, value: int) -> bool:
+    def producer_reads_output(self, value: int) -> bool:
         """Return whether the step that produced a value reads it again in the backward pass."""
         at = self.producers.get(value)
-        if at is None or at in self.cleared:
+        if at is None or at in self.deferred_relu_gradients:
             return False
         layer, absorbs = self.steps[at].layer, value != self.steps[at].output
         return absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
 
-    def part(self, first: int, last: int) -> Graph:
+    def subgraph(self, first: int, last: int) -> Graph:
         """Return the graph of the nodes [first, last), whose input becomes value 0."""
-        (begin, zero), (end, _) = self.ends[first], self.ends[last]
+        (begin, zero), (end, _) = self.node_ends[first], self.node_ends[last]
         steps = [
             step._replace(inputs=tuple(value - zero for value in step.inputs), output=step.output - zero)
             for step in self.steps[begin:end]
         ]
-        ends = [(count - begin, value - zero) for count, value in self.ends[first : last + 1]]
+        ends = [(count - begin, value - zero) for count, value in self.node_ends[first : last + 1]]
         return Graph(steps, self.shapes[zero : zero + len(steps) + 1], ends)
 
 
-def trace(
+def trace_needed_cells(
     graph: Graph,
     last: Partition,
     needed: Callable[[Layer, Partition, int], Partition],
@@ -206,16 +213,16 @@ def trace(
     return [regions[value] for value in range(len(graph.shapes))]
 
 
-def needed_by(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
+def needed_cells(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
     """Return the cells of a layer's input, of this shape, on which parts of its output depend."""
-    reach = layer.reach_for(shape)
+    reach = layer.receptive_window_for(shape)
     assert reach is not None
     if reach.pointwise:
         return outputs  # empty stays empty: an activation's output may be its input
     return sources(outputs, reach, shape[:-1])
 
 
-class Lowering:
+class GraphBuilder:
     """Builder of a graph, to which nodes append their steps; errors name the layer.
 
     Attributes
@@ -227,19 +234,19 @@ class Lowering:
     def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
         self.steps: list[Step] = []
         self.shapes = [input_shape]
-        self.ends = [(0, 0)]
+        self.node_ends = [(0, 0)]
         for index, node in enumerate(nodes):
             self._current: Node = node
             try:
-                value = node.lower(self, self.ends[-1][1])
+                value = node.lower(self, self.node_ends[-1][1])
             except UserError as error:
                 raise name_layer_error(error, index, self._current) from error
-            self.ends.append((len(self.steps), value))
+            self.node_ends.append((len(self.steps), value))
 
     @property
     def graph(self) -> Graph:
         """The complete graph."""
-        return Graph(self.steps, self.shapes, self.ends)
+        return Graph(self.steps, self.shapes, self.node_ends)
 
     def layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""

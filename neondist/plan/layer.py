@@ -9,16 +9,16 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from ..comm.facts import text_of
+from ..comm.facts import format_arguments
 from ..errors import PlanError, ShapeError
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
-from .classes import TileClasses, cells_kinds, classes_of
-from .graph import Cut
+from .classes import TileClasses, axis_part_keys, tile_classes
+from .graph import VectorRedistribution
 
 Shape = tuple[int, ...]
-_MOST = 1 << 48  # far beyond any machine; larger products could overflow an index
+_MAX_ELEMENTS = 1 << 48  # far beyond any machine; larger products could overflow an index
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LayerCosts:
         )
 
 
-class Exchange(NamedTuple):
+class PlannedExchange(NamedTuple):
     """Halo exchange of an array for a window.
 
     Attributes
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
         """Return the plan of a tile."""
         return HaloPlan.of(self.cells, self.window, tile, self.outputs)
 
-    def kinds(self, level: Level = "all") -> Kinds:
+    def tile_class_keys(self, level: Level = "all") -> Kinds:
         """Return the keys that distinguish the plans of tiles."""
         return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
@@ -86,19 +86,19 @@ class LayerPlan:
     grid : GridShape
     regions : pair of Partition or None
         Cells of the input and of the output on each tile, if not the balanced ones.
-    gradient : bool
+    needs_input_gradient : bool
         Whether training needs the gradient of its input (not of the images).
-    redistributions : list of Cut
+    redistributions : list of VectorRedistribution
         Redistributions of vectors for it; reduce-scatters replace its reductions.
 
     Attributes
     ----------
-    name, cls : str
+    name, class_name : str
     window : Window or None
     scheme : Scheme
     reverse : bool
         Whether the halo is added in the forward pass and gathered in the backward pass.
-    trained : dict of name to Parameter
+    trained_parameters : dict of name to Parameter
     parameters : int
         Number of parameter elements, on all tiles together.
     reductions : list of Reduction
@@ -112,56 +112,61 @@ class LayerPlan:
         output_shape: Shape,
         grid: GridShape,
         regions: tuple[Partition | None, Partition | None] = (None, None),
-        gradient: bool = True,
-        redistributions: Sequence[Cut] = (),
+        needs_input_gradient: bool = True,
+        redistributions: Sequence[VectorRedistribution] = (),
     ) -> None:
-        self.layer, self.name, self.cls = layer, str(layer.name), type(layer).__name__
+        self.layer, self.name, self.class_name = layer, str(layer.name), type(layer).__name__
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
-        self.gradient, self.redistributions = gradient, redistributions
+        self.needs_input_gradient, self.redistributions = needs_input_gradient, redistributions
         self.window, self.scheme = layer.window_for(input_shape), layer.scheme or Halo()
         self.reverse = layer.reverse_halos
-        self.trained = layer.parameters_for(input_shape)
-        self.parameters = sum(prod(p.shape) for p in self.trained.values())
-        cut = {moved.direction for moved in redistributions if moved.adds}
+        self.trained_parameters = layer.parameters_for(input_shape)
+        self.parameters = sum(prod(p.shape) for p in self.trained_parameters.values())
+        cut = {moved.direction for moved in redistributions if moved.is_reduce_scatter}
         self.reductions = [r for r in layer.reductions_for(input_shape) if r.group and r.direction not in cut]
         self._halos = layer.halos_for(input_shape, grid)
-        gathers = layer.gathers_for(input_shape, grid)
-        wide = layer.sees_reach and regions[1] is not None
-        seen = layer.reach_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
-        self._view = self._over(input_shape, seen or Window.of_one(len(input_shape) - 1))
+        gathers = layer.gradient_gather_for(input_shape, grid)
+        wide = layer.views_receptive_window_in_strips and regions[1] is not None
+        seen = layer.receptive_window_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
+        self._view = self._planned_exchange(input_shape, seen or Window.of_one(len(input_shape) - 1))
         inputs, outputs = regions
         adds = self.reverse and inputs is not None and outputs is not None
-        self._added = Exchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
+        self._output_halo = (
+            PlannedExchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
+        )
         # strips and blocks keep their own additions
-        self._exchanges = [] if adds else [self._over(shape, window) for shape, window in self._halos]
-        self._gathers = gathers and Exchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
+        self._exchanges = [] if adds else [self._planned_exchange(shape, window) for shape, window in self._halos]
+        self._gathers = gathers and PlannedExchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
-        if largest > _MOST:
+        if largest > _MAX_ELEMENTS:
             raise ShapeError(f"would have {largest} elements, more than any machine can hold; make the layer smaller")
 
     def view(self, tile: int) -> HaloPlan:
         """Return the plan of the input: the cells that a tile's rank owns and sees."""
         return self._view.plan(tile)
 
-    def added_to(self, tile: int) -> HaloPlan | None:
+    def output_halo_plan(self, tile: int) -> HaloPlan | None:
         """Return the plan of the output if the halo is added in the forward pass, else None."""
-        return None if self._added is None else self._added.plan(tile)
+        return None if self._output_halo is None else self._output_halo.plan(tile)
 
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
-        return self.outputs.box(tile)
+        return self.output_partition.box(tile)
 
-    def outline(self) -> str:
+    def agreed_facts(self) -> str:
         """Return a text that all ranks must agree on."""
-        cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells)))
+        cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
         cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
         shapes = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
-        return f"'{self.name}': {self.cls} {shapes}, {text_of(self.layer.arguments())}"
+        return f"'{self.name}': {self.class_name} {shapes}, {format_arguments(self.layer.arguments())}"
 
     def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanError if the messages of the built layer's arrays differ from the plan."""
         declared = [
-            (shape, self.added_to(tile) or HaloPlan.of(self._inputs(shape), window, tile, self.regions[1]))
+            (
+                shape,
+                self.output_halo_plan(tile) or HaloPlan.of(self._input_partition(shape), window, tile, self.regions[1]),
+            )
             for shape, window in self._halos
         ]
         if self._gathers is not None:
@@ -170,51 +175,52 @@ class LayerPlan:
         actual = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if actual != planned:
             raise PlanError(
-                f"layer '{self.name}' ({self.cls}): its arrays send messages of {actual} elements per sample, but"
-                f" halos_for and gathers_for declare {planned}; declare every array that make_array returns"
+                f"layer '{self.name}' ({self.class_name}): its arrays send messages of {actual} elements per sample,"
+                f" but halos_for and gradient_gather_for declare {planned}; declare every array that"
+                " register_array returns"
             )
 
-    def products(self, tile: int) -> int:
+    def multiplications(self, tile: int) -> int:
         """Return the multiplications per sample of a tile's forward pass, from its own cells or weights."""
-        weights = self.trained.get("weights")
+        weights = self.trained_parameters.get("weights")
         if weights is None:
             return 0
-        if weights.layout.cut:
+        if weights.layout.is_partitioned:
             return weights.size_on(self.grid, tile)
         box = self.view(tile).own if self.reverse else self.tile(tile)
         return box.size * prod(weights.shape)
 
-    def held_by(self, tile: int) -> int:
+    def parameters_on(self, tile: int) -> int:
         """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
-        return sum(p.size_on(self.grid, tile) for p in self.trained.values())
+        return sum(p.size_on(self.grid, tile) for p in self.trained_parameters.values())
 
-    def kinds(self, level: Level) -> list[Kinds]:
+    def tile_class_keys(self, level: Level) -> list[Kinds]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
-        arrays = [self._view, *filter(None, [self._added])] if level != "messages" else []
+        arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gathers])] if level != "extents" else []
-        extents = [extent for p in self.trained.values() if (extent := p.layout.cut_extent(p.shape))]
-        cells = [self.outputs, *map(self.grid.partition, extents)]
-        return [*(exchange.kinds(level) for exchange in arrays), *map(cells_kinds, cells)]
+        extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
+        cells = [self.output_partition, *map(self.grid.partition, extents)]
+        return [*(exchange.tile_class_keys(level) for exchange in arrays), *map(axis_part_keys, cells)]
 
     @cached_property
     def classes(self) -> TileClasses:
         """Classes of tiles that differ in their messages or parameters."""
-        return classes_of(self.grid.tiles, self.kinds("messages"))
+        return tile_classes(self.grid.tiles, self.tile_class_keys("messages"))
 
     @cached_property
-    def held(self) -> list[int]:
-        """Result of `held_by` for every tile."""
-        return self.classes.each(self.held_by)
+    def parameters_by_tile(self) -> list[int]:
+        """Result of `parameters_on` for every tile."""
+        return self.classes.per_tile(self.parameters_on)
 
     @property
-    def outputs(self) -> Partition:
+    def output_partition(self) -> Partition:
         """Partition of the output."""
         return self.regions[1] or self.grid.partition(self.output_shape[:-1])
 
     @cached_property
     def tiles(self) -> list[Box]:
         """Cells of the output of every tile."""
-        return self.outputs.boxes()
+        return self.output_partition.boxes()
 
     @cached_property
     def views(self) -> list[Box]:
@@ -222,19 +228,19 @@ class LayerPlan:
         return [self.view(tile).need for tile in range(self.grid.tiles)]
 
     @property
-    def distinct_tiles(self) -> list[int]:
+    def representative_tiles(self) -> list[int]:
         """Tiles that together have all extents of views and outputs along each axis."""
-        return sorted({*self._view.kinds("extents").cross, *cells_kinds(self.outputs).cross})
+        return sorted({*self._view.tile_class_keys("extents").cross, *axis_part_keys(self.output_partition).cross})
 
     @cached_property
-    def largest_view(self) -> int:
+    def max_view_cells(self) -> int:
         """Maximum cells of an array that holds both a tile's view and the tile itself."""
-        return prod(map(max, zip(*(self.view(tile).buffer.shape for tile in self.distinct_tiles), strict=True)))
+        return prod(map(max, zip(*(self.view(tile).buffer.shape for tile in self.representative_tiles), strict=True)))
 
     @cached_property
-    def halo_cells(self) -> list[int]:
+    def halo_cells_by_tile(self) -> list[int]:
         """Cells that each tile receives in a forward pass, without channels."""
-        return self.classes.each(lambda tile: sum(exchange.plan(tile).halo_volume for exchange in self._exchanges))
+        return self.classes.per_tile(lambda tile: sum(exchange.plan(tile).halo_volume for exchange in self._exchanges))
 
     def messages(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
@@ -252,20 +258,20 @@ class LayerPlan:
         return self._gather_messages if self.reverse else self._return_messages
 
     @property
-    def sent_words(self) -> list[int]:
+    def forward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile sends in an exact forward pass."""
         return [sum(messages) for messages in self.forward]
 
     @property
-    def received_words(self) -> list[int]:
+    def backward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile receives in an exact forward pass, and sends in the backward pass."""
         return [sum(messages) for messages in self.backward]
 
-    def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
-        """Return the bytes of halos that each tile sends in a training step; arguments as for `sent_by`."""
-        return self.classes.each(lambda tile: self.sent_by(tile, samples, itemsize, gradient, forwards))
+    def halo_bytes_by_tile(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
+        """Return the bytes of halos that each tile sends in a training step; arguments as for `halo_bytes_of`."""
+        return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, gradient, forwards))
 
-    def sent_by(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
+    def halo_bytes_of(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
         """Return the bytes of halos that a tile sends in a training step, by its scheme's formula.
 
         Parameters
@@ -293,18 +299,18 @@ class LayerPlan:
             Number of micro-batches.
         """
         return sum(
-            (sums.each * samples + sums.once * (1 if sums.over_batch else calls)) * itemsize
+            (sums.elements_per_sample * samples + sums.fixed_elements * (1 if sums.spans_batch else calls)) * itemsize
             for sums in self.reductions
-            if sums.group and ranks[sums.group] > 1 and (sums.direction == "forward" or self.gradient)
+            if sums.group and ranks[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
         )
 
     @cached_property
     def _gather_messages(self) -> list[list[int]]:
-        return self.classes.each(self._gather_messages_of)
+        return self.classes.per_tile(self._gather_messages_of)
 
     @cached_property
     def _return_messages(self) -> list[list[int]]:
-        return self.classes.each(self._return_messages_of)
+        return self.classes.per_tile(self._return_messages_of)
 
     def _gather_messages_of(self, tile: int) -> list[int]:
         """Return the message sizes of a tile's cells sent to the tiles that see them."""
@@ -316,12 +322,12 @@ class LayerPlan:
             return _message_sizes([(self._gathers.plan(tile).sends, self._gathers.channels)])
         return _message_sizes((exchange.plan(tile).receives, exchange.channels) for exchange in self._exchanges)
 
-    def _inputs(self, shape: Shape) -> Partition:
+    def _input_partition(self, shape: Shape) -> Partition:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
-    def _over(self, shape: Shape, window: Window) -> Exchange:
+    def _planned_exchange(self, shape: Shape, window: Window) -> PlannedExchange:
         outputs = None if self.reverse else self.regions[1]  # a reverse halo sees its own tile only
-        return Exchange(self._inputs(shape), window, outputs, shape[-1])
+        return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 
 def _message_sizes(halos: Iterable[tuple[Iterable[Piece], int]]) -> list[int]:

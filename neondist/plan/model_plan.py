@@ -22,27 +22,27 @@ class Workload:
     ----------
     flops : float
         Floating-point operations of products.
-    moved : float
+    memory_traffic : float
         Bytes that layers read and write, without the update.
-    messages, sent : float
+    message_count, sent_bytes : float
         Number and bytes of messages of halos and redistributions.
-    sums, summed : float
+    reduction_count, reduction_bytes : float
         Number of reductions over ranks, and the bytes contributed to them.
     parameters : ParameterPlan
     """
 
     flops: float
-    moved: float
-    messages: float
-    sent: float
-    sums: float
-    summed: float
+    memory_traffic: float
+    message_count: float
+    sent_bytes: float
+    reduction_count: float
+    reduction_bytes: float
     parameters: ParameterPlan
 
     @property
-    def shared(self) -> list[ParameterSpec]:
+    def untiled_specs(self) -> list[ParameterSpec]:
         """Parameters that are not partitioned over the tiles, to which strategies can assign owners."""
-        return [spec for spec in self.parameters.specs if spec.name in self.parameters.whole]
+        return [spec for spec in self.parameters.specs if spec.name in self.parameters.untiled]
 
 
 class ModelPlan(Protocol):
@@ -77,7 +77,7 @@ class ModelPlan(Protocol):
         """The tiles of the image that the model reads, if they overlap."""
 
     @property
-    def first_window(self) -> LayerPlan | None:
+    def first_windowed_layer(self) -> LayerPlan | None:
         """The first layer with a window, if it sees the image at its full extent."""
 
     @property
@@ -85,7 +85,7 @@ class ModelPlan(Protocol):
         """Smallest extent of an axis that is cut into tiles; 1 if there is none."""
 
     @property
-    def label_cells(self) -> Shape:
+    def label_extent(self) -> Shape:
         """Extent of the label maps that the model expects; () for labels as the data set has them."""
 
     @property
@@ -93,7 +93,7 @@ class ModelPlan(Protocol):
         """Workload of the busiest rank in a training step."""
 
     @property
-    def trained_in(self) -> int:
+    def max_training_memory(self) -> int:
         """Maximum bytes of a rank in training, if all ranks hold the whole optimiser state."""
 
     @property
@@ -103,25 +103,25 @@ class ModelPlan(Protocol):
     def row_of(self, name: str) -> str:
         """Return the table row of a layer or step; other names have their own rows."""
 
-    def outline(self) -> list[str]:
+    def agreed_facts(self) -> list[str]:
         """Return the facts, except the strategy, that all ranks must agree on, one per line."""
 
     def bytes(self, rank: int) -> int:
         """Return the bytes of halos that a rank sends in a training step, averaged if steps differ."""
 
-    def reduced(self, rank: int) -> dict[str, int]:
+    def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by layer or step."""
 
-    def redistributed(self, rank: int) -> dict[str, int]:
+    def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends for redistributions in a training step, by layer or step."""
 
     def memory(self, rank: int) -> int:
         """Return the bytes that a rank holds in a training step."""
 
-    def moved(self, rank: int) -> int:
+    def memory_traffic(self, rank: int) -> int:
         """Return a lower bound of the bytes that a rank reads and writes in a training step."""
 
-    def each_needs(self) -> Iterator[tuple[str, int]]:
+    def memory_by_layer(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each layer or step and its bytes on the fullest rank."""
 
     def table(self) -> Any:

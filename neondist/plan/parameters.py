@@ -11,10 +11,10 @@ import numpy as np
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import HEADER, ROWS
+from ..parallel import HEADER_SIZE, ROWS_COMPRESSOR
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
-from ..strategies.shares import Share, shares_of
-from .gradient_costs import bytes_reduced, compressors_of, most_rows_sent
+from ..strategies.shares import ParameterShare, parameter_shares
+from .gradient_costs import compressed_reduction_bytes, compressors_of, max_sparse_bytes_sent
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ParameterPlan:
     dtype : numpy.dtype
     slots : int
         Optimiser state per parameter element.
-    chosen : StrategyBuilder or Strategy, optional
+    requested_strategy : StrategyBuilder or Strategy, optional
         Default: all ranks sum all gradients, and update all parameters.
     """
 
@@ -37,7 +37,7 @@ class ParameterPlan:
     grid: GridShape
     dtype: np.dtype
     slots: int
-    chosen: StrategyBuilder | Strategy | None = None
+    requested_strategy: StrategyBuilder | Strategy | None = None
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -48,7 +48,7 @@ class ParameterPlan:
         ConfigError
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
-        chosen = self.chosen or AllReduce()
+        chosen = self.requested_strategy or AllReduce()
         strategy = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
         strategy.check_model(self.specs)
         strategy.check_synchronous()
@@ -58,51 +58,51 @@ class ParameterPlan:
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Parameter specifications for a strategy, in the order of the model."""
         dtype, items = str(self.dtype), self.parameters.items()
-        return tuple(ParameterSpec(name, item.shape, dtype, bool(item.sparse)) for name, item in items)
+        return tuple(ParameterSpec(name, item.shape, dtype, bool(item.max_rows_per_sample)) for name, item in items)
 
     @cached_property
-    def shares(self) -> dict[str, Share]:
+    def shares(self) -> dict[str, ParameterShare]:
         """Parts of parameters that ranks own, by full name, without those partitioned over the tiles."""
-        return shares_of(self.strategy, self.grid.size, self.whole)
+        return parameter_shares(self.strategy, self.grid.size, self.untiled)
 
     @cached_property
     def compressors(self) -> dict[str, str]:
         """Compressors of gradients by full parameter name; those of tiled parameters are not compressed."""
-        return compressors_of(self.strategy, self.whole, self.dtype.itemsize)
+        return compressors_of(self.strategy, self.untiled, self.dtype.itemsize)
 
     @cached_property
-    def whole(self) -> dict[str, Parameter]:
+    def untiled(self) -> dict[str, Parameter]:
         """Parameters that are not partitioned over the tiles."""
-        return {name: item for name, item in self.parameters.items() if not self.cut(item)}
+        return {name: item for name, item in self.parameters.items() if not self.is_tiled(item)}
 
-    def cut(self, parameter: Parameter) -> bool:
+    def is_tiled(self, parameter: Parameter) -> bool:
         """Return whether a parameter is partitioned over the tiles."""
-        return parameter.layout.cut and self.grid.tiles > 1
+        return parameter.layout.is_partitioned and self.grid.tiles > 1
 
     @cached_property
-    def parts(self) -> int:
+    def partly_updated_count(self) -> int:
         """Number of parameters of which ranks update different parts."""
-        return sum(map(self.cut, self.parameters.values())) + len(self.shares)
+        return sum(map(self.is_tiled, self.parameters.values())) + len(self.shares)
 
-    def owned_by(self, rank: int) -> int:
+    def elements_owned_by(self, rank: int) -> int:
         """Return the number of parameter elements that a rank owns."""
         return sum(share.boxes[rank].size for share in self.shares.values())
 
     @cached_property
-    def owned(self) -> int:
+    def owned_elements(self) -> int:
         """Number of elements of all parameters with owners."""
         return sum(prod(share.shape) for share in self.shares.values())
 
     @property
-    def partitioned(self) -> bool:
+    def splits_parameters(self) -> bool:
         """Whether several ranks own parts of one parameter."""
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
-    def held_by(self, rank: int) -> int:
+    def parameters_on(self, rank: int) -> int:
         """Return the number of parameter elements on a rank: all, or those of its tile."""
         return sum(item.size_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
-    def reduced(self, rank: int, norms: int = 0) -> int:
+    def reduction_bytes(self, rank: int, norms: int = 0) -> int:
         """Return the bytes that a rank contributes to reductions in a training step, including control flags.
 
         Parameters
@@ -112,38 +112,40 @@ class ParameterPlan:
         """
         tile = rank % self.grid.tiles
         shared, own = (
-            sum(item.size_on(self.grid, tile) for item in self.parameters.values() if self.cut(item) is cut)
-            for cut in (False, True)
+            sum(item.size_on(self.grid, tile) for item in self.parameters.values() if self.is_tiled(item) is tiled)
+            for tiled in (False, True)
         )
-        shared -= sum(self.whole[name].size_on(self.grid, tile) for name in self.compressors)
-        packed = bytes_reduced(self.compressors, self.whole, self.dtype.itemsize) * (self.grid.size > 1)
-        summed = (HEADER + shared - self.owned) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
+        shared -= sum(self.untiled[name].size_on(self.grid, tile) for name in self.compressors)
+        packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
+        summed = (HEADER_SIZE + shared - self.owned_elements) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
         several = (self.grid.size if self.shares else self.grid.tiles) > 1
         return self.dtype.itemsize * summed + packed + 8 * norms * several
 
-    def redistributed(self, rank: int, samples: int = 0) -> int:
+    def redistribution_bytes(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and owned values.
 
         For sparse parameters it is an upper bound for this number of samples of its replica.
         """
-        dense = [share for name, share in self.shares.items() if not self.parameters[name].sparse]
+        dense = [share for name, share in self.shares.items() if not self.parameters[name].max_rows_per_sample]
         owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
         args = self.grid, samples, self.dtype.itemsize
-        sparse = [(item, self.shares.get(name)) for name, item in self.whole.items() if item.sparse]
-        rows = sum(most_rows_sent(item, share, rank, *args) for item, share in sparse)
+        sparse = [(item, self.shares.get(name)) for name, item in self.untiled.items() if item.max_rows_per_sample]
+        rows = sum(max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
         return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
-        remote = self.owned - self.owned_by(rank)
-        feedback = sum(prod(self.whole[name].shape) for name, kind in self.compressors.items() if kind != ROWS)
-        return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - remote * self.slots + feedback)
+        remote = self.owned_elements - self.elements_owned_by(rank)
+        feedback = sum(
+            prod(self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR
+        )
+        return self.dtype.itemsize * (self.parameters_on(rank) * (2 + self.slots) - remote * self.slots + feedback)
 
-    def most_memory(self, tile: int) -> int:
+    def max_memory_of(self, tile: int) -> int:
         """Return the maximum of `memory` over the ranks of a tile in all replicas."""
         replicas = range(self.grid.replicas if self.shares else 1)
         return max(self.memory(replica * self.grid.tiles + tile) for replica in replicas)
 
-    def moved(self, rank: int) -> int:
+    def memory_traffic(self, rank: int) -> int:
         """Return a lower bound of the bytes that an update reads and writes on a rank."""
-        return self.dtype.itemsize * (3 + 2 * self.slots) * self.held_by(rank)
+        return self.dtype.itemsize * (3 + 2 * self.slots) * self.parameters_on(rank)

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from ..comm import group_of
+from ..comm import reduction_group
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..geometry import GridShape, Level, Partition, part_range
@@ -21,14 +21,14 @@ from ..optim import Optimizer
 from ..registry import serial_class
 from ..strategies import Strategy, StrategyBuilder
 from . import report
-from .classes import TileClasses, cells_kinds, classes_of
+from .classes import TileClasses, axis_part_keys, tile_classes
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .model_plan import Workload
 from .parameters import ParameterPlan
 from .planner import recompute_cuts
-from .section import PlannedSection, Rows, Segment, in_segments
-from .stream import Stream, work_of
+from .section import PlannedSection, Rows, Segment, group_into_segments
+from .stream import Stream, training_work
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -49,7 +49,7 @@ class Training:
     """bytes that a rank may use; None: no limit"""
     backward: bool = True
     """False: forward pass only"""
-    spares: bool = False
+    may_halve_memory: bool = False
     """whether to halve the memory at the cost of some more work, if there is no limit"""
     strategy: StrategyBuilder | Strategy | None = None
     """None: all ranks sum all gradients and update all parameters"""
@@ -73,7 +73,7 @@ class Plan(Sequence[LayerPlan]):
         For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
         Nodes executed in strips from the image on, so that the step fits in memory.
-    idle : int
+    skipped_nodes : int
         Number of leading nodes that the backward pass skips, because they have no parameters.
     """
 
@@ -84,7 +84,7 @@ class Plan(Sequence[LayerPlan]):
     training: Training
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
-    idle: int = 0
+    skipped_nodes: int = 0
     _per_sample: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
@@ -120,7 +120,7 @@ class Plan(Sequence[LayerPlan]):
         return self.layers[0].regions[0] if self.layers else None
 
     @property
-    def first_window(self) -> LayerPlan | None:
+    def first_windowed_layer(self) -> LayerPlan | None:
         """The first layer whose window is larger than one cell, if it sees the image at its full extent."""
         for plan in self.layers:
             if plan.window is not None and any(k > 1 for k in plan.window.kernel):
@@ -135,12 +135,12 @@ class Plan(Sequence[LayerPlan]):
         return least if len(images[0]) > 2 else 1
 
     @property
-    def label_cells(self) -> Shape:
+    def label_extent(self) -> Shape:
         """Extent of the label maps that the model expects; () for one label per image."""
         return self.output_shape[:-1]
 
     @cached_property
-    def units(self) -> dict[str, list[LayerPlan]]:
+    def layer_groups(self) -> dict[str, list[LayerPlan]]:
         """Units executed one after the other, by name: layers, and segments of layers."""
         segments = {id(plan.layer): segment for segment in self.segments for plan in segment.plans}
         units: dict[str, list[LayerPlan]] = {}
@@ -152,21 +152,23 @@ class Plan(Sequence[LayerPlan]):
     @property
     def rows(self) -> dict[str, str]:
         """Rows of a benchmark's table: the class of each, or the number of layers of a segment."""
-        kinds = ((name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.units.items())
+        kinds = (
+            (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.layer_groups.items()
+        )
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
-    def outline(self) -> list[str]:
+    def agreed_facts(self) -> list[str]:
         """Return the facts, except the strategy, that all ranks must agree on, one per line."""
         arrays = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self
-            for name, parameter in {**plan.trained, **plan.layer.state_for(plan.input_shape)}.items()
+            for name, parameter in {**plan.trained_parameters, **plan.layer.state_for(plan.input_shape)}.items()
         )
-        return [*(plan.outline() for plan in self), *arrays]
+        return [*(plan.agreed_facts() for plan in self), *arrays]
 
     def row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""
-        return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
+        return next((row for row, plans in self.layer_groups.items() if name in [plan.name for plan in plans]), name)
 
     # Communication, in bytes per training step.
 
@@ -180,58 +182,69 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        return round(sum(plan.sent_by(tile, samples, *self._sent_args(plan)) for plan in self))
+        return round(sum(plan.halo_bytes_of(tile, samples, *self._sent_args(plan)) for plan in self))
 
-    def reduced(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
+    def reduction_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions over ranks in a training step.
 
         By layer, and under 'gradients' and 'loss', as the ledger records them; zeros are omitted.
         """
         size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        calls = len(micro_batches(samples, self.training.accumulate))
+        calls = len(micro_batch_ranges(samples, self.training.accumulate))
         nbytes = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
-        norms = self.training.optimizer.norms_for(self.parameters.parts)
-        nbytes[GRADIENTS] = self.parameters.reduced(rank, norms)
+        norms = self.training.optimizer.num_reduced_norms(self.parameters.partly_updated_count)
+        nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, norms)
         tiled = len(self.output_shape) > 1
-        batch_group, sample_group = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
+        batch_group, sample_group = reduction_group(tiled, replicas=True), reduction_group(tiled, replicas=False)
         has_group, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
         parts = [part for _, part in parts_of(self.training.cost)]
-        sums = sum(part.sums_for(self.output_shape) for part in parts)
-        nbytes[LOSS] = 8 * (has_group * (1 + sum(part.weighted for part in parts)) + per_sample * samples * sums)
+        sums = sum(part.reduced_per_sample(self.output_shape) for part in parts)
+        nbytes[LOSS] = 8 * (
+            has_group * (1 + sum(part.has_weighted_mean for part in parts)) + per_sample * samples * sums
+        )
         return {name: count for name, count in nbytes.items() if count}
 
-    def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
+    def redistribution_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank sends in a training step to redistribute vectors, by layer.
 
         Under 'gradients': gradients sent to their owners, and owned values sent to all ranks.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        sent = {plan.name: sum(cut.sent(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self}
+        sent = {
+            plan.name: sum(cut.elements_sent_by(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self
+        }
         nbytes = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
-        nbytes[GRADIENTS] = self.parameters.redistributed(rank, samples)
+        nbytes[GRADIENTS] = self.parameters.redistribution_bytes(rank, samples)
         return {name: count for name, count in nbytes.items() if count}
 
     @cached_property
     def parameters(self) -> ParameterPlan:
         """The trained parameters of all layers."""
-        named = {f"{plan.name}/{name}": parameter for plan in self for name, parameter in plan.trained.items()}
+        named = {
+            f"{plan.name}/{name}": parameter for plan in self for name, parameter in plan.trained_parameters.items()
+        }
         training = self.training
-        return ParameterPlan(named, self.grid, training.dtype, len(training.optimizer.kept), training.strategy)
+        return ParameterPlan(named, self.grid, training.dtype, len(training.optimizer.state_names), training.strategy)
 
     @cached_property
     def workload(self) -> Workload:
         """Workload of the busiest rank in a step: the maximum of cells and messages in each layer."""
         samples = self.samples(0)
-        flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
-        overhead = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
-        moved = self.moved(0) - self.parameters.moved(0)
-        sent = sum(max(plan.sent_by(t, samples, *self._sent_args(plan)) for t in plan.classes.tiles) for plan in self)
-        messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.tiles) for plan in self)
+        flops = sum(2 * samples * (3 if plan.needs_input_gradient else 2) * plan.multiplications(0) for plan in self)
+        overhead = (
+            1.0 if self.stream is None else training_work(self.graph, self.stream) / training_work(self.graph, None)
+        )
+        moved = self.memory_traffic(0) - self.parameters.memory_traffic(0)
+        sent = sum(
+            max(plan.halo_bytes_of(t, samples, *self._sent_args(plan)) for t in plan.classes.representatives)
+            for plan in self
+        )
+        messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.representatives) for plan in self)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         sums = sum(ranks[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
-        summed = sum(count for name, count in self.reduced(0).items() if name not in (GRADIENTS, LOSS))
+        summed = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
         return Workload(flops * overhead, moved * overhead, messages, sent, sums, summed, self.parameters)
 
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
@@ -250,7 +263,7 @@ class Plan(Sequence[LayerPlan]):
         replica, tile = divmod(rank, self.grid.tiles)
         return self.arena(replica, tile) + self.parameters.memory(rank)
 
-    def moved(self, rank: int) -> int:
+    def memory_traffic(self, rank: int) -> int:
         """Return a lower bound of the bytes that a rank reads and writes in a training step.
 
         Views, outputs and their gradients, each read or written once, and the update; intermediate values of a segment
@@ -258,11 +271,11 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         numbers = 0
-        for at, plans in enumerate(self.units.values()):
+        for at, plans in enumerate(self.layer_groups.values()):
             view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
             output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
             numbers += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
-        return self.itemsize * numbers + self.parameters.moved(rank)
+        return self.itemsize * numbers + self.parameters.memory_traffic(rank)
 
     def arena(self, replica: int, tile: int) -> int:
         """Return the bytes of the block of all views and gradients, and of saved arrays and checkpoints.
@@ -270,31 +283,31 @@ class Plan(Sequence[LayerPlan]):
         Arrays with disjoint lifetimes share memory in the block.
         """
         stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
-        return self._unstreamed(replica, tile) + stream * self.held_samples(replica)
+        return self._bytes_outside_stream(replica, tile) + stream * self.held_samples(replica)
 
-    def needed_by(self, stream: Stream | None) -> int:
+    def needed_bytes_with(self, stream: Stream | None) -> int:
         """Return the bytes of the rank that needs most, with a stream; None: without one."""
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
-            return self._unstreamed(0, tile) + self.parameters.most_memory(tile) + strips
+            return self._bytes_outside_stream(0, tile) + self.parameters.max_memory_of(tile) + strips
 
-        return max(map(bytes_of, self.classes(stream).tiles))
+        return max(map(bytes_of, self.classes(stream).representatives))
 
     def classes(self, stream: Stream | None) -> TileClasses:
         """Return the classes of tiles that differ in more than position, with a stream."""
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
-        values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.shards}
+        values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         values |= {cells for section in self.sections for cells in section.regions.values()}
         level: Level = "extents" if stream is None and not self.segments else "all"
-        kinds = [kind for plan in self for kind in plan.kinds(level)]
-        kinds += map(cells_kinds, values)
-        kinds += [] if stream is None else stream.kinds
+        kinds = [kind for plan in self for kind in plan.tile_class_keys(level)]
+        kinds += map(axis_part_keys, values)
+        kinds += [] if stream is None else stream.tile_class_keys
         tiles = range(self.grid.tiles if self.parameters.shares else 0)
-        owned = [self.parameters.most_memory(tile) for tile in tiles]
-        return classes_of(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
+        owned = [self.parameters.max_memory_of(tile) for tile in tiles]
+        return tile_classes(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
 
-    def _unstreamed(self, replica: int, tile: int) -> int:
+    def _bytes_outside_stream(self, replica: int, tile: int) -> int:
         """Return the bytes of the nodes outside the stream, without parameters."""
         if tile not in self._per_sample:
             inputs = self.sections[self.stream is None :]
@@ -305,16 +318,16 @@ class Plan(Sequence[LayerPlan]):
         return self._per_sample[tile] * self.held_samples(replica)
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Maximum of `memory` over the ranks."""
-        return self.needed_by(self.stream)
+        return self.needed_bytes_with(self.stream)
 
-    trained_in = needed
+    max_training_memory = needed_bytes
 
     @property
     def peak(self) -> int:
         """Maximum of `arena` over the ranks."""
-        return max(self.arena(0, tile) for tile in self.classes(self.stream).tiles)
+        return max(self.arena(0, tile) for tile in self.classes(self.stream).representatives)
 
     def length(self, tile: int) -> int:
         """Return the elements per sample of the arena, which sections use in turn."""
@@ -333,17 +346,18 @@ class Plan(Sequence[LayerPlan]):
     def sections(self) -> list[PlannedSection]:
         """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
         start = 0 if self.stream is None else self.stream.nodes
-        nodes = len(self.graph.ends) - 1 - start
-        ends, shards = self.graph.ends, self.graph.shards  # nodes without steps are not a section of their own
-        costs = [inf if ends[at] == ends[start] or ends[at][1] in shards else 0 for at in range(start, start + nodes)]
+        nodes = len(self.graph.node_ends) - 1 - start
+        # nodes without steps are not a section of their own
+        ends, sharded = self.graph.node_ends, self.graph.sharded_vectors
+        costs = [inf if ends[at] == ends[start] or ends[at][1] in sharded else 0 for at in range(start, start + nodes)]
         cuts = [start + at for at in (recompute_cuts(costs) if self.training.recompute else (0, nodes))]
         layers = {id(plan.layer): plan for plan in self}
         sections = []
         for first, last in pairwise(cuts) if nodes else ():
-            graph, segments = self.graph.part(first, last), dict[int, Segment]()
+            graph, segments = self.graph.subgraph(first, last), dict[int, Segment]()
             if self.training.strips is not None:
-                graph, segments = in_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
-            begin, _ = self.graph.ends[first]
+                graph, segments = group_into_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
+            begin, _ = self.graph.node_ends[first]
             reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
             wide = None if reader is None else reader.regions[0]
             regions = {} if wide is None else {0: wide}
@@ -358,7 +372,7 @@ class Plan(Sequence[LayerPlan]):
                     first > 0,
                     segments,
                     self.training.backward,
-                    restores=True,
+                    may_recompute=True,
                 )
             )
         return sections
@@ -368,19 +382,20 @@ class Plan(Sequence[LayerPlan]):
         size, costs = self.itemsize, []
         shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
-            view = plan.largest_view * plan.input_shape[-1] * size
-            sent = {samples: plan.sent_bytes(samples, *self._sent_args(plan)) for samples in shares}
+            view = plan.max_view_cells * plan.input_shape[-1] * size
+            sent = {samples: plan.halo_bytes_by_tile(samples, *self._sent_args(plan)) for samples in shares}
             costs.append(
                 LayerCosts(
                     sent_most=round(max(sent[self.samples(0, batch_size)])),
                     sent_all=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
-                    memory=(1 + (index > 0)) * view * self.held_samples(0) + max(plan.held) * self._per_parameter,
+                    memory=(1 + (index > 0)) * view * self.held_samples(0)
+                    + max(plan.parameters_by_tile) * self._per_parameter,
                 )
             )
         return costs
 
-    def each_needs(self) -> Iterator[tuple[str, int]]:
+    def memory_by_layer(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each layer and its bytes on the fullest rank."""
         for plan, costs in zip(self, self.costs(), strict=True):
             yield plan.name, costs.memory
@@ -393,11 +408,11 @@ class Plan(Sequence[LayerPlan]):
     def table(self) -> Any:
         """Return the plan for a rich console: a table of the layers, their totals, and a legend."""
         sums = {
-            "sums over ranks: per rank": self.reduced(0),
-            "redistributions: sent per rank": self.redistributed(0),
+            "sums over ranks: per rank": self.reduction_bytes(0),
+            "redistributions: sent per rank": self.redistribution_bytes(0),
         }
         streamed = "" if self.stream is None else str(self.stream)
-        return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
+        return report.layer_table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.describe())}</pre>"
@@ -405,7 +420,7 @@ class Plan(Sequence[LayerPlan]):
     def describe(self) -> str:
         """Return the table as plain text below a headline, as `neondist check` prints it."""
         head = report.headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.as_text(head, self.table())
+        return report.render_text(head, self.table())
 
     @property
     def itemsize(self) -> int:
@@ -413,33 +428,33 @@ class Plan(Sequence[LayerPlan]):
         return self.training.dtype.itemsize
 
     def _sent_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
-        """Return the arguments of `LayerPlan.sent_by`: item size, gradient, and number of forward passes."""
-        return self.itemsize, plan.gradient, 1 + (id(plan.layer) in self._recomputed)
+        """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward passes."""
+        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._recomputed)
 
     @cached_property
     def _recomputed(self) -> set[int]:
         """Layers whose forward pass, with its halo exchange, is run twice: all but those of the last section."""
-        steps, _ = self.graph.ends[self.sections[-1].first if self.sections else 0]
+        steps, _ = self.graph.node_ends[self.sections[-1].first if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
     def _per_parameter(self) -> int:
         """Bytes of a parameter element, its gradient, and its optimiser state."""
-        return self.itemsize * (2 + len(self.training.optimizer.kept))
+        return self.itemsize * (2 + len(self.training.optimizer.state_names))
 
     def held_samples(self, replica: int) -> int:
         """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""
         samples = self.samples(replica)
-        over_batch = any(sums.over_batch for plan in self for sums in plan.reductions)
-        return samples if over_batch else largest_of(micro_batches(samples, self.training.accumulate))
+        spans_batch = any(sums.spans_batch for plan in self for sums in plan.reductions)
+        return samples if spans_batch else largest_micro_batch(micro_batch_ranges(samples, self.training.accumulate))
 
 
-def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
+def micro_batch_ranges(samples: int, accumulate: int) -> list[tuple[int, int]]:
     """Return the ranges of a rank's samples in each micro-batch."""
     count = max(1, min(accumulate, samples))
     return [part_range(samples, count, at) for at in range(count)]
 
 
-def largest_of(batches: Sequence[tuple[int, int]]) -> int:
+def largest_micro_batch(batches: Sequence[tuple[int, int]]) -> int:
     """Return the samples of the largest micro-batch."""
     return max(hi - lo for lo, hi in batches)

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from ..geometry import GridShape, HaloPlan, Partition, Window
 from ..layers import Layer
-from ..system.machine import Figures
+from ..system.machine import MachineFigures
 
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
-LONGEST = 12
+MAX_SEGMENT_LAYERS = 12
 """maximum number of layers with windows in a segment"""
-PASSES = 3
+TRAINING_COST_FACTOR = 3
 """cost of a training step, in units of fprop"""
 
 
-class SegmentLayer(NamedTuple):
+class PlacedLayer(NamedTuple):
     """A layer of a segment: the shape of its input, and the regions of its input and output."""
 
     layer: Layer
@@ -26,7 +26,7 @@ class SegmentLayer(NamedTuple):
     regions: Regions = (None, None)
 
 
-def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
+def cheapest_ranges(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
     """Return the cheapest cut of `count` layers into ranges [first, last], given the cost of each range.
 
     Ties go to shorter segments, which compute less.
@@ -34,7 +34,7 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
     best: list[float] = [0.0] + [inf] * count
     start = [0] * (count + 1)
     for end in range(1, count + 1):
-        for first in range(end - 1, max(-1, end - 1 - LONGEST), -1):
+        for first in range(end - 1, max(-1, end - 1 - MAX_SEGMENT_LAYERS), -1):
             total = best[first] + cost(first, end - 1)
             if total < best[end]:
                 best[end], start[end] = total, first
@@ -62,7 +62,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
 
 
 def segment_seconds(
-    figures: Figures, segment: Sequence[SegmentLayer], grid: GridShape, backward: bool = True
+    figures: MachineFigures, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
@@ -74,54 +74,56 @@ def segment_seconds(
     backward : bool
         Whether the segment's input needs a gradient.
     """
-    tile, (first, shape, (inputs, outputs)) = _middle(grid, len(segment[0].input_shape) - 1), segment[0]
+    tile, (first, shape, (inputs, outputs)) = _central_tile(grid, len(segment[0].input_shape) - 1), segment[0]
     seconds = [_redundant_seconds(figures, placed, grid) for placed in segment]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
             needs_return = backward or first.reverse_halos
-            seconds[0] += figures.sent(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
+            seconds[0] += figures.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
     return seconds
 
 
-def gather_seconds(figures: Figures, placed: SegmentLayer, grid: GridShape) -> float:
+def gather_seconds(figures: MachineFigures, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
     layer, shape, _ = placed
-    gathers = layer.gathers_of(shape)
+    gathers = layer.supported_gradient_gather(shape)
     if gathers is None:
         return inf
-    tile, window = _middle(grid, len(shape) - 1), layer.window_for(shape)
+    tile, window = _central_tile(grid, len(shape) - 1), layer.window_for(shape)
     total = 0.0
     for array, seen in [gathers, *([] if window is None else [(shape, window)])]:
         plan = HaloPlan.of(grid.partition(array[:-1]), seen, tile)
-        total += figures.sent(len(plan.receives), plan.halo_volume * array[-1])
+        total += figures.message_seconds(len(plan.receives), plan.halo_volume * array[-1])
     return total
 
 
-def can_follow(layer: Layer, input_shape: Shape) -> bool:
+def can_recompute(layer: Layer, input_shape: Shape) -> bool:
     """Return whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
     return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
-def _redundant_seconds(figures: Figures, placed: SegmentLayer, grid: GridShape) -> float:
+def _redundant_seconds(figures: MachineFigures, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
     layer, shape, (_, outputs) = placed
     if outputs is None:
         return 0.0
     extra = outputs.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
-    cell_seconds = figures.cell_seconds.get(str(layer.name), PASSES * operations(layer, shape) / figures.speed)
+    cell_seconds = figures.cell_seconds.get(
+        str(layer.name), TRAINING_COST_FACTOR * operations_per_cell(layer, shape) / figures.speed
+    )
     return extra * cell_seconds * figures.samples
 
 
-def operations(layer: Layer, input_shape: Shape) -> float:
-    """Return the floating point operations of one output cell in fprop."""
+def operations_per_cell(layer: Layer, input_shape: Shape) -> float:
+    """Return the floating-point operations of one output cell in fprop."""
     window = layer.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
     weights = layer.parameters_for(input_shape).get("weights")
     return 2 * prod(weights.shape) if weights else prod(window.kernel) * input_shape[-1]
 
 
-def _middle(grid: GridShape, ndim: int) -> int:
+def _central_tile(grid: GridShape, ndim: int) -> int:
     tile = 0
     for parts in grid.parts(ndim):
         tile = tile * parts + parts // 2

@@ -22,8 +22,8 @@ halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
 memory: view, its gradient, parameters and optimiser state on the fullest rank;
 a layer writes its outputs into the view of the next one"""
-KEPT_HEAD = "on a rank"
-KEPT = f"\n{KEPT_HEAD}: parameters on the fullest rank; each rank keeps those of its own tile"
+LOCAL_HEAD = "on a rank"
+LOCAL_LEGEND = f"\n{LOCAL_HEAD}: parameters on the fullest rank; each rank keeps those of its own tile"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LayerTable:
         return table
 
 
-def table(
+def layer_table(
     plans: Sequence[LayerPlan],
     costs: Sequence[LayerCosts],
     peak: int,
@@ -88,17 +88,17 @@ def table(
     from rich.console import Group
     from rich.text import Text
 
-    shown = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
+    shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], left=5)
     notes = [
-        f"planned peak: {size(peak)} for views and gradients, which share memory, on the fullest rank",
+        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the fullest rank",
         *filter(None, [streamed]),
-        *(f"{heading} {_parts(counts)}" for heading, counts in sums.items() if counts),
+        *(f"{heading} {_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
-            f"a step of pretraining '{name}' sends {size(most)} (the busiest rank), {size(total)} (all)"
+            f"a step of pretraining '{name}' sends {format_size(most)} (the busiest rank), {format_size(total)} (all)"
             for name, most, total in pretraining
         ),
     ]
-    legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in shown.columns) else "")
+    legend = LEGEND + (LOCAL_LEGEND if any(column.head == LOCAL_HEAD for column in shown.columns) else "")
     return Group(shown, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
@@ -121,17 +121,21 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
         Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], right=False),
         Column("output", [shape for _, _, shape in rows], right=False),
         *(
-            Column(head.replace("_", ", "), [size(getattr(c, head)) for c in costs], size(getattr(total, head)))
+            Column(
+                head.replace("_", ", "),
+                [format_size(getattr(c, head)) for c in costs],
+                format_size(getattr(total, head)),
+            )
             for head in ("sent_most", "sent_all", "summed")
         ),
-        Column("flops", [number(cost.flops) for cost in costs], number(total.flops)),
+        Column("flops", [format_count(cost.flops) for cost in costs], format_count(total.flops)),
         Column("parameters", [f"{cost.parameters:,}" for cost in costs], f"{total.parameters:,}"),
-        Column("memory", [size(cost.memory) for cost in costs], size(total.memory)),
+        Column("memory", [format_size(cost.memory) for cost in costs], format_size(total.memory)),
     ]
     return Group(LayerTable(columns, left=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def as_text(head: str, content: Any) -> str:
+def render_text(head: str, content: Any) -> str:
     """Return the output of a rich console as plain text, below a headline."""
     from ..terminal.rich_console import Console
 
@@ -144,7 +148,7 @@ def as_text(head: str, content: Any) -> str:
 
 def headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size: int) -> str:
     """Return the headline of a plan."""
-    return f"{dtype} on {grid_text(grid)}, inputs {by(input_shape)}, batches of {batch_size}"
+    return f"{dtype} on {grid_text(grid)}, inputs {join_extents(input_shape)}, batches of {batch_size}"
 
 
 def grid_text(grid: GridShape) -> str:
@@ -154,42 +158,46 @@ def grid_text(grid: GridShape) -> str:
     return f"{ranks} ({', '.join(f'{n} {name}' for name, n in parts.items() if name != 'planes' or n > 1)})"
 
 
-def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
+def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
     schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
     plain = all(text in ("halo", "-") for text in schemes)
-    seen = [[p.view(tile).need for tile in p.distinct_tiles] for p in plans]
+    seen = [[p.view(tile).need for tile in p.representative_tiles] for p in plans]
     views = ["-" if p.window is None else _extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)]
     return [
         Column("layer", [p.name for p in plans], "total", right=False),
-        Column("class", [p.cls for p in plans], right=False),
-        Column("output", [by(p.output_shape) for p in plans], right=False),
-        Column("tile", [_extents(map(p.tile, p.distinct_tiles), p.output_shape[-1]) for p in plans], right=False),
+        Column("class", [p.class_name for p in plans], right=False),
+        Column("output", [join_extents(p.output_shape) for p in plans], right=False),
+        Column("tile", [_extents(map(p.tile, p.representative_tiles), p.output_shape[-1]) for p in plans], right=False),
         Column("view", views, right=False),
         *([] if plain else [Column("scheme", schemes, right=False)]),
     ]
 
 
-def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
+def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
     total = sum(costs, LayerCosts())
-    halo = [f"{max(p.halo_cells):,}" if any(p.halo_cells) else "-" for p in plans]
-    kept = Column(KEPT_HEAD, [f"{max(p.held):,}" for p in plans], f"{sum(max(p.held) for p in plans):,}")
+    halo = [f"{max(p.halo_cells_by_tile):,}" if any(p.halo_cells_by_tile) else "-" for p in plans]
+    kept = Column(
+        LOCAL_HEAD,
+        [f"{max(p.parameters_by_tile):,}" for p in plans],
+        f"{sum(max(p.parameters_by_tile) for p in plans):,}",
+    )
     return [
         Column("halo", halo),
-        Column("sent, most", [size(c.sent_most) for c in costs], size(total.sent_most)),
-        Column("sent, all", [size(c.sent_all) for c in costs], size(total.sent_all)),
+        Column("sent, most", [format_size(c.sent_most) for c in costs], format_size(total.sent_most)),
+        Column("sent, all", [format_size(c.sent_all) for c in costs], format_size(total.sent_all)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
-        *([kept] if any(max(p.held) < p.parameters for p in plans) else []),
-        Column("memory", [size(c.memory) for c in costs], size(total.memory)),
+        *([kept] if any(max(p.parameters_by_tile) < p.parameters for p in plans) else []),
+        Column("memory", [format_size(c.memory) for c in costs], format_size(total.memory)),
     ]
 
 
-def _parts(counts: Mapping[str, int]) -> str:
+def _total_and_parts(counts: Mapping[str, int]) -> str:
     """Return the total bytes of a step and those of each layer, largest first."""
-    parts = [f"{name} {size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
-    return f"{size(sum(counts.values()))} per step: {', '.join(parts)}"
+    parts = [f"{name} {format_size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
+    return f"{format_size(sum(counts.values()))} per step: {', '.join(parts)}"
 
 
-def by(shape: Iterable[object]) -> str:
+def join_extents(shape: Iterable[object]) -> str:
     """Return '28×28×1'."""
     return "×".join(map(str, shape))
 
@@ -198,15 +206,15 @@ def _extents(boxes: Iterable[Box], channels: int) -> str:
     """Return the extents of all tiles: '9-10×14×16'."""
     axes = zip(*(box.shape for box in boxes), strict=True)
     ranges = [(min(axis), max(axis)) for axis in axes]
-    return by([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
+    return join_extents([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Return '12.3 kB'."""
     return _in_units(count, ("B", "kB", "MB", "GB"), "TB")
 
 
-def number(count: float) -> str:
+def format_count(count: float) -> str:
     """Return '12.3 M'."""
     return _in_units(count, ("", "k", "M", "G"), "T").rstrip()
 

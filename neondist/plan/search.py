@@ -15,12 +15,12 @@ from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, sync_costs
 from ..strategies.builder import Resources
 from ..system.machine import Machine
-from ..system.memory import words
+from ..system.memory import format_bytes
 from . import report
 from .model_plan import ModelPlan, Workload
 
-PARTS = "compute", "exchange", "sums", "synchronise"
-MOST = 24
+STEP_PARTS = "compute", "exchange", "sums", "synchronise"
+MAX_GRIDS = 24
 """maximum number of grids compared"""
 
 
@@ -32,7 +32,7 @@ class PlanWithSchemes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class GridChoice:
     """A grid with a strategy, and the predicted seconds of a step.
 
     Attributes
@@ -40,7 +40,7 @@ class Choice:
     plan : ModelPlan
     strategy : Strategy
     seconds : dict of str to float
-        By part of the step: PARTS.
+        By part of the step: STEP_PARTS.
     sync : SyncCosts
     """
 
@@ -61,10 +61,10 @@ class Choice:
         return self.total, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
-def grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
+def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
     """Return the grids to compare: those with the fixed factors and without empty tiles, the most square first.
 
-    At most MOST are returned; if all have empty tiles, the most square one.
+    At most MAX_GRIDS are returned; if all have empty tiles, the most square one.
     """
     planes = factors.get("planes", 1)
     shapes = []
@@ -79,22 +79,24 @@ def grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence
         return all(parts <= n for parts, n in zip(grid.parts(len(extent)), extent, strict=True))
 
     shapes = [grid for grid in shapes if fits(grid)] or [grid_shape(ranks, **factors)]
-    return sorted(shapes, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[:MOST]
+    return sorted(shapes, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[
+        :MAX_GRIDS
+    ]
 
 
-def choices(
+def rank_choices(
     plans: Iterable[ModelPlan | PlanWithSchemes],
     builders: Sequence[StrategyBuilder | Strategy],
     machine: Machine,
     resources: Resources | None = None,
-) -> list[Choice]:
+) -> list[GridChoice]:
     """Return every combination of plan and strategy, fastest first; strategies carry the schemes of a plan."""
     strategies: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
     candidates = []
     for item in plans:
         plan, schemes = item if isinstance(item, PlanWithSchemes) else (item, None)
         load, ranks = plan.workload, plan.grid.size
-        specs, shared, slots = load.parameters.specs, load.shared, load.parameters.slots
+        specs, shared, slots = load.parameters.specs, load.untiled_specs, load.parameters.slots
         for number, builder in enumerate(builders):
             key = str(number), specs
             if key not in strategies:
@@ -102,15 +104,15 @@ def choices(
                 strategies[key] = builder if is_built else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
                 strategies[key].check_model(specs)
             sync = sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
-            seconds = dict(zip(PARTS, (*_seconds(load, plan.grid, machine), sync.seconds), strict=True))
-            strategy = replace(strategies[key], grid=_factors(plan.grid), schemes=schemes)
-            candidates.append(Choice(plan, strategy, seconds, sync))
+            seconds = dict(zip(STEP_PARTS, (*_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
+            strategy = replace(strategies[key], grid=_grid_factors(plan.grid), schemes=schemes)
+            candidates.append(GridChoice(plan, strategy, seconds, sync))
     return sorted(candidates, key=lambda choice: choice.order)
 
 
-def best(
-    candidates: Sequence[Choice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
-) -> tuple[Choice, Choice | None, list[str]]:
+def choose_fastest(
+    candidates: Sequence[GridChoice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
+) -> tuple[GridChoice, GridChoice | None, list[str]]:
     """Return the fastest choice within the memory limit, the runner-up, and why faster ones were excluded.
 
     Parameters
@@ -125,15 +127,17 @@ def best(
     ConfigError
         Nothing fits.
     """
-    fitting, excluded = list[Choice](), list[str]()
+    fitting, excluded = list[GridChoice](), list[str]()
     least = inf
     for choice in candidates:
-        needed = held(choice) if limit is not None else 0
+        needed = needed_bytes(choice) if limit is not None else 0
         least = min(least, needed)
         if limit is None or needed <= limit:
             fitting.append(choice)
         elif not fitting:
-            excluded.append(f"{named(choice)}: needs {words(needed)} per rank, more than {words(limit)}")
+            excluded.append(
+                f"{choice_label(choice)}: needs {format_bytes(needed)} per rank, more than {format_bytes(limit)}"
+            )
         if len(fitting) == 2:
             break
     if not fitting and limit is not None and within is not None:
@@ -146,28 +150,28 @@ def best(
                 continue
     if not fitting:
         raise ConfigError(
-            f"memory: a rank may use {words(limit or 0)}, but needs at least {words(least)} with any grid and strategy;"
-            " give more memory, or use more ranks or smaller batches"
+            f"memory: a rank may use {format_bytes(limit or 0)}, but needs at least {format_bytes(least)} with any"
+            " grid and strategy; give more memory, or use more ranks or smaller batches"
         )
     return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 
 
-def held(choice: Choice) -> int:
+def needed_bytes(choice: GridChoice) -> int:
     """Return an upper bound of a rank's bytes with a strategy, as if the largest tile also owned most."""
     load = choice.plan.workload
-    replicated = sum(spec.nbytes for spec in load.shared) * (2 + load.parameters.slots)
-    return choice.plan.trained_in - replicated + choice.sync.held
+    replicated = sum(spec.nbytes for spec in load.untiled_specs) * (2 + load.parameters.slots)
+    return choice.plan.max_training_memory - replicated + choice.sync.held_bytes
 
 
-def named(choice: Choice) -> str:
+def choice_label(choice: GridChoice) -> str:
     """Return '2 × 1 × 2 with PS': replicas, (planes,) rows and columns."""
     grid = choice.plan.grid
     parts = (grid.replicas, *([grid.planes] if grid.planes > 1 else []), grid.rows, grid.cols)
     schemes = ", planned schemes" if choice.strategy.schemes else ""
-    return f"{report.by(parts)} with {choice.strategy.builder}{schemes}"
+    return f"{report.join_extents(parts)} with {choice.strategy.builder}{schemes}"
 
 
-def table(choice: Choice, runner_up: Choice | None, excluded: Sequence[str], error: str) -> Any:
+def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Sequence[str], error: str) -> Any:
     """Return a table of the parameters for a rich console, the choice with its runner-up, and the reason."""
     from rich.console import Group
     from rich.text import Text
@@ -177,24 +181,24 @@ def table(choice: Choice, runner_up: Choice | None, excluded: Sequence[str], err
     total = sum(spec.nbytes for spec in specs.values())
     columns = [
         report.Column("parameter", [spec.name for spec, _ in rows], "total", right=False),
-        report.Column("shape", [report.by(spec.shape) or "scalar" for spec, _ in rows], right=False),
-        report.Column("partition", [part.division for _, part in rows], right=False),
-        report.Column("owners", [part.holders for _, part in rows], right=False),
+        report.Column("shape", [report.join_extents(spec.shape) or "scalar" for spec, _ in rows], right=False),
+        report.Column("partition", [part.partition_text for _, part in rows], right=False),
+        report.Column("owners", [part.owners_text for _, part in rows], right=False),
         report.Column("synchroniser", [part.kind for _, part in rows], right=False),
-        report.Column("bytes", [report.size(spec.nbytes) for spec, _ in rows], report.size(total)),
+        report.Column("bytes", [report.format_size(spec.nbytes) for spec, _ in rows], report.format_size(total)),
     ]
     options = [choice, *([runner_up] if runner_up else [])]
     compared = [
         report.Column("", ["choice", "runner-up"][: len(options)], right=False),
-        report.Column("replicas, rows, cols; strategy", list(map(named, options)), right=False),
-        *(report.Column(part, [_time(option.seconds[part]) for option in options]) for part in PARTS),
-        report.Column("step", [_time(option.total) for option in options]),
+        report.Column("replicas, rows, cols; strategy", list(map(choice_label, options)), right=False),
+        *(report.Column(part, [_format_seconds(option.seconds[part]) for option in options]) for part in STEP_PARTS),
+        report.Column("step", [_format_seconds(option.total) for option in options]),
     ]
     layers = defaultdict[str, list[str]](list)
     for name, scheme in (choice.strategy.schemes or {}).items():
         layers[scheme].append(name)
     notes = [f"scheme {scheme}: {', '.join(names)}" for scheme, names in layers.items()]
-    notes += [reason(choice, runner_up), *(f"excluded: {cause}" for cause in excluded[:3])]
+    notes += [choice_reason(choice, runner_up), *(f"excluded: {cause}" for cause in excluded[:3])]
     if len(excluded) > 3:
         notes.append(f"excluded: {len(excluded) - 3} more that need too much memory")
     streamed = getattr(choice.plan, "stream", None)
@@ -203,35 +207,37 @@ def table(choice: Choice, runner_up: Choice | None, excluded: Sequence[str], err
     return Group(*tables, *map(Text, notes), Text(error, style="dim"))
 
 
-def reason(choice: Choice, runner_up: Choice | None) -> str:
+def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
     """Return why the choice is better than the runner-up."""
     if runner_up is None:
         return "reason: no other grid or strategy fits"
-    saved = {part: runner_up.seconds[part] - choice.seconds[part] for part in PARTS}
+    saved = {part: runner_up.seconds[part] - choice.seconds[part] for part in STEP_PARTS}
     if runner_up.total == choice.total:
         return "reason: both take equally long; the first by name is chosen"
-    part = max(PARTS, key=lambda name: saved[name])
+    part = max(STEP_PARTS, key=lambda name: saved[name])
     slowdown = runner_up.total / choice.total - 1
-    return f"reason: {part} takes {_time(saved[part])} less; a step of the runner-up takes {slowdown:.1%} longer"
+    return (
+        f"reason: {part} takes {_format_seconds(saved[part])} less; a step of the runner-up takes {slowdown:.1%} longer"
+    )
 
 
-def _factors(grid: GridShape) -> dict[str, int]:
+def _grid_factors(grid: GridShape) -> dict[str, int]:
     return {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols}
 
 
-def _seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[float, float, float]:
+def _part_seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[float, float, float]:
     """Return the seconds of computation, exchanges and reductions, without gradient synchronisation."""
     ranks = grid.size
-    alone = load.flops / machine.speed + load.moved / machine.memory_bandwidth
-    compute = machine.compute(alone, ranks, load.moved)
-    compute += machine.lateness(ranks, compute)
-    meetings = machine.waiting(ranks, round(load.messages > 0) + round(load.sums))
-    exchange = machine.link(grid.tiles).seconds(load.messages, load.sent) + meetings
-    nbytes = load.summed / load.sums if load.sums else 0
-    return compute, exchange, load.sums * machine.allreduce(ranks, nbytes)
+    alone = load.flops / machine.speed + load.memory_traffic / machine.memory_bandwidth
+    compute = machine.compute_seconds(alone, ranks, load.memory_traffic)
+    compute += machine.expected_delay(ranks, compute)
+    meetings = machine.waiting_seconds(ranks, round(load.message_count > 0) + round(load.reduction_count))
+    exchange = machine.slowest_link(grid.tiles).message_seconds(load.message_count, load.sent_bytes) + meetings
+    nbytes = load.reduction_bytes / load.reduction_count if load.reduction_count else 0
+    return compute, exchange, load.reduction_count * machine.allreduce_seconds(ranks, nbytes)
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

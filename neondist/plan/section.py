@@ -12,15 +12,15 @@ from typing import Literal
 
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, sources, view_cells
 from ..layers import Activation, Layer, Shard, declared_with
-from .graph import Graph, Step, trace
+from .graph import Graph, Step, trace_needed_cells
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
-_WORTH = 0.95
+_MAX_MEMORY_FRACTION = 0.95
 """fraction of the memory: if recomputation needs more than that, values are kept"""
-CACHE = 1 << 20
+CACHE_BYTES = 1 << 20
 """maximum bytes per sample of a strip with rows='auto', over all layers"""
 
 
@@ -39,13 +39,13 @@ class PlannedSection:
     grid : GridShape
     regions : dict of value to Partition
         Tiles of values that no layer of the section computes, if they are not the balanced ones.
-    gradient : bool
+    needs_input_gradient : bool
         Whether the gradient of the first value is needed in training.
     segments : dict of id to Segment
         Segments executed in strips.
     backward : bool
         False: forward only, so nothing is kept for a backward pass.
-    restores : bool
+    may_recompute : bool
         Whether outputs of normalisations may be recomputed in the backward pass instead of being kept.
     """
 
@@ -55,10 +55,10 @@ class PlannedSection:
     placed: Mapping[int, LayerPlan | Segment]
     grid: GridShape
     regions: Mapping[int, Partition]
-    gradient: bool
+    needs_input_gradient: bool
     segments: Mapping[int, Segment] = field(default_factory=dict)
     backward: bool = True
-    restores: bool = False
+    may_recompute: bool = False
 
     @classmethod
     def of_parts(
@@ -78,17 +78,17 @@ class PlannedSection:
                 continue
             shapes, tiles = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), output if output.extent else None
             placed[id(step.layer)] = LayerPlan(step.layer, *shapes, grid, (inputs, tiles))
-        return cls(0, len(graph.ends) - 1, graph, placed, grid, regions, True, backward=backward)
+        return cls(0, len(graph.node_ends) - 1, graph, placed, grid, regions, True, backward=backward)
 
     def live_ranges(self, tile: int) -> MemoryPlan:
         """Return the lifetimes of the arrays on a tile's rank."""
         steps = [self.placed.get(id(step.layer)) for step in self.graph.steps]
         views = [None if plan is None else plan.view(tile) for plan in steps]
-        held = [
+        view_elements = [
             0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
             for view, plan in zip(views, steps, strict=True)
         ]
-        windowed = [view is not None and not view.trivial for view in views]
+        has_window = [view is not None and not view.trivial for view in views]
         in_place = [
             view is not None
             and step.layer is not None
@@ -98,27 +98,29 @@ class PlannedSection:
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        plan_args = self.graph, held, windowed, in_place, numbers, self.gradient, self.backward
+        plan_args = self.graph, view_elements, has_window, in_place, numbers, self.needs_input_gradient, self.backward
         kept = plan_memory(*plan_args)
-        if not (self.restores and self.backward and self.graph.restored):
+        if not (self.may_recompute and self.backward and self.graph.recomputing_steps):
             return kept
-        restored = plan_memory(*plan_args, restores=True)
-        return restored if restored.length < _WORTH * kept.length else kept
+        restored = plan_memory(*plan_args, may_recompute=True)
+        return restored if restored.length < _MAX_MEMORY_FRACTION * kept.length else kept
 
     def saved(self, tile: int, itemsize: int) -> list[int]:
         """Return the bytes per sample that each layer saves on a tile's rank in addition to its view and outputs."""
         nbytes = []
         for step in self.graph.steps:
             if step.layer is not None:
-                fixed, numbers = step.layer.extra_saves or (0, 0)
+                fixed, numbers = step.layer.saved_bytes_and_elements or (0, 0)
                 cells = self.placed[id(step.layer)].tile(tile).size
                 nbytes.append(cells * self.graph.shapes[step.output][-1] * (fixed + numbers * itemsize))
         return nbytes
 
-    def added_to(self, tile: int) -> list[tuple[HaloPlan, int]]:
+    def output_halo_plan(self, tile: int) -> list[tuple[HaloPlan, int]]:
         """Return the plan of the outputs and their channels for each layer whose halo is added in the forward pass."""
         steps = [step for step in self.graph.steps if step.layer is not None]
-        plans = [(self.placed[id(step.layer)].added_to(tile), self.graph.shapes[step.output][-1]) for step in steps]
+        plans = [
+            (self.placed[id(step.layer)].output_halo_plan(tile), self.graph.shapes[step.output][-1]) for step in steps
+        ]
         return [(cells, channels) for cells, channels in plans if cells is not None]
 
     def boxes(self, tile: int) -> list[Box]:
@@ -135,7 +137,7 @@ class PlannedSection:
         """Return the shape of a tile of every value of the graph, without the batch."""
         shapes = self.graph.shapes
         whole = [(*box.shape, shape[-1]) for box, shape in zip(self.boxes(tile), shapes, strict=True)]
-        cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
+        cut = {value: Shard(shapes[value]).input_box(self.grid, tile).shape for value in self.graph.sharded_vectors}
         return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
 
@@ -153,10 +155,10 @@ class Segment:
         Rows of the output per strip, along the first axis.
     """
 
-    saves_input, saves_output, keeps_output, gives_shards, layout = True, True, False, False, None
+    saves_input, saves_output, keeps_output, output_may_stay_sharded, layout = True, True, False, False, None
     splits_outputs = False
-    only_activates, saves_activated, clears, in_place, activation, extra_saves = False, True, False, False, None, None
-    restores = False
+    is_activation_only = can_apply_relu_gradient = in_place = can_restore_output = False
+    saves_activated, activation, saved_bytes_and_elements = True, None, None
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
         self.plans, self.rows, self.itemsize = list(plans), rows, itemsize
@@ -171,11 +173,11 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def kinds(self, level: Level) -> list[Kinds]:
+    def tile_class_keys(self, level: Level) -> list[Kinds]:
         """Return the keys that distinguish tiles."""
-        return [kind for plan in self.plans for kind in plan.kinds(level)]
+        return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 
-    def added_to(self, tile: int) -> None:
+    def output_halo_plan(self, tile: int) -> None:
         """Return None: strips add to no cells of others."""
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
@@ -190,7 +192,7 @@ class Segment:
         strips = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
         steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
         graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
-        section = PlannedSection.of_parts(graph, trace(graph, strips, self._needed), GridShape())
+        section = PlannedSection.of_parts(graph, trace_needed_cells(graph, strips, self._needed), GridShape())
         for at in range(strips.tiles):
             yield at, section
 
@@ -203,7 +205,7 @@ class Segment:
         none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
         return sources(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 
-    def can_absorb(self, activation: Activation) -> bool:
+    def can_fuse_activation(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""
         return False
 
@@ -215,10 +217,10 @@ class Segment:
         if self.rows != "auto":
             return self.rows
         per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
-        return max(1, min(whole.shape[0], CACHE // max(1, per_row)))
+        return max(1, min(whole.shape[0], CACHE_BYTES // max(1, per_row)))
 
 
-def in_segments(
+def group_into_segments(
     graph: Graph, layers: dict[int, LayerPlan], grid: GridShape, rows: Rows, itemsize: int
 ) -> tuple[Graph, dict[int, Segment]]:
     """Return a graph in which layers that can run in strips form segments, and the segments by id."""
@@ -241,10 +243,10 @@ def in_segments(
         segment = Segment([layers[id(graph.steps[at].layer)] for at in group], rows, itemsize)
         segments[id(segment)] = starts[group[0]] = segment
         inside.update(group[1:])
-    return _merge(graph, starts, inside), segments
+    return _merge_steps(graph, starts, inside), segments
 
 
-def _merge(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
+def _merge_steps(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
     steps: list[Step] = []
     shapes, number = [graph.shapes[0]], {0: 0}
     count = {0: 0}
@@ -256,11 +258,11 @@ def _merge(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
         shapes[len(steps)] = graph.shapes[step.output]
         number[step.output] = len(steps)
         count[at + 1] = len(steps)
-    ends = [NOWHERE if done in inside else (count[done], number[value]) for done, value in graph.ends]
-    return Graph(steps, shapes, ends)
+    node_ends = [INSIDE_SEGMENT if done in inside else (count[done], number[value]) for done, value in graph.node_ends]
+    return Graph(steps, shapes, node_ends)
 
 
-NOWHERE = (-1, -1)
+INSIDE_SEGMENT = (-1, -1)
 """End of a node in the middle of a segment."""
 
 
@@ -274,8 +276,8 @@ def _is_stripable(plan: LayerPlan) -> bool:
         and not layer.reductions_for(shape)
         and not layer.state_for(shape)
         and not plan.reverse
-        and layer.gathers_for(shape, plan.grid) is None
+        and layer.gradient_gather_for(shape, plan.grid) is None
         and layer.view_window_for(shape, plan.grid) == plan.window
         and layer.halos_for(shape, plan.grid) == halos
-        and not any(parameter.layout.cut for parameter in plan.trained.values())
+        and not any(parameter.layout.is_partitioned for parameter in plan.trained_parameters.values())
     )

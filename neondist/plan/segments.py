@@ -10,15 +10,15 @@ from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
 from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
-from ..system.machine import Figures
+from ..system.machine import MachineFigures
 from .graph import Graph
-from .planner import SegmentLayer, best_cuts, can_follow, segment_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, segment_seconds
 
 Shape = tuple[int, ...]
-Links: TypeAlias = Sequence[tuple[Node, Shape]]
+Members: TypeAlias = Sequence[tuple[Node, Shape]]
 LayerRegions: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By layer id: the cells of its input and output on each tile; None: the balanced partition."""
-_FIRST = (
+_FIRST_LAYERS_ONLY = (
     "reads an extended tile of the image, so it applies only to the first layers of a model, not inside or after"
     " Sum or Concat"
 )
@@ -40,7 +40,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
         A layer cannot be in the segment that its scheme requests; `subject` is the layer.
     """
     regions: LayerRegions = {}
-    for number, links in enumerate(chain.chains(graph.shapes[0])):
+    for number, links in enumerate(chain.chains_with_shapes(graph.shapes[0])):
         for segment in _segments(links, grid, samples, first=number == 0):
             regions |= regions_of(segment, grid)
     for step in graph.steps:
@@ -48,11 +48,11 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
         fusion = None if layer is None else fusion_of(layer.scheme)
         wide = fusion is not None and fusion.reads_wide
         if layer is not None and wide and id(layer) not in regions and windowed_layer(layer, shape, grid) is not None:
-            raise _refusal(layer, _FIRST)
+            raise _scheme_error(layer, _FIRST_LAYERS_ONLY)
     return regions
 
 
-def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -> Iterator[Links]:
+def _segments(links: Members, grid: GridShape, samples: int | None, first: bool) -> Iterator[Members]:
     """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
     at = 0
     while at < len(links):
@@ -61,10 +61,10 @@ def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -
         if layer is None or fusion is None or fusion.layers == 1:
             at += 1
             continue
-        end, wide = _end(links, at, layer, fusion.layers, grid), fusion.reads_wide
-        if wide and (not first or any(is_barrier(node, shape, grid) for node, shape in links[:at])):
-            raise _refusal(layer, _FIRST)
-        figures = fusion.figures(grid.size, samples)
+        end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_wide
+        if wide and (not first or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
+            raise _scheme_error(layer, _FIRST_LAYERS_ONLY)
+        figures = fusion.planner_figures(grid.size, samples)
         if figures is not None:
             yield from _plan_segments(figures, links[at : end + 1], grid, backward=not first or at > 0)
         elif wide or end > at:
@@ -72,12 +72,12 @@ def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -
         at = end + 1
 
 
-def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> int:
+def _segment_end(links: Members, at: int, first: Layer, longest: int, grid: GridShape) -> int:
     """Return the index of the last layer of a segment that begins at `at`."""
     end, count = at, 1
     for place in range(at + 1, len(links)):
         node, shape = links[place]
-        if not is_barrier(node, shape, grid):
+        if is_pointwise(node, shape, grid):
             continue
         layer = windowed_layer(node, shape, grid)
         if layer is None or count == longest or not _has_same_scheme(first, layer):
@@ -86,10 +86,10 @@ def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> 
     return end
 
 
-def _plan_segments(figures: Figures, links: Links, grid: GridShape, backward: bool) -> Iterator[Links]:
+def _plan_segments(figures: MachineFigures, links: Members, grid: GridShape, backward: bool) -> Iterator[Members]:
     """Yield the segments into which a planner divides layers with the same scheme."""
     places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
-    can_join = [can_follow(node.leaves[0], shape) for node, shape in links]
+    can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
         if last > first and not all(can_join[places[first] : places[last] + 1]):
@@ -97,16 +97,16 @@ def _plan_segments(figures: Figures, links: Links, grid: GridShape, backward: bo
         segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
         return sum(segment_seconds(figures, segment, grid, backward or first > 0))
 
-    for first, last in best_cuts(cost, len(places)):
+    for first, last in cheapest_ranges(cost, len(places)):
         if last > first:
             yield links[places[first] : places[last] + 1]
 
 
-def place_layers(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[SegmentLayer]:
+def place_layers(segment: Members, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[PlacedLayer]:
     """Return the layers of a segment with their regions; `alone`: a single layer without recomputation."""
     regions = {} if alone else regions_of(segment, grid, wide)
     layers = [(node.leaves[0], shape) for node, shape in segment]
-    return [SegmentLayer(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
+    return [PlacedLayer(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
 
 
 def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
@@ -117,10 +117,10 @@ def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
     return leaves[0] if any(not w.pointwise for _, w in leaves[0].halos_for(shape, grid)) else None
 
 
-def is_barrier(node: Node, shape: Shape, grid: GridShape) -> bool:
-    """Return whether a node is anything but a pointwise layer."""
+def is_pointwise(node: Node, shape: Shape, grid: GridShape) -> bool:
+    """Return whether a node is a pointwise layer."""
     alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
-    return not alone or windowed_layer(node, shape, grid) is not None
+    return alone and windowed_layer(node, shape, grid) is None
 
 
 def _has_same_scheme(layer: Layer, other: Layer) -> bool:
@@ -128,7 +128,7 @@ def _has_same_scheme(layer: Layer, other: Layer) -> bool:
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> LayerRegions:
+def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> LayerRegions:
     """Return the regions of one segment, from its last output, which the tiles own, to its input.
 
     Parameters
@@ -147,21 +147,25 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Lay
         window = layer.window_for(shape) or Window.of_one(len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
-            _check(layer, segment, window)
+            _check_recomputable(layer, segment, window)
             inputs = sources(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.recompute_blocker:
-            raise _refusal(layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}")
+            raise _scheme_error(
+                layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}"
+            )
         regions[id(layer)] = inputs, outputs
         outputs = inputs or outputs
     return regions
 
 
-def _check(layer: Layer, segment: Links, window: Window) -> None:
+def _check_recomputable(layer: Layer, segment: Members, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
     reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
     if reason:
-        raise _refusal(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
-    if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):
+        raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
+    if layer.reduces_over_image and any(
+        fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)
+    ):
         raise _layer_error(
             layer,
             "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; set"
@@ -169,12 +173,12 @@ def _check(layer: Layer, segment: Links, window: Window) -> None:
         )
 
 
-def _fusions(segment: Links) -> list[Fusion]:
+def _fusions(segment: Members) -> list[Fusion]:
     fusions = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in fusions if fusion is not None]
 
 
-def _refusal(layer: Layer, why: str) -> ConfigError:
+def _scheme_error(layer: Layer, why: str) -> ConfigError:
     return _layer_error(layer, f"its scheme {why}; give it 'scheme: halo'")
 
 

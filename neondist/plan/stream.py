@@ -11,16 +11,16 @@ from operator import ge
 
 from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, declared_with
-from .classes import cells_kinds, kinds_of_tiles
-from .graph import Graph, Step, needed_by, trace
-from .planner import PASSES, operations
+from .classes import axis_part_keys, keys_of_tiles
+from .graph import Graph, Step, needed_cells, trace_needed_cells
+from .planner import TRAINING_COST_FACTOR, operations_per_cell
 from .section import PlannedSection
 from .segments import LayerRegions
 
 Shape = tuple[int, ...]
-MOVED = 100
+MULTIPLICATIONS_PER_ACCESS = 100
 """multiplications in the time of one number read or written"""
-START = 15 * 10**6
+MULTIPLICATIONS_PER_CALL = 15 * 10**6
 """multiplications in the time of calling a step for a strip, regardless of its work"""
 
 
@@ -43,9 +43,9 @@ class Stream:
         Number of strips of a tile, the last ones, whose saved state avoids part of their second forward pass.
     cuts : tuple of int
         Numbers of nodes after which gradients are kept; ascending.
-    cutting : int, optional
+    cut_strip_count : int, optional
         Number of strips of a tile, the last ones, whose gradients are kept; default: all.
-    wide : Partition or None
+    extended_output : Partition or None
         Cells of the last value on each tile, if not its own: below a cut, all cells that the steps above read.
     cell_cache : list of Partition, optional
         Precomputed `cells` of the same strips.
@@ -56,19 +56,27 @@ class Stream:
     grid: StripGrid
     checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
-    wide: Partition | None = None
-    cutting: int | None = None
+    extended_output: Partition | None = None
+    cut_strip_count: int | None = None
     cell_cache: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
         """Return the stream of the first `nodes` nodes of a network, with `strips` strips per tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.part(0, nodes), nodes, cut, min(strips, checkpointed_strips))
+        return cls(graph.subgraph(0, nodes), nodes, cut, min(strips, checkpointed_strips))
 
-    def checkpoint(self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
+    def checkpoint(
+        self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cut_strip_count: int | None = None
+    ) -> Stream:
         """Return the same strips with other checkpoints and cuts."""
-        return replace(self, checkpointed_strips=checkpointed_strips, cuts=cuts, cutting=cutting, cell_cache=self.cells)
+        return replace(
+            self,
+            checkpointed_strips=checkpointed_strips,
+            cuts=cuts,
+            cut_strip_count=cut_strip_count,
+            cell_cache=self.cells,
+        )
 
     def with_strips(self, strips: int) -> Stream:
         """Return the same nodes with another number of strips per tile, without checkpoints."""
@@ -76,14 +84,14 @@ class Stream:
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
-        sweeps = len(self.reducing("forward")) + len(self._sweeps_uncut)
+        sweeps = len(self.reduction_steps("forward")) + len(self._uncut_sweep_stops)
         tiled = len(self.graph.shapes[self.graph.output]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
 
     def rest_of(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""
-        return Graph(graph.steps, graph.shapes, graph.ends, whole=self.graph.output)
+        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated=self.graph.output)
 
     @property
     def rows(self) -> int:
@@ -95,17 +103,19 @@ class Stream:
     @property
     def work(self) -> float:
         """Multiplications per sample and training step, on all tiles, including the overlap of strips."""
-        forward = [*self.reducing("forward"), *([] if self.vector else [len(self.graph.steps)])]
-        total = self._times([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
+        forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
+        total = self._work_for_counts([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
         for part in self.parts:
-            cut = 0.0 if part.below is None else part._cutting / (part.grid.last or part.grid.strips)
-            total += cut * part._work_back(part.sweeps) + (1 - cut) * part._work_back(part._sweeps_uncut)
+            cut = 0.0 if part.below is None else part._cut_count / (part.grid.last or part.grid.strips)
+            total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
+                part._uncut_sweep_stops
+            )
         return total
 
-    def _work_back(self, sweeps: Sequence[int]) -> float:
+    def _backward_work(self, sweeps: Sequence[int]) -> float:
         """Return the multiplications per sample of a backward pass of all strips with these sweeps."""
         saved_share = self.checkpointed_strips / self.grid.strips
-        return self._times(
+        return self._work_for_counts(
             [
                 (1 if at in self.recomputed else 1 - saved_share) * len(sweeps)
                 + sum(end < at for end in sweeps)
@@ -114,7 +124,7 @@ class Stream:
             ]
         )
 
-    def _times(self, counts: Sequence[float]) -> float:
+    def _work_for_counts(self, counts: Sequence[float]) -> float:
         """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
         graph, total, share = self.graph, 0.0, (self.grid.last or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
@@ -123,11 +133,11 @@ class Stream:
             cells = self.cells[step.output]
             axes = range(len(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
-            total += count * (computed * effort(graph, at) + share * prod(cells.parts) * START)
+            total += count * (computed * step_work(graph, at) + share * prod(cells.parts) * MULTIPLICATIONS_PER_CALL)
         return total
 
     @property
-    def vector(self) -> bool:
+    def output_is_vector(self) -> bool:
         """Whether the output is a vector."""
         return len(self.graph.shapes[self.graph.output]) < 2
 
@@ -137,20 +147,20 @@ class Stream:
         if not self.cuts:
             return None
         *cuts, nodes = self.cuts
-        value = self.graph.ends[nodes][1]
+        value = self.graph.node_ends[nodes][1]
         cells = self.cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        wide = hulls(*(self._of_tiles(part, self._cutting) for part in cells))
-        grid = replace(self.grid, last=self._cutting)
-        return Stream(self.graph.part(0, nodes), nodes, grid, cuts=tuple(cuts), wide=wide)
+        extended_output = hulls(*(self._union_over_strips(part, self._cut_count) for part in cells))
+        grid = replace(self.grid, last=self._cut_count)
+        return Stream(self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output)
 
     @property
-    def _cutting(self) -> int:
+    def _cut_count(self) -> int:
         """Number of strips of a tile whose gradients are kept at cuts."""
-        return self.cutting or self.grid.last or self.grid.strips
+        return self.cut_strip_count or self.grid.last or self.grid.strips
 
     def cut_strips(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
-        return [] if self.below is None else list(self._numbers(tile))[-self._cutting :]
+        return [] if self.below is None else list(self._first_axis_parts(tile))[-self._cut_count :]
 
     @property
     def parts(self) -> list[Stream]:
@@ -158,26 +168,26 @@ class Stream:
         return [self, *([] if self.below is None else self.below.parts)]
 
     @property
-    def sweeps(self) -> list[int]:
+    def sweep_stops(self) -> list[int]:
         """Step at which each backward sweep stops; -1: the image.
 
         The last sweep crosses the next cut, if any, and continues to the layer with a reduction below it.
         """
-        stops = self._sweeps_uncut
-        return stops if self.below is None else [at for at in stops if at >= self.below.reducing("backward")[-1]]
+        stops = self._uncut_sweep_stops
+        return stops if self.below is None else [at for at in stops if at >= self.below.reduction_steps("backward")[-1]]
 
     @property
-    def _sweeps_uncut(self) -> list[int]:
-        stops = self.reducing("backward")[::-1]
-        return [*stops[self.wide is not None :], -1]  # below a cut: the sweep from above has done the first
+    def _uncut_sweep_stops(self) -> list[int]:
+        stops = self.reduction_steps("backward")[::-1]
+        return [*stops[self.extended_output is not None :], -1]  # below a cut: the sweep from above has done the first
 
     def possible_cuts(self) -> dict[int, int]:
         """Return the possible cuts: numbers of nodes, and the elements per sample kept at each."""
         graph, sizes = self.graph, dict[int, int]()
-        bound = {*graph.absorbed, *graph.cleared.values()}
-        for at in self.reducing("backward"):
-            ends = ((n, *graph.ends[n]) for n in range(1, self.nodes))
-            nodes, value = next(((n, value) for n, end, value in ends if end > at and end not in bound), (0, 0))
+        bound = {*graph.fused_activations, *graph.deferred_relu_gradients.values()}
+        for at in self.reduction_steps("backward"):
+            node_ends = ((n, *graph.node_ends[n]) for n in range(1, self.nodes))
+            nodes, value = next(((n, value) for n, end, value in node_ends if end > at and end not in bound), (0, 0))
             if nodes and len(graph.shapes[value]) > 1:
                 sizes[nodes] = prod(graph.shapes[value])
         return sizes
@@ -187,9 +197,9 @@ class Stream:
         """Cells of the output in each strip."""
         extent = self.graph.shapes[self.graph.output][:-1]
         own = self.grid.partition(extent)
-        if self.wide is None:
+        if self.extended_output is None:
             return own
-        ranges = [self.wide.ranges_along(axis) for axis in range(len(self.wide.parts))]
+        ranges = [self.extended_output.ranges_along(axis) for axis in range(len(self.extended_output.parts))]
         count, rows = self.grid.strips, list[tuple[int, int]]()
         first = count - (self.grid.last or count)
         for tile, (lo, hi) in enumerate(ranges[0]):
@@ -200,9 +210,9 @@ class Stream:
     def output(self, tile: int) -> Box | None:
         """Return a tile's cells of the output; None for a vector."""
         extent = self.graph.shapes[self.graph.output][:-1]
-        return (self.wide or self.grid.whole.partition(extent)).box(tile) if extent else None
+        return (self.extended_output or self.grid.whole.partition(extent)).box(tile) if extent else None
 
-    def reducing(self, direction: str) -> list[int]:
+    def reduction_steps(self, direction: str) -> list[int]:
         """Return the steps with a reduction over all strips."""
         steps, shapes = enumerate(self.graph.steps), self.graph.shapes
         layers = [(at, step.layer, shapes[step.inputs[0]]) for at, step in steps if step.layer is not None]
@@ -217,13 +227,13 @@ class Stream:
             value
             for value in range(1, len(graph.shapes))
             if value in graph.producers
-            and (graph.is_reread(value) or any(steps[at].saves_input for at in graph.readers[value]))
+            and (graph.producer_reads_output(value) or any(steps[at].saves_input for at in graph.readers[value]))
         ]
-        needed = {at for at, step in enumerate(steps) if not _saves_known(step)}
+        needed = {at for at, step in enumerate(steps) if not _declares_saves(step)}
         head = steps[-1].layer if len(graph.shapes[graph.output]) < 2 else None
         if head is not None:
             needed.add(len(steps) - 1)
-            if head.saves_input or not declared_with(head, "sums_alone", "forward"):
+            if head.saves_input or not declared_with(head, "forward_reads_only_reduced", "forward"):
                 pending += steps[-1].inputs
         pending += [value for at in needed if at < len(steps) - 1 or head is None for value in steps[at].inputs]
         producers = {step.output: at for at, step in enumerate(steps)}
@@ -237,17 +247,17 @@ class Stream:
     def saved(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample kept by the checkpoints of a tile's strips."""
         extras = [
-            (self.cells[step.output], self.graph.shapes[step.output][-1], step.layer.extra_saves)
+            (self.cells[step.output], self.graph.shapes[step.output][-1], step.layer.saved_bytes_and_elements)
             for at, step in enumerate(self.graph.steps)
-            if step.layer is not None and step.layer.extra_saves is not None and at not in self.recomputed
+            if step.layer is not None and step.layer.saved_bytes_and_elements is not None and at not in self.recomputed
         ]
-        nbytes = [
+        kept = [
             sum(
                 cells.box(at).size * channels * (fixed + count * itemsize) for cells, channels, (fixed, count) in extras
             )
             for at in self.strips(tile)[-self.checkpointed_strips :]
         ]
-        return sum(nbytes) if self.checkpointed_strips else 0
+        return sum(kept) if self.checkpointed_strips else 0
 
     @cached_property
     def cells(self) -> list[Partition]:
@@ -257,17 +267,17 @@ class Stream:
         graph, outputs = self.graph, self.outputs
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own[graph.output] = outputs
-        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
+        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.reduces_over_image}
         # it counts own cells, even those that nothing reads
-        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
-        traced = trace(graph, outputs, self._needed, {value: own[value] for value in counted})
+        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
+        traced = trace_needed_cells(graph, outputs, self._needed, {value: own[value] for value in counted})
         return [hulls(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
 
     def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]
         if not outputs.extent:  # a vector: sums over the cells of the strip
             return self.grid.partition(shape[:-1])
-        return needed_by(layer, outputs, shape)
+        return needed_cells(layer, outputs, shape)
 
     @cached_property
     def section(self) -> PlannedSection:
@@ -287,10 +297,10 @@ class Stream:
     @cached_property
     def tiles(self) -> list[Partition]:
         """Union of the cells of every value over the strips of a tile; of the image, also those below a cut."""
-        image, *others = (self._of_tiles(cells) if cells.extent else cells for cells in self.cells)
+        image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.cells)
         return [image if self.below is None else hulls(image, self.below.tiles[0]), *others]
 
-    def _of_tiles(self, cells: Partition, last: int | None = None) -> Overlapping:
+    def _union_over_strips(self, cells: Partition, last: int | None = None) -> Overlapping:
         """Return the union of the cells of each tile's strips, or of its `last` ones."""
         ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
@@ -303,16 +313,18 @@ class Stream:
     def strips(self, tile: int) -> list[int]:
         """Return a tile's strips with cells of the output or of a reduction."""
         shapes, graph = self.graph.shapes, self.graph
-        counted = {graph.steps[at].inputs[0] for at in self.reducing("forward")}
-        ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
-        ends += [] if self.vector else [self.outputs]
-        numbers = self._numbers(tile)
+        counted = {graph.steps[at].inputs[0] for at in self.reduction_steps("forward")}
+        node_ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
+        node_ends += [] if self.output_is_vector else [self.outputs]
+        numbers = self._first_axis_parts(tile)
         strips = [
-            at for at, part in numbers.items() if any(lo < hi for lo, hi in (cells.range(0, part) for cells in ends))
+            at
+            for at, part in numbers.items()
+            if any(lo < hi for lo, hi in (cells.range(0, part) for cells in node_ends))
         ]
         return strips or list(numbers)[:1]
 
-    def _numbers(self, tile: int) -> dict[int, int]:
+    def _first_axis_parts(self, tile: int) -> dict[int, int]:
         """Return a tile's strips and the part of the first axis of each."""
         ndim, count = len(self.graph.shapes[0]) - 1, self.grid.strips
         first = self.grid.whole.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
@@ -327,14 +339,14 @@ class Stream:
         maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.cells) if cells.extent}
         edges = [(value, step.output) for step in self.graph.steps for value in step.inputs]
         edges = [(value, output) for value, output in edges if value in maps and output in maps]
-        numbers, first_of = self._numbers(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
+        numbers, first_of = self._first_axis_parts(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
         for at in self.strips(tile):
             ranges = {value: (*cells.range(0, numbers[at]), n) for value, (cells, n) in maps.items()}
-            ends = [int(end) for lo, hi, n in ranges.values() for end in (lo == 0, hi == n)]
+            node_ends = [int(end) for lo, hi, n in ranges.values() for end in (lo == 0, hi == n)]
             for value, output in edges:  # extent of the padding
                 (lo, hi, n), (first, stop, outputs) = ranges[value], ranges[output]
-                ends += [first if lo == 0 else -1, outputs - stop if hi == n else -1]
-            first_of.setdefault((tuple(ends), tuple(hi - lo for lo, hi, _ in ranges.values())), at)
+                node_ends += [first if lo == 0 else -1, outputs - stop if hi == n else -1]
+            first_of.setdefault((tuple(node_ends), tuple(hi - lo for lo, hi, _ in ranges.values())), at)
         if not largest:
             return list(first_of.values())
         maximal: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -343,11 +355,13 @@ class Stream:
                 maximal.append((edge, sizes))
         return [first_of[pair] for pair in maximal]
 
-    def held(self, tile: int, itemsize: int) -> int:
+    def strip_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of the largest strip, including its image as read and normalised."""
         totals, channels = [], self.graph.shapes[0][-1]
         for at in self._distinct_strips(tile, largest=True):
-            added = sum(cells.buffer.size * width for cells, width in self.section.added_to(at))  # and its gradient
+            added = sum(
+                cells.buffer.size * width for cells, width in self.section.output_halo_plan(at)
+            )  # and its gradient
             numbers = self.section.live_ranges(at).length + 2 * (self.cells[0].box(at).size * channels + added)
             saved = self.section.saved(at, itemsize)
             totals.append(numbers * itemsize + sum(saved) + max(saved))  # scratch of the largest
@@ -355,42 +369,46 @@ class Stream:
 
     def bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of one strip at a time and of all checkpoints and kept gradients."""
-        most = max(part.held(tile, itemsize) for part in self.parts)
-        return most + self.saved(tile, itemsize) + self.kept(tile) * itemsize
+        most = max(part.strip_bytes(tile, itemsize) for part in self.parts)
+        return most + self.saved(tile, itemsize) + self.kept_elements(tile) * itemsize
 
     @property
-    def kinds(self) -> list[Kinds]:
+    def tile_class_keys(self) -> list[Kinds]:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
-        strips = [kind for part in self.parts for plan in part.section.placed.values() for kind in plan.kinds("all")]
-        strips += [cells_kinds(cells) for part in self.parts for cells in part.cells]
-        wide = [cells_kinds(part.wide) for part in self.parts if part.wide is not None]
-        return [*(kinds_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *wide]
+        strips = [
+            kind for part in self.parts for plan in part.section.placed.values() for kind in plan.tile_class_keys("all")
+        ]
+        strips += [axis_part_keys(cells) for part in self.parts for cells in part.cells]
+        extended_output = [
+            axis_part_keys(part.extended_output) for part in self.parts if part.extended_output is not None
+        ]
+        return [*(keys_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *extended_output]
 
-    def kept(self, tile: int) -> int:
+    def kept_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients: those of two consecutive cuts."""
-        cut = [part for part in self.parts if part.wide is not None]
-        sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
+        cut = [part for part in self.parts if part.extended_output is not None]
+        sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
         return max(above + below for above, below in pairwise([0, *sizes, 0]))
 
 
-def effort(graph: Graph, at: int) -> float:
+def step_work(graph: Graph, at: int) -> float:
     """Return the multiplications of a step's forward pass per output cell; 0 for an absorbed activation."""
     step = graph.steps[at]
-    if at in graph.absorbed:
+    if at in graph.fused_activations:
         return 0.0
-    computed = 0.0 if step.layer is None else operations(step.layer, graph.shapes[step.inputs[0]])
-    return computed + MOVED * graph.shapes[step.output][-1]
+    computed = 0.0 if step.layer is None else operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
+    return computed + MULTIPLICATIONS_PER_ACCESS * graph.shapes[step.output][-1]
 
 
-def work_of(graph: Graph, stream: Stream | None) -> float:
+def training_work(graph: Graph, stream: Stream | None) -> float:
     """Return the multiplications of a training step per sample."""
     first = 0 if stream is None else len(stream.graph.steps)
     rest = sum(
-        prod(graph.shapes[graph.steps[at].output][:-1]) * effort(graph, at) for at in range(first, len(graph.steps))
+        prod(graph.shapes[graph.steps[at].output][:-1]) * step_work(graph, at) for at in range(first, len(graph.steps))
     )
-    return PASSES * rest + (0 if stream is None else stream.work)
+    return TRAINING_COST_FACTOR * rest + (0 if stream is None else stream.work)
 
 
-def _saves_known(step: Step) -> bool:
+def _declares_saves(step: Step) -> bool:
     """Return whether the arrays that a step saves are declared."""
-    return step.layer is None or declared_with(step.layer, "extra_saves", "forward") is not None
+    return step.layer is None or declared_with(step.layer, "saved_bytes_and_elements", "forward") is not None

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from .arguments import check_arguments
-from .fields import fields
+from .fields import constructor_fields
 from .names import classes_by_name, subclasses, suggest
 
-__all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_class", "suggest"]
+__all__ = ["DistributedMixin", "Registered", "dist_class", "registered_classes", "serial_class", "suggest"]
 
 
 _signature = lru_cache(maxsize=1024)(inspect.signature)
@@ -36,7 +36,7 @@ class _ConstructorSignature:
         names = {parameter.name for parameter in named}
         inherited = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.hint)
-            for name, field in fields(cls).items()
+            for name, field in constructor_fields(cls).items()
             if name not in names
         ]
         return inspect.Signature([*named, *inherited])
@@ -60,7 +60,9 @@ class Registered:
         values = dict(list(bound.arguments.items())[1:])
         if "kwargs" in values:
             extra = values.pop("kwargs")
-            values = {name: field.default for name, field in fields(cls).items() if not field.required} | values | extra
+            class_fields = constructor_fields(cls)
+            defaults = {name: field.default for name, field in class_fields.items() if not field.required}
+            values = defaults | values | extra
         values.pop("args", None)
         self._arguments = values
         return self
@@ -70,28 +72,28 @@ class Registered:
         return dict(self._arguments)
 
 
-class Distributed:
+class DistributedMixin:
     """Marker of mixins that make a serial class distributed: `class FooDist(Dist, Foo)`."""
 
 
-def registered(base: type = Registered) -> dict[str, type]:
+def registered_classes(base: type = Registered) -> dict[str, type]:
     """Return all concrete public subclasses of `base` by name, and by the aliases in `_also_called`."""
     return classes_by_name(subclasses(base))
 
 
 def serial_class(cls: type) -> type:
     """Return the serial twin of a distributed class; a serial class is its own."""
-    if not issubclass(cls, Distributed):
+    if not issubclass(cls, DistributedMixin):
         return cls
-    return next(base for base in cls.__mro__ if not issubclass(base, Distributed) and base is not cls)
+    return next(base for base in cls.__mro__ if not issubclass(base, DistributedMixin) and base is not cls)
 
 
 def dist_class(cls: type) -> type:
     """Return the distributed twin of a serial class; ConfigError with instructions if there is none."""
-    if issubclass(cls, Distributed):
+    if issubclass(cls, DistributedMixin):
         return cls
-    for candidate in registered().values():
-        if issubclass(candidate, Distributed) and serial_class(candidate) is cls:
+    for candidate in registered_classes().values():
+        if issubclass(candidate, DistributedMixin) and serial_class(candidate) is cls:
             return candidate
     name = cls.__name__
     raise ConfigError(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
-from .fields import fields, hints_of
+from .fields import constructor_fields, resolve_type_hints
 from .names import classes_by_name, subclasses, suggest
-from .words import bases, cached_by_hint, members, ranges, words
+from .words import cached_by_hint, describe_hint, ranges_in_hint, registered_classes_in_hint, union_members
 
-Check = Callable[[Any], bool]
-_NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
+Predicate = Callable[[Any], bool]
+_NUMBER_TYPES: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 _EXACT_TYPES = frozenset((int, float, bool, str, type(None)))
 """types of most arguments; a value of exactly such a type needs no further check"""
 
@@ -30,13 +30,13 @@ def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
 
     NumPy's numbers and sequences count as numbers and lists; hints without an equivalent in files are ignored.
     """
-    class_fields = fields(cls)
+    class_fields = constructor_fields(cls)
     for name, value in arguments.items():
-        if name in class_fields and not fits(value, class_fields[name].hint):
+        if name in class_fields and not matches_hint(value, class_fields[name].hint):
             raise _type_error(cls.__name__, name, value, class_fields[name].hint)
 
 
-def checked(function: Function) -> Function:
+def type_checked(function: Function) -> Function:
     """Decorate a function to check its arguments by its type hints; duck-typed objects are accepted."""
 
     owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
@@ -44,8 +44,8 @@ def checked(function: Function) -> Function:
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
     @functools.cache  # deferred: hints may be forward references
-    def get_checks() -> dict[str, tuple[Check, Any]]:
-        return {name: (check_of(hint), hint) for name, hint in hints_of(function).items()}
+    def get_checks() -> dict[str, tuple[Predicate, Any]]:
+        return {name: (predicate_for_hint(hint), hint) for name, hint in resolve_type_hints(function).items()}
 
     @functools.wraps(function)
     def call_checked(*args: Any, **kwargs: Any) -> Any:
@@ -61,24 +61,24 @@ def checked(function: Function) -> Function:
 
 def _type_error(owner: str, name: str, value: Any, hint: Any) -> ConfigError:
     path, item, hint = _locate_mismatch(name, value, hint)
-    return ConfigError(f"{owner}: {path}: {expected(item, hint)}")
+    return ConfigError(f"{owner}: {path}: {describe_mismatch(item, hint)}")
 
 
-def fits(value: Any, hint: Any) -> bool:
+def matches_hint(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type hint."""
-    return check_of(hint)(value)
+    return predicate_for_hint(hint)(value)
 
 
-def within(value: Any, hint: Any) -> bool:
+def in_range_of_hint(value: Any, hint: Any) -> bool:
     """Return whether a number is in the range of a type hint."""
-    return all(limit.allows(value) for limit in ranges(hint))
+    return all(limit.allows(value) for limit in ranges_in_hint(hint))
 
 
 @cached_by_hint
-def check_of(hint: Any) -> Check:
+def predicate_for_hint(hint: Any) -> Predicate:
     """Return the predicate for values that match a type hint, computed once per hint."""
-    kinds, allowed = members(hint), ranges(hint)
-    checks = [_check_of_member(kind) for kind in kinds]
+    kinds, allowed = union_members(hint), ranges_in_hint(hint)
+    checks = [_predicate_for_member(kind) for kind in kinds]
     plain = frozenset() if allowed else _EXACT_TYPES.intersection(kinds)
 
     def check(value: Any) -> bool:
@@ -89,7 +89,7 @@ def check_of(hint: Any) -> Check:
     return check
 
 
-def _check_of_member(hint: Any) -> Check:
+def _predicate_for_member(hint: Any) -> Predicate:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     kind = origin or hint
     if origin is typing.Literal:
@@ -98,14 +98,14 @@ def _check_of_member(hint: Any) -> Check:
         return lambda value: True
     if kind is bool:
         return _is_bool
-    if kind in _NUMBERS:
-        number = _NUMBERS[kind]
+    if kind in _NUMBER_TYPES:
+        number = _NUMBER_TYPES[kind]
         return lambda value: isinstance(value, number) and not _is_bool(value)
     if issubclass(kind, os.PathLike):
         return lambda value: isinstance(value, str | os.PathLike)
     if kind is collections.abc.Callable:
         return callable
-    item = check_of(args[-1]) if args and (issubclass(kind, Mapping) or _takes_lists(hint)) else None
+    item = predicate_for_hint(args[-1]) if args and (issubclass(kind, Mapping) or _takes_lists(hint)) else None
     if issubclass(kind, Mapping):
         return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
     if _takes_lists(hint):
@@ -132,13 +132,13 @@ def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
     mapping = isinstance(value, Mapping)
     containers = [
         member
-        for member in members(hint)
+        for member in union_members(hint)
         if typing.get_args(member) and (_takes_mappings if mapping else _takes_lists)(member)
     ]
     if (mapping or _is_list(value)) and len(containers) == 1:
         item_hint = typing.get_args(containers[0])[-1]
         for index, item in value.items() if mapping else enumerate(value):
-            if not fits(item, item_hint):
+            if not matches_hint(item, item_hint):
                 return _locate_mismatch(f"{path}.{index}", item, item_hint)
     return path, value, hint
 
@@ -169,12 +169,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | type | numbers.Number | Mapping) or _is_list(value)
 
 
-def expected(value: Any, hint: Any) -> str:
+def describe_mismatch(value: Any, hint: Any) -> str:
     """Return 'expected an integer, got the text 'x'', with a remedy, as for a field of a YAML file."""
-    return f"expected {words(hint, tag='')}, got {_describe(value)}{_remedy(value, hint)}"
+    return f"expected {describe_hint(hint, tag_prefix='')}, got {_describe_value(value)}{_remedy(value, hint)}"
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, str):
         return f"the text '{value if len(value) < 60 else value[:57] + '...'}'"
     if isinstance(value, type):
@@ -187,8 +187,8 @@ def _describe(value: Any) -> str:
 
 
 def _remedy(value: Any, hint: Any) -> str:
-    choices = members(hint)
-    classes = bases(hint)
+    choices = union_members(hint)
+    classes = registered_classes_in_hint(hint)
     if isinstance(value, type) and issubclass(value, tuple(classes)):
         return f"; write {value.__name__}()"
     if classes and isinstance(value, str):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 #: fields by class, for the lifetime of the class
-_cache: WeakKeyDictionary[type, dict[str, Field]] = WeakKeyDictionary()
+_fields_by_class: WeakKeyDictionary[type, dict[str, Field]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,35 @@ class Field:
         return self.default is inspect.Parameter.empty
 
 
-def fields(cls: type) -> dict[str, Field]:
+def constructor_fields(cls: type) -> dict[str, Field]:
     """Return the constructor's arguments by name; **kwargs stands for those of the next class in the MRO."""
-    if cls in _cache:
-        return _cache[cls]
+    if cls in _fields_by_class:
+        return _fields_by_class[cls]
     result: dict[str, Field] = {}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
         if init is None or base is object:
             continue
-        hints = hints_of(init)
+        hints = resolve_type_hints(init)
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for parameter in parameters:
-            if parameter.kind in _NAMED:
+            if parameter.kind in _NAMED_PARAMETERS:
                 result.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
-    _cache[cls] = result  # only once complete: virtual ranks are concurrent threads
+    _fields_by_class[cls] = result  # only once complete: virtual ranks are concurrent threads
     return result
 
 
-def hints_of(init: Any) -> dict[str, Any]:
+def resolve_type_hints(function: Any) -> dict[str, Any]:
     """Return the type hints; one that cannot be evaluated (a name imported for type checkers only) is Any."""
     try:
-        return typing.get_type_hints(init, include_extras=True)
+        return typing.get_type_hints(function, include_extras=True)
     except Exception:
         pass
     hints: dict[str, Any] = {}
-    names = vars(sys.modules[init.__module__]) if init.__module__ in sys.modules else {}
-    for name, hint in getattr(init, "__annotations__", {}).items():
+    names = vars(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
         try:
             hints[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint
         except Exception:

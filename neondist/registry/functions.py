@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .words import members
+from .words import union_members
 
 
 @dataclass(frozen=True)
-class Function:
+class NamedFunction:
     """A function or class of a module imported by the user, stored in files by its name.
 
     Attributes
@@ -34,4 +34,4 @@ class Function:
 
 def accepts_functions(hint: Any) -> bool:
     """Return whether a type hint accepts a function."""
-    return any((typing.get_origin(member) or member) is collections.abc.Callable for member in members(hint))
+    return any((typing.get_origin(member) or member) is collections.abc.Callable for member in union_members(hint))

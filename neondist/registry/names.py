@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Named(Protocol):
+class HasArguments(Protocol):
     """An object that can be written to a file, since it stores its constructor's arguments."""
 
     def arguments(self) -> dict[str, Any]:

@@ -20,21 +20,21 @@ class Range:
 
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False
-    below: bool = True
+    exclude_low: bool = False
+    exclude_high: bool = True
 
     def allows(self, value: Any) -> bool:
         """Return whether a number is in the range; True for other values, left to other members of a union."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value
-        over = self.low < number if self.above or self.low == -math.inf else self.low <= number
-        return bool(over and (number < self.high if self.below else number <= self.high))
+        over = self.low < number if self.exclude_low or self.low == -math.inf else self.low <= number
+        return bool(over and (number < self.high if self.exclude_high else number <= self.high))
 
     def __str__(self) -> str:
-        if not (self.above or self.below):
+        if not (self.exclude_low or self.exclude_high):
             return f"from {self.low:.15g} to {self.high:.15g}"
-        low = f"{'above' if self.above else 'of at least'} {self.low:.15g}" if self.low > -math.inf else ""
+        low = f"{'above' if self.exclude_low else 'of at least'} {self.low:.15g}" if self.low > -math.inf else ""
         high = f"below {self.high:.15g}" if self.high < math.inf else ""
         return " and ".join(filter(None, (low, high))) or "that is finite"
 
@@ -46,12 +46,12 @@ def at_least(low: float, below: float = math.inf) -> Range:
 
 def above(low: float, below: float = math.inf) -> Range:
     """Return the range (low, below)."""
-    return Range(low, below, above=True)
+    return Range(low, below, exclude_low=True)
 
 
 def between(low: float, high: float) -> Range:
     """Return the range [low, high]."""
-    return Range(low, high, below=False)
+    return Range(low, high, exclude_high=False)
 
 
 Finite: TypeAlias = Annotated[float, Range()]
@@ -62,22 +62,22 @@ NotNegative: TypeAlias = Annotated[float, at_least(0)]
 Share: TypeAlias = Annotated[float, at_least(0, below=1)]
 
 
-def real(field: str, value: Any, low: float, open_low: bool = False) -> float:
-    """Return `value` as a finite float of at least `low`, or above it if `open_low`; otherwise raise ConfigError."""
-    limit = Range(low, above=open_low)
+def require_real(field: str, value: Any, low: float, exclude_low: bool = False) -> float:
+    """Return `value` as a finite float of at least `low`, or above it if `exclude_low`; otherwise raise ConfigError."""
+    limit = Range(low, exclude_low=exclude_low)
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and limit.allows(value):
         return float(value)
     raise ConfigError(f"{field}: {value!r} is invalid; expected a number {limit}")
 
 
-def integer(field: str, value: Any, low: int) -> int:
+def require_integer(field: str, value: Any, low: int) -> int:
     """Return `value` as an int of at least `low`; otherwise raise ConfigError."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= low:
         return int(value)
     raise ConfigError(f"{field}: {value!r} is invalid; expected a whole number of at least {low}")
 
 
-def shape_of(field: str, value: Any) -> tuple[int, ...]:
+def require_shape(field: str, value: Any) -> tuple[int, ...]:
     """Return `value` as a tuple of extents, each a whole number of at least 1; otherwise raise ConfigError."""
     extents = tuple(value) if hasattr(value, "__len__") and not isinstance(value, str) else ()
     if extents and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in extents):
@@ -85,7 +85,7 @@ def shape_of(field: str, value: Any) -> tuple[int, ...]:
     raise ConfigError(f"{field}: {value!r} is invalid; expected whole numbers of at least 1, such as (28, 28, 1)")
 
 
-def choice(field: str, value: Any, choices: Sequence[str]) -> str:
+def require_choice(field: str, value: Any, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices; otherwise raise ConfigError."""
     if isinstance(value, str) and value in choices:
         return value

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from .names import Named, classes_by_name, subclasses
+from .names import HasArguments, classes_by_name, subclasses
 from .ranges import Range
 
-_PLAIN: dict[Any, str] = {
+_PLAIN_TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -43,15 +43,15 @@ def cached_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]
 
 
 @cached_by_hint
-def members(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union; any other hint is its own single member."""
-    hint = bare(hint)
+    hint = unwrap_hint(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(member for part in typing.get_args(hint) for member in members(part))
+        return tuple(member for part in typing.get_args(hint) for member in union_members(part))
     return (hint,)
 
 
-def bare(hint: Any) -> Any:
+def unwrap_hint(hint: Any) -> Any:
     """Return a hint without enclosing Annotated and NewType."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
@@ -63,49 +63,54 @@ def bare(hint: Any) -> Any:
 
 
 @cached_by_hint
-def ranges(hint: Any) -> tuple[Range, ...]:
+def ranges_in_hint(hint: Any) -> tuple[Range, ...]:
     """Return the ranges of numbers in a hint."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *notes = typing.get_args(hint)
-        return (*(note for note in notes if isinstance(note, Range)), *ranges(base))
+        return (*(note for note in notes if isinstance(note, Range)), *ranges_in_hint(base))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(limit for part in typing.get_args(hint) for limit in ranges(part))
+        return tuple(limit for part in typing.get_args(hint) for limit in ranges_in_hint(part))
     return ()
 
 
-def bases(hint: Any) -> list[type]:
+def registered_classes_in_hint(hint: Any) -> list[type]:
     """Return the registered classes in a hint."""
-    return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Named)]
+    return [member for member in union_members(hint) if isinstance(member, type) and issubclass(member, HasArguments)]
 
 
-def words(hint: Any, tag: str = "!") -> str:
-    """Return 'an integer, text or null' for `int | str | None`; `tag` is the prefix of class names."""
-    ranges_text = "".join(f" {limit}" for limit in ranges(hint))
-    parts = list(dict.fromkeys(_text(member, tag) + ranges_text * (member in (int, float)) for member in members(hint)))
+def describe_hint(hint: Any, tag_prefix: str = "!") -> str:
+    """Return 'an integer, text or null' for `int | str | None`; `tag_prefix` is the prefix of class names."""
+    ranges_text = "".join(f" {limit}" for limit in ranges_in_hint(hint))
+    parts = list(
+        dict.fromkeys(
+            _describe_member(member, tag_prefix) + ranges_text * (member in (int, float))
+            for member in union_members(hint)
+        )
+    )
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-def _text(hint: Any, tag: str) -> str:
+def _describe_member(hint: Any, tag_prefix: str) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(repr(arg) for arg in args)
     if origin is tuple and args and args[-1] is not Ellipsis:
-        return f"a list [{', '.join(words(arg, tag) for arg in args)}]"
+        return f"a list [{', '.join(describe_hint(arg, tag_prefix) for arg in args)}]"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
-        return f"a list (each {words(args[0], tag)})" if args and args[0] is not Any else "a list"
-    if isinstance(hint, type) and issubclass(hint, Named):
-        return f"an object ({examples(hint, tag)})"
+        return f"a list (each {describe_hint(args[0], tag_prefix)})" if args and args[0] is not Any else "a list"
+    if isinstance(hint, type) and issubclass(hint, HasArguments):
+        return f"an object ({example_names(hint, tag_prefix)})"
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "text"
     if (origin or hint) is collections.abc.Callable:
         return "a function (MODULE:NAME)"
-    return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
+    return _PLAIN_TYPE_NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def examples(base: type, tag: str = "!", most: int = 6) -> str:
+def example_names(base: type, tag_prefix: str = "!", max_names: int = 6) -> str:
     """Return '!Adam, !SGD, ...': the classes that a file can name among `base` and its subclasses."""
     named = classes_by_name([base, *subclasses(base)])
-    names = [tag + name for name, cls in sorted(named.items()) if name == cls.__name__]
-    return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__
+    names = [tag_prefix + name for name, cls in sorted(named.items()) if name == cls.__name__]
+    return ", ".join(names[:max_names] + ["..."] * (len(names) > max_names)) or base.__name__

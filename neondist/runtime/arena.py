@@ -14,25 +14,25 @@ from ..backends import Backend
 from ..plan.memory import MemoryPlan
 
 
-class Blocks:
+class BlockPool:
     """Pool of memory blocks, one for each workspace in use at the same time, shared by all sections.
 
     Parameters
     ----------
     samples : int
         Samples of this rank. Fewer use a part of the same block, more get another block.
-    most : int, optional
+    max_held_bytes : int, optional
         Bytes beyond which this process returns freed memory to the system.
-    planned : callable, optional
+    planned_bytes : callable, optional
         Returns the bytes of a pass, for out-of-memory messages; default: those of a block.
 
     Attributes
     ----------
-    length : int
+    elements_per_sample : int
         Elements per sample of the largest section.
-    count : int
+    block_count : int
         Number of blocks.
-    free : list of int
+    free_blocks : list of int
         Numbers of the unused blocks.
     """
 
@@ -41,38 +41,38 @@ class Blocks:
         samples: int,
         dtype: np.dtype,
         backend: Backend,
-        most: int | None = None,
-        planned: Callable[[], int] | None = None,
+        max_held_bytes: int | None = None,
+        planned_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self.samples, self.dtype, self.backend, self.most = samples, dtype, backend, most
-        self.length = self.count = 0
-        self.planned = planned or (lambda: samples * self.length * dtype.itemsize)
-        self.free: list[int] = []
+        self.samples, self.dtype, self.backend, self.max_held_bytes = samples, dtype, backend, max_held_bytes
+        self.elements_per_sample = self.block_count = 0
+        self.planned_bytes = planned_bytes or (lambda: samples * self.elements_per_sample * dtype.itemsize)
+        self.free_blocks: list[int] = []
         self._blocks: dict[tuple[int, int], Any] = {}
 
-    def provide(self, length: int) -> None:
+    def reserve(self, elements_per_sample: int) -> None:
         """Reserve, before the first pass, the elements per sample of a section."""
-        self.length = max(self.length, length)
+        self.elements_per_sample = max(self.elements_per_sample, elements_per_sample)
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """Return the lowest unused block number, so that most passes use the same memory."""
-        if self.most is not None:
-            self.backend.kernels.give_back_freed(self.most)
-        if self.free:
-            self.free.sort(reverse=True)
-            return self.free.pop()
-        self.count += 1
-        return self.count - 1
+        if self.max_held_bytes is not None:
+            self.backend.kernels.release_cached_memory(self.max_held_bytes)
+        if self.free_blocks:
+            self.free_blocks.sort(reverse=True)
+            return self.free_blocks.pop()
+        self.block_count += 1
+        return self.block_count - 1
 
-    def give_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Mark a block as unused."""
-        self.free.append(number)
+        self.free_blocks.append(number)
 
     def block(self, number: int, samples: int, length: int) -> Any:
         """Return a block for this number of samples, of at least `length` elements each."""
         samples = max(samples, self.samples)
         if (number, samples) not in self._blocks:
-            size = samples * max(length, self.length)
+            size = samples * max(length, self.elements_per_sample)
             self._blocks[number, samples] = self.backend.xp.empty((size,), self.dtype)
         return self._blocks[number, samples]
 
@@ -87,22 +87,22 @@ class Arena:
     Parameters
     ----------
     plan : MemoryPlan
-    blocks : Blocks
+    blocks : BlockPool
     number : int
         Number of its block.
     """
 
-    def __init__(self, plan: MemoryPlan, blocks: Blocks, number: int) -> None:
-        self.plan, (self.ranges, self.places, self.length) = plan, plan.packed
-        self.blocks, self.number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
+    def __init__(self, plan: MemoryPlan, blocks: BlockPool, number: int) -> None:
+        self.plan, (self.live_ranges, self.offsets, self.length) = plan, plan.packed
+        self.blocks, self.block_number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
         """Return an uninitialised array (n, ...) in the memory of a range."""
-        start = self.places[slot] * shape[0]
+        start = self.offsets[slot] * shape[0]
         return self._block(shape[0])[start : start + prod(shape)].reshape(shape)
 
     def _block(self, samples: int) -> Any:
-        return self.blocks.block(self.number, samples, self.length)
+        return self.blocks.block(self.block_number, samples, self.length)
 
     @contextmanager
     def preserve(self, samples: int) -> Iterator[None]:
@@ -111,7 +111,7 @@ class Arena:
         Arrays share memory with later ones, so a backward pass overwrites the arrays that it has used.
         """
         block = self._block(samples)
-        ranges = [slice(start * samples, stop * samples) for start, stop in self._overwritten]
+        ranges = [slice(start * samples, stop * samples) for start, stop in self._overwritten_ranges]
         copies = [block[place].copy() for place in ranges]
         try:
             yield
@@ -120,10 +120,12 @@ class Arena:
                 self.backend.kernels.copy(copy, block[place])
 
     @cached_property
-    def _overwritten(self) -> list[tuple[int, int]]:
+    def _overwritten_ranges(self) -> list[tuple[int, int]]:
         """Ranges, for one sample, that a backward pass reads and then overwrites."""
-        turn = self.plan.turn
-        places = [(place, place + live.numbers, live) for place, live in zip(self.places, self.ranges, strict=True)]
+        turn = self.plan.backward_start
+        places = [
+            (place, place + live.elements, live) for place, live in zip(self.offsets, self.live_ranges, strict=True)
+        ]
         later = [(start, stop) for start, stop, live in places if live.first >= turn]
         written = {places[at][:2] for at in self.plan.gradients.values()}
         return [

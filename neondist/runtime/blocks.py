@@ -9,14 +9,14 @@ from typing import Any
 from ..errors import ConfigError
 from ..halo import Phase
 from ..layers import Context
-from ..plan.blocks import KINDS, BlockPlan
-from .arena import Blocks
+from ..plan.blocks import MAX_CACHED_KINDS, BlockPlan
+from .arena import BlockPool
 from .layer_task import LayerTask
 from .section import Section
 from .strips import section_on_part
 
 
-class Blockwise:
+class BlockwiseExecutor:
     """Executor of the blocks of a plan.
 
     Parameters
@@ -28,7 +28,7 @@ class Blockwise:
 
     def __init__(self, planned: BlockPlan, context: Context) -> None:
         self.planned, self.context = planned, context
-        self._memory = Blocks(1, context.dtype, context.backend)
+        self._pool = BlockPool(1, context.dtype, context.backend)
         self._sections: dict[tuple[int, ...], Section] = {}
 
     def run(self, number: int, x: Any) -> Any:
@@ -46,10 +46,10 @@ class Blockwise:
         return y
 
     def _section(self, number: int) -> Section:
-        kind = self.planned.kind(number)
+        kind = self.planned.position_independent_key(number)
         section = self._sections.pop(kind, None) or self._new_section(number)
         self._sections[kind] = section
-        if len(self._sections) > KINDS:
+        if len(self._sections) > MAX_CACHED_KINDS:
             del self._sections[next(iter(self._sections))]
             gc.collect()  # reference cycles of layers hold arrays as large as a block
         return section
@@ -57,10 +57,10 @@ class Blockwise:
     def _new_section(self, number: int) -> Section:
         planned, context = self.planned.section, self.context
         length = planned.live_ranges(number).length
-        if length > self._memory.length:
-            self._memory, self._sections = Blocks(1, context.dtype, context.backend), {}
-            self._memory.provide(max(length, self.planned.longest))
-        return section_on_part(planned, context, number, self._memory, _UnreducedTask)
+        if length > self._pool.elements_per_sample:
+            self._pool, self._sections = BlockPool(1, context.dtype, context.backend), {}
+            self._pool.reserve(max(length, self.planned.max_network_elements))
+        return section_on_part(planned, context, number, self._pool, _UnreducedTask)
 
 
 class _UnreducedTask(LayerTask):

@@ -10,13 +10,13 @@ from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, Plan
 from ..registry import Registered
-from ..system.memory import most_held
-from .arena import Blocks
+from ..system.memory import freed_memory_threshold
+from .arena import BlockPool
 from .layer_task import LayerTask
-from .replay import PassGraphs, Replays
+from .replay import PassGraphCache, PassGraphs
 from .section import Section
 from .stream import StreamPass, StreamSection
-from .strips import Strips
+from .strips import StripExecutor
 from .workspace import SectionPass
 
 
@@ -77,27 +77,27 @@ class Executor:
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
-        most = None if memory is None else most_held(memory)
+        limit = None if memory is None else freed_memory_threshold(memory)
         self.blocks, shared = (
-            Blocks(samples, context.dtype, context.backend, most, lambda: compiled.needed) for _ in range(2)
+            BlockPool(samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes) for _ in range(2)
         )
         self.sections: list[Any] = []
         if compiled.stream is not None:
             self.sections.append(StreamSection(compiled.stream, context, shared, layer_task))
         for planned in compiled.sections:
-            strips = {at: Strips(segment, context, shared) for at, segment in planned.segments.items()}
+            strips = {at: StripExecutor(segment, context, shared) for at, segment in planned.segments.items()}
             self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step needs all samples of a batch at once, so that micro-batches are run together
-        self.over_batch = any(section.over_batch for section in self.sections)
-        self.replays = Replays(context.backend.kernels, self._parts())
+        self.spans_batch = any(section.spans_batch for section in self.sections)
+        self.replays = PassGraphCache(context.backend.kernels, self._user_extensible_objects())
 
-    def with_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
+    def with_layer_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
         """Return an executor of the same plan with another layer task."""
         executor = Executor(self.compiled, self.context, self.blocks.samples, layer_task)
         executor.replays.usable = False  # debugging tasks check every step
         return executor
 
-    def graphs(self, samples: int, first: int, make: Callable[[], PassGraphs]) -> PassGraphs | None:
+    def pass_graphs(self, samples: int, first: int, make: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of passes of this size that go back to node `first`; None: run ordinary passes.
 
         Graphs are used if a pass consists of kernel launches only: on one rank without observers, with all arrays of
@@ -105,9 +105,9 @@ class Executor:
         """
         grid, plan = self.context.grid, self.compiled
         in_memory = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments
-        if grid.size > 1 or grid.observers or not in_memory or len(self.blocks.free) < self.blocks.count:
+        if grid.size > 1 or grid.observers or not in_memory or len(self.blocks.free_blocks) < self.blocks.block_count:
             return None
-        return self.replays.of((samples, first), make)
+        return self.replays.graphs_for((samples, first), make)
 
     def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through the first `nodes` nodes (default: all)."""
@@ -162,7 +162,7 @@ class Executor:
             Whether the passes' memory is released as soon as possible.
         """
         current, at = [run.current for run in runs], len(runs[0].checkpoints)
-        first = first if need_dx else max(first, self.compiled.idle)
+        first = first if need_dx else max(first, self.compiled.skipped_nodes)
         while True:
             section = self.sections[at]
             continues = section.first > first
@@ -171,14 +171,14 @@ class Executor:
             if continues or (recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]
             if recomputed or (close and continues):
-                _close(current)
+                _close_passes(current)
             if not continues:
                 return dxs
             at -= 1
             current = self.sections[at].recompute([run.checkpoints[at] for run in runs], [run.phase for run in runs])
 
     @contextmanager
-    def passing(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
+    def forward_pass(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
         """Run forward, and close the pass at the end of the block."""
         run = self.forward(x, phase, nodes)
         try:
@@ -186,7 +186,7 @@ class Executor:
         finally:
             run.close()
 
-    def _parts(self) -> Iterator[Registered]:
+    def _user_extensible_objects(self) -> Iterator[Registered]:
         """Yield the objects whose code passes run, and that users may have written."""
         for planned in self.compiled:
             layer = planned.layer
@@ -198,6 +198,6 @@ class Executor:
                 yield step.join
 
 
-def _close(runs: Sequence[Any]) -> None:
+def _close_passes(runs: Sequence[Any]) -> None:
     for run in runs:
         run.close()

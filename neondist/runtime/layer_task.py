@@ -12,7 +12,7 @@ from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Layer, Reduction, Shard, StepContext, declared_with
 from ..plan import Graph
-from .reduce import combine, merge_batches
+from .reduce import combine_ranks, merge_batches
 from .tasks import Task
 from .workspace import SectionPass
 
@@ -29,18 +29,20 @@ class LayerTask(Task):
         self.array: GlobalArray = layer.input
         (value,) = step.inputs
         #: allgather of a vector: of the input, if only this layer reads its range; of the output
-        reads_shard = graph.wants_shard(step) and value not in graph.shards
+        reads_shard = graph.wants_shard(step) and value not in graph.sharded_vectors
         self.input_gather = self._allgather(graph.shapes[value]) if reads_shard else None
-        self.output_gather = self._allgather(graph.shapes[step.output]) if step.output in graph.shards else None
-        self.windowed = not self.array.plan.trivial
+        self.output_gather = (
+            self._allgather(graph.shapes[step.output]) if step.output in graph.sharded_vectors else None
+        )
+        self.has_window = not self.array.plan.trivial
         #: step that can recompute the input
-        self.producer = graph.restored.get(at)
+        self.producer = graph.recomputing_steps.get(at)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
-        self.over_batch = any(reduction.over_batch for reduction in self.reductions.values())
+        self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
         #: whether partial results are computed again although the result is known, for what the layer saves
         methods = {"forward": "reduce", "backward": "reduce_backward"}
-        self._rereduces = {
-            direction: declared_with(layer, "reduce_saves", methods[direction]) is not False
+        self._repeats_partial_result = {
+            direction: declared_with(layer, "reduce_saves_state", methods[direction]) is not False
             for direction in self.reductions
         }
         self.observers = layer.context.grid.observers
@@ -77,63 +79,64 @@ class LayerTask(Task):
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
         """Return the ctx and view of a new call; the view is None without a tile."""
-        layer, space, samples, activation_step = self.layer, run.workspace, run.samples, self.absorbed(run)
+        layer, space, samples, activation_step = self.layer, run.workspace, run.samples, self.fused_activation(run)
         x = x if self.input_gather is None or x is None else x[..., self.input_gather.plan.own.slices[0]]
-        ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.result_value(run), samples))
+        ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
         if activation_step is not None and activation_step.layer is not None:
             ctx.activation = activation_step.layer.activation
-        run.contexts[self.at], ctx.repeats = ctx, self.at < run.first_new
-        ctx.cleared, ctx.clears = self.cleared(run), self.clears
-        view = x if not self.windowed or x is None else self.halo("forward", ctx, space.view(self.at, samples), x)
+        run.contexts[self.at], ctx.state_already_updated = ctx, self.at < run.first_new_step
+        ctx.applies_relu_gradient = self.applies_relu_gradient
+        ctx.relu_gradient_deferred = self.is_relu_gradient_deferred(run)
+        view = x if not self.has_window or x is None else self.halo("forward", ctx, space.view(self.at, samples), x)
         space.keep_border(self.at, samples)
-        restores = self.at in space.plan.restored
-        ctx.whole_view = view if restores or (run.keeps and layer.saves_input) else None
+        restores = self.at in space.plan.rebuilt_views
+        ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
     def saved_state(self, run: SectionPass) -> tuple[dict[str, Any], bool]:
         """Return the arrays that the layer has saved, and whether it has applied its activation."""
         ctx = run.contexts[self.at]
         assert ctx is not None
-        return ctx.to_keep(run.workspace.arena.blocks.owns), ctx.activated
+        return ctx.saved_arrays(run.workspace.arena.blocks.owns), ctx.activated
 
     def resume(self, run: SectionPass, inputs: Sequence[Any], saved: tuple[dict[str, Any], bool]) -> None:
         """Rebuild the view, if needed, and a ctx with the saved arrays."""
         (x,) = inputs
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         arrays, ctx.activated = saved
-        ctx.resume(view, arrays)
+        ctx.restore_saved(view, arrays)
         ctx.reduced = None if run.reduced_forward is None else run.reduced_forward[self.at]
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
         layer = self.layer
-        y = self.compute(ctx, view)
-        if layer.scatters is not None:
-            y = layer.finish(ctx, ctx.scatter_add(layer.scatters, y))
-        return self._settle_output(ctx, view, y)
+        y = self.call_forward(ctx, view)
+        if layer.scattered_output_array is not None:
+            y = layer.finish_scattered_output(ctx, ctx.scatter_add(layer.scattered_output_array, y))
+        return self._place_output(ctx, view, y)
 
-    def _settle_output(self, ctx: StepContext, view: Any, y: Any) -> Any:
+    def _place_output(self, ctx: StepContext, view: Any, y: Any) -> Any:
         """Return the activated outputs in memory that stays reserved until they are read."""
         layer = self.layer
-        if y is not ctx.offered and ctx.offered is not None:
-            ctx.shield(ctx.offered)  # a parent's method may have saved this array
+        if y is not ctx.accessed_out and ctx.accessed_out is not None:
+            ctx.copy_saved_sharing(ctx.accessed_out)  # a parent's method may have saved this array
         if ctx.activation is not None and not ctx.activated:
-            if y is ctx.offered:
-                ctx.shield(y)
+            if y is ctx.accessed_out:
+                ctx.copy_saved_sharing(y)
             else:
-                y = self._copy_out(ctx, y)
+                y = self._copy_to_out(ctx, y)
             ctx.output = y = ctx.activation.fprop(y)
-        elif y is not ctx.offered and view is not None and layer.kernels.xp.may_share_memory(y, view):
-            y = self._copy_out(ctx, y)
+        elif y is not ctx.accessed_out and view is not None and layer.kernels.xp.may_share_memory(y, view):
+            y = self._copy_to_out(ctx, y)
         if view is not None and not layer.saves_input:  # a strip without a view needs sums only
-            ctx.shield(view)
-        elif ctx.whole_view is not None:
-            ctx.shield(view, but=view)
+            ctx.copy_saved_sharing(view)
+        elif ctx.rebuilt_view is not None:
+            ctx.copy_saved_sharing(view, unless=view)
         keeps = layer.keeps_output or (ctx.activation is not None and layer.saves_activated)
-        if self.cleared_by is not None and not ctx.cleared:
+        if self.relu_gradient_step is not None and not ctx.relu_gradient_deferred:
             ctx.output = None if ctx.output is None else y.copy()
-        if self.cleared_by is not None or not keeps:
-            ctx.shield(y)
+        if self.relu_gradient_step is not None or not keeps:
+            ctx.copy_saved_sharing(y)
         return y
 
     def _backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
@@ -146,55 +149,57 @@ class LayerTask(Task):
         """Return a call's ctx and the gradient of its output before the activation."""
         layer, ctx, space = self.layer, run.contexts[self.at], run.workspace
         assert ctx is not None
-        if self.at in space.plan.restored and self.producer is not None:
+        if self.at in space.plan.rebuilt_views and self.producer is not None:
             producer = run.contexts[self.producer]
             assert producer is not None
-            ctx.move_view(space.restored(self.at, self.inputs[0], run.samples, producer.restore_output))
-        if ctx.activation is not None and not (ctx.activated or ctx.cleared):
+            ctx.replace_saved_view(space.rebuild_view(self.at, self.inputs[0], run.samples, producer.restore_output))
+        if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_deferred):
             dy = ctx.activation.bprop(ctx.output, dy)
-        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.accumulated_from
+        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.accumulated_from_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape
-            ctx.offer(partial(ctx.xp.empty, shape, layer.context.dtype))
-        elif layer.gathers is None or not needed:
-            ctx.offer(partial(run.workspace.gradient_place, self.at, self.inputs[0], run.samples))
+            ctx.set_out_allocator(partial(ctx.xp.empty, shape, layer.context.dtype))
+        elif layer.gathered_gradient_array is None or not needed:
+            ctx.set_out_allocator(partial(run.workspace.gradient_array, self.at, self.inputs[0], run.samples))
         return ctx, dy if layer.splits_outputs else self._redistribute("backward", self.output_gather, dy)
 
     def _finish_backward(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace
         needed = ctx.needs_input_gradient
-        if layer.gathers is not None and needed:
+        if layer.gathered_gradient_array is not None and needed:
             return self._gather_gradient(ctx, dy)
-        if layer.scatters is not None:
-            dy = ctx.gather(layer.scatters, layer.to_gather(ctx, dy))
-        dview = self.compute_backward(ctx, dy)
+        if layer.scattered_output_array is not None:
+            dy = ctx.gather(layer.scattered_output_array, layer.gradient_to_gather(ctx, dy))
+        dview = self.call_backward(ctx, dy)
         if not needed:
             return None
         if self.input_gather is not None:
             return self._redistribute("backward", self.input_gather, dview)
-        if self.windowed:
+        if self.has_window:
             return self.halo("backward", ctx, space.view(self.at, run.samples), dview)
-        return self._copy_out(ctx, dview) if dview is not ctx.offered and space.arena.blocks.owns(dview) else dview
+        return (
+            self._copy_to_out(ctx, dview) if dview is not ctx.accessed_out and space.arena.blocks.owns(dview) else dview
+        )
 
-    def _copy_out(self, ctx: StepContext, array: Any) -> Any:
+    def _copy_to_out(self, ctx: StepContext, array: Any) -> Any:
         """Return a copy in the memory of the result."""
-        out = ctx.out if ctx.offered is None else ctx.offered
+        out = ctx.out if ctx.accessed_out is None else ctx.accessed_out
         self.layer.kernels.copy(array, out)
         return out
 
     def _gather_gradient(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the tile, computed from the gathered gradients of all outputs that depend on it."""
         layer = self.layer
-        assert layer.gathers is not None
+        assert layer.gathered_gradient_array is not None
         ctx.needs_input_gradient = False
-        self.compute_backward(ctx, dy)
-        return layer.input_gradient(ctx, ctx.gather(layer.gathers, layer.to_gather(ctx, dy)))
+        self.call_backward(ctx, dy)
+        return layer.input_gradient(ctx, ctx.gather(layer.gathered_gradient_array, layer.gradient_to_gather(ctx, dy)))
 
-    def compute(self, ctx: StepContext, view: Any) -> Any:
+    def call_forward(self, ctx: StepContext, view: Any) -> Any:
         """Call the layer's forward; overridden by debugging tasks."""
         return self.layer.forward(ctx, view)
 
-    def compute_backward(self, ctx: StepContext, dy: Any) -> Any:
+    def call_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Call the layer's backward."""
         return self.layer.backward(ctx, dy)
 
@@ -218,7 +223,7 @@ class LayerTask(Task):
             for ctx, _ in calls:
                 ctx.reduced = None
             return
-        skips = known and not self._rereduces[direction]
+        skips = known and not self._repeats_partial_result[direction]
         partials = [] if skips else [self.partial_result(direction, ctx, array) for ctx, array in calls]
         if known:
             for (ctx, _), reduced in zip(calls, known, strict=True):
@@ -227,7 +232,7 @@ class LayerTask(Task):
         counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in calls]
         results = self.combine_partials(direction, partials, counts)
         for at, ((ctx, _), reduced) in enumerate(zip(calls, results, strict=True)):
-            ctx.reduced, ctx.repeats = reduced, reduction.over_batch and at > 0
+            ctx.reduced, ctx.state_already_updated = reduced, reduction.spans_batch and at > 0
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Return the combined partial results of all ranks for each pass; collective.
@@ -239,22 +244,24 @@ class LayerTask(Task):
         counts : number of samples of each pass
         """
         reduction = self.reductions[direction]
-        if reduction.over_batch:
+        if reduction.spans_batch:
             partials = [merge_batches(reduction, partials)] * len(partials)
-        self._check_reduced(reduction, partials, counts)
+        self._check_partial_sizes(reduction, partials, counts)
         if partials[0] is not None and reduction.group is not None:
             self.array.reductions.direction = direction
             cut = self.output_gather if direction == "forward" else None
             with self.observers.during("reduce" if cut is None else "redistribute", self.name, direction):
-                log, results = self.array.reductions, partials[:1] if reduction.over_batch else partials
-                results = [combine(log, reduction, part) if cut is None else cut.adjoint(part) for part in results]
-                return results * len(partials) if reduction.over_batch else results
+                log, results = self.array.reductions, partials[:1] if reduction.spans_batch else partials
+                results = [
+                    combine_ranks(log, reduction, part) if cut is None else cut.adjoint(part) for part in results
+                ]
+                return results * len(partials) if reduction.spans_batch else results
         return partials
 
-    def _check_reduced(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
+    def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanError if the sizes of partial results differ from the layer's declaration."""
         for partial_result, samples in zip(partials, counts, strict=True):
-            declared = reduction.each * samples + reduction.once
+            declared = reduction.elements_per_sample * samples + reduction.fixed_elements
             if partial_result is not None and partial_result.size != declared:
                 raise PlanError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces {partial_result.size} elements"
@@ -268,7 +275,7 @@ class LayerTask(Task):
         grid = self.layer.context.grid.shape
         if grid.tiles == 1:
             return None
-        shards = [Shard(shape).inputs(grid, tile) for tile in range(grid.tiles)]
+        shards = [Shard(shape).input_box(grid, tile) for tile in range(grid.tiles)]
         all_to_all = partial(self.array.reductions.all_to_all, "tiles")
         return Redistribution(all_to_all, self.layer.context.grid.tile, shards, [Box.of(shape)] * grid.tiles)
 

@@ -19,7 +19,7 @@ def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
     return merge_moments(namespace(partials[0]).stack(partials))
 
 
-def combine(log: Reductions, reduction: Reduction, partial: Any) -> Any:
+def combine_ranks(log: Reductions, reduction: Reduction, partial: Any) -> Any:
     """Return the combined partial results of all ranks, the same on each; collective over the group."""
     assert reduction.group is not None
     if reduction.combine == "sum":

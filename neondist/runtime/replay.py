@@ -10,9 +10,9 @@ from typing import Any
 from ..backends import Kernels
 from ..registry import Registered
 
-WARM = 2
+WARMUP_PASSES = 2
 """Ordinary passes of a kind before capture, which compile and select kernels and allocate memory."""
-KEPT = 4
+MAX_KEPT_KINDS = 4
 """Kinds of passes whose graphs are kept, least recently used first out."""
 
 
@@ -22,7 +22,7 @@ class PassGraphs:
     Parameters
     ----------
     kernels : Kernels
-        Kernels of a device that `captures`.
+        Kernels of a device that `supports_capture`.
     forward : callable
         Returns a new pass for an array of images.
     backward : callable
@@ -52,7 +52,7 @@ class PassGraphs:
         self._backward.replay()
 
 
-class Replays:
+class PassGraphCache:
     """Cache of the graphs of an executor's passes.
 
     Parameters
@@ -64,18 +64,20 @@ class Replays:
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
         unique = list({id(part): part for part in parts}.values())
-        self.usable = kernels.captures and all(map(_same_every_step, unique))
+        self.usable = kernels.supports_capture and all(map(_same_every_step, unique))
         #: numbers and strings, which users may assign between steps
-        self._settings = [(part, name) for part in unique for name in part.arguments() if _is_plain(part, name)]
+        self._user_settings = [
+            (part, name) for part in unique for name in part.arguments() if _is_plain_value(part, name)
+        ]
         self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
-    def of(self, kind: Hashable, make: Callable[[], PassGraphs]) -> PassGraphs | None:
+    def graphs_for(self, kind: Hashable, make: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of a kind, captured by `make` after enough passes; None before."""
         if not self.usable:
             return None
-        kind = kind, *(getattr(part, name) for part, name in self._settings)
+        kind = kind, *(getattr(part, name) for part, name in self._user_settings)
         entry = self._graphs.pop(kind, 0)
-        if entry == WARM:
+        if entry == WARMUP_PASSES:
             try:
                 entry = make()
             except Exception as error:  # an ordinary pass raises it, too, or works without graphs
@@ -87,15 +89,15 @@ class Replays:
         elif isinstance(entry, int):
             entry += 1
         self._graphs[kind] = entry
-        if len(self._graphs) > KEPT:
+        if len(self._graphs) > MAX_KEPT_KINDS:
             self._graphs.popitem(last=False)
         return None if isinstance(entry, int) else entry
 
 
-def _is_plain(part: Registered, name: str) -> bool:
+def _is_plain_value(part: Registered, name: str) -> bool:
     return isinstance(getattr(part, name, None), (int, float, str))
 
 
 def _same_every_step(part: Registered) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
-    return packages <= {"neondist", "abc", "builtins"} and not getattr(part, "by_step", False)
+    return packages <= {"neondist", "abc", "builtins"} and not getattr(part, "step_dependent", False)

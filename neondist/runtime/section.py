@@ -9,11 +9,11 @@ from ..errors import PassError
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection
-from ..plan.section import NOWHERE
-from ..system.memory import out_of_memory, ranks_here
-from .arena import Arena, Blocks
+from ..plan.section import INSIDE_SEGMENT
+from ..system.memory import count_local_ranks, out_of_memory_error
+from .arena import Arena, BlockPool
 from .layer_task import LayerTask
-from .tasks import JoinTask, PassedTask, Task
+from .tasks import FusedActivationTask, JoinTask, Task
 from .workspace import SectionPass, Workspace
 
 
@@ -27,7 +27,7 @@ class Section:
     context : Context
     tile : int
         Tile of this rank, or strip.
-    blocks : Blocks
+    blocks : BlockPool
         Memory shared with other sections.
     replacements : dict of id to layer
         Objects executed in place of some layers.
@@ -40,35 +40,35 @@ class Section:
         planned: PlannedSection,
         context: Context,
         tile: int,
-        blocks: Blocks,
+        blocks: BlockPool,
         replacements: Mapping[int, Any],
         layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
-        self.first, self.last, self.backwards = planned.first, planned.last, planned.backward
+        self.first, self.last, self.runs_backward = planned.first, planned.last, planned.backward
         self.tasks: list[Task] = []
         boxes = planned.boxes(tile)
         for at, step in enumerate(self.graph.steps):
             layer: Any = replacements.get(id(step.layer), step.layer)
             if step.join is not None:
                 self.tasks.append(JoinTask(at, self.graph, step.join, context.backend.kernels, boxes))
-            elif at in self.graph.absorbed:
-                self.tasks.append(PassedTask(at, self.graph, layer))
+            elif at in self.graph.fused_activations:
+                self.tasks.append(FusedActivationTask(at, self.graph, layer))
             else:
                 self.tasks.append(layer_task(at, self.graph, layer))
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
-        blocks.provide(self.plan.length)
+        blocks.reserve(self.plan.length)
         self.workspaces: dict[int, Workspace] = {}
         self._last_reader = [max(readers, default=-1) for readers in self.graph.readers]
 
     @property
-    def over_batch(self) -> bool:
+    def spans_batch(self) -> bool:
         """Whether a step needs all samples of a batch at once."""
-        return any(task.over_batch for task in self.tasks)
+        return any(task.spans_batch for task in self.tasks)
 
     def workspace(self) -> Workspace:
         """Return unused memory for a pass."""
-        number = self.blocks.take()
+        number = self.blocks.acquire()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
             self.workspaces[number] = Workspace(arena, self.shapes, [task.array for task in self.tasks])
@@ -91,8 +91,8 @@ class Section:
         """Return passes that execute each step together, through the first `nodes` nodes (default: all)."""
         nodes = self.last - self.first if nodes is None else nodes
         known = [None] * len(xs) if reduced is None else reduced
-        end = self.graph.ends[nodes]
-        if end == NOWHERE:
+        end = self.graph.node_ends[nodes]
+        if end == INSIDE_SEGMENT:
             raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
         runs = [
             SectionPass(self.workspace(), phase, len(x), end, r) for x, phase, r in zip(xs, phases, known, strict=True)
@@ -134,7 +134,7 @@ class Section:
                     if self._last_reader[value] == task.at and value != last:
                         held.pop(value, None)
                 held[task.output] = y
-            for run in runs if not self.backwards else ():
+            for run in runs if not self.runs_backward else ():
                 run.contexts[task.at] = None
         return values
 
@@ -157,8 +157,8 @@ class Section:
         done : callable, optional
             Called with each layer when its gradients are complete.
         """
-        stop, value = self.graph.ends[first]
-        if need_dx and (stop in self.graph.absorbed or stop in self.graph.cleared.values()):
+        stop, value = self.graph.node_ends[first]
+        if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
             raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
         end, gradients = runs[0].steps, [self._output_gradient(run, dy) for run, dy in zip(runs, dys, strict=True)]
         self._backward_steps(runs, gradients, slice(stop, end), None if need_dx else value, done)
@@ -195,8 +195,8 @@ class Section:
             results: list[Any] = getattr(task, direction)(*arguments)
         except self.context.backend.kernels.memory_errors as error:
             ranks = self.context.grid.size
-            room = self.context.backend.kernels.room(ranks_here(ranks))
-            raise out_of_memory(error, task.name, direction, self.blocks.planned(), room, ranks) from error
+            room = self.context.backend.kernels.available_memory(count_local_ranks(ranks))
+            raise out_of_memory_error(error, task.name, direction, self.blocks.planned_bytes(), room, ranks) from error
         return results
 
     # Passes up to a reduction over several passes.
@@ -224,7 +224,7 @@ class Section:
         task: Any = self.tasks[at]
         gradients, end, skipped = self._output_gradient(run, dy), run.steps, None if need_dx else 0
         if keep is not None:
-            end, value = self.graph.ends[keep[0]]
+            end, value = self.graph.node_ends[keep[0]]
             self._backward_steps([run], [gradients], slice(end, run.steps), skipped)
             keep[1](gradients[value])
         self._backward_steps([run], [gradients], slice(at + 1, end), skipped)
@@ -236,8 +236,10 @@ class Section:
         space = run.workspace
         if value in gradients:
             self.context.backend.kernels.add([gradients[value], dx], gradients[value])
-        elif len(self.graph.readers[value]) == 1 or (value in space.plan.begun and space.arena.blocks.owns(dx)):
+        elif len(self.graph.readers[value]) == 1 or (
+            value in space.plan.summed_in_place and space.arena.blocks.owns(dx)
+        ):
             gradients[value] = dx
         else:
-            total = gradients[value] = space.sum_place(value, run.samples)
+            total = gradients[value] = space.gradient_sum_array(value, run.samples)
             self.context.backend.kernels.copy(dx, total)

@@ -12,14 +12,14 @@ from ..geometry import Box
 from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, Stream
-from .arena import Blocks
+from .arena import BlockPool
 from .layer_task import LayerTask
 from .reduce import merge_batches
 from .section import Section
 from .strips import section_on_part
 from .workspace import SectionPass
 
-Cells = tuple[slice, ...]
+CellIndex = tuple[slice, ...]
 
 
 class StreamPass:
@@ -60,7 +60,7 @@ class _BackwardGroup(NamedTuple):
     """Strips of a part of a stream that run backward together, and the output gradient of each pass."""
 
     part: StreamSection
-    numbers: Sequence[int]
+    strip_numbers: Sequence[int]
     dys: Sequence[Any]
 
 
@@ -71,7 +71,7 @@ class StreamSection:
     ----------
     planned : Stream
     context : Context
-    blocks : Blocks
+    blocks : BlockPool
         Memory of a strip.
     layer_task : type
         Task that runs a layer's step.
@@ -83,7 +83,7 @@ class StreamSection:
         self,
         planned: Stream,
         context: Context,
-        blocks: Blocks,
+        blocks: BlockPool,
         layer_task: Callable[[int, Graph, Layer], LayerTask],
         image: Box | None = None,
     ) -> None:
@@ -93,10 +93,10 @@ class StreamSection:
         self.tasks: dict[int, LayerTask] = {
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
-        self.numbers, self.steps = planned.strips(tile), len(graph.steps)
-        self._cut = planned.cut_strips(tile)
-        self._checkpointed = self.numbers[max(0, len(self.numbers) - planned.checkpointed_strips) :]
-        blocks.provide(planned.length(tile))
+        self.strip_numbers, self.steps = planned.strips(tile), len(graph.steps)
+        self._cut_strips = planned.cut_strips(tile)
+        self._checkpointed = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
+        blocks.reserve(planned.length(tile))
         self._sections: dict[int, Section] = {}
         self._current = -1
         self._output_box, self._image_box = planned.output(tile), image or planned.tiles[0].box(tile)
@@ -110,9 +110,9 @@ class StreamSection:
         self.name = f"{layers[0]} to {layers[-1]}"
 
     @property
-    def over_batch(self) -> bool:
+    def spans_batch(self) -> bool:
         """Whether a step needs all samples of a batch at once."""
-        return any(task.over_batch for task in self.tasks.values())
+        return any(task.spans_batch for task in self.tasks.values())
 
     def checkpoint(self, x: Any, run: StreamPass) -> StreamPass:
         """Return the checkpoint of a completed pass: the pass itself."""
@@ -132,11 +132,11 @@ class StreamSection:
         runs = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):
             done = 0
-            for at in self.planned.reducing("forward"):
-                self._reduce_forward(runs, at, done)
+            for at in self.planned.reduction_steps("forward"):
+                self._run_to_reduction(runs, at, done)
                 done = at
             if self._output_box is not None:
-                self._write(runs, done)
+                self._write_output(runs, done)
         return runs
 
     def backward(
@@ -153,51 +153,51 @@ class StreamSection:
         are kept at a cut are not run above it again.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):
-            groups, before = [_BackwardGroup(self, self.numbers, dys)], self.steps
-            for at in reversed(self.planned.reducing("backward")):
+            groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.steps
+            for at in reversed(self.planned.reduction_steps("backward")):
                 parts: list[list[Any]] = [[] for _ in runs]
-                split = [group.part._reduce_backward(runs, group, at, before, need_dx, parts) for group in groups]
-                self._combine("backward", at, runs, parts)
+                split = [group.part._run_back_to_reduction(runs, group, at, before, need_dx, parts) for group in groups]
+                self._combine_ranks("backward", at, runs, parts)
                 groups, before = [group for part in split for group in part], at
             dxs = [self._image_zeros(run.samples) if need_dx else None for run in runs]
             for group in groups:
-                group.part._to_image(runs, group, before, dxs)
+                group.part._run_back_to_image(runs, group, before, dxs)
         if done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
                     done(layer)
         return dxs
 
-    def _reduce_forward(self, runs: Sequence[StreamPass], at: int, done: int) -> None:
+    def _run_to_reduction(self, runs: Sequence[StreamPass], at: int, done: int) -> None:
         """Run all strips up to a step's `reduce`, and combine; the steps before `done` have been run before.
 
         The last step of the stream is run as well.
         """
         is_last = at == self.steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in runs]
-        for number in self.numbers:
+        for number in self.strip_numbers:
             section = self._section(number)
             for place, (run, partials) in enumerate(zip(runs, parts, strict=True)):
-                first_new = done if number == self.numbers[0] and not place else self.steps
-                inner = self._open(section, run, first_new)
-                inner.keeps = is_last and run.phase.training and number in self._checkpointed
+                first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
+                inner = self._new_strip_pass(section, run, first_new_step)
+                inner.keeps_states = is_last and run.phase.training and number in self._checkpointed
                 ctx, view, part = section.partial_result(inner, self._image_part(run.x, number), at)
                 partials.append(part)
-                if inner.keeps:
+                if inner.keeps_states:
                     run.saved[number] = section.saved_states(inner, self.planned.recomputed)
-                if is_last and number == self.numbers[-1]:
+                if is_last and number == self.strip_numbers[-1]:
                     run.last, run.output = inner, (ctx, view)
                 else:
                     inner.close()
             if not is_last and all(partials[0] is None for partials in parts):
                 break  # no reduction in this pass
-        self._combine("forward", at, runs, parts)
+        self._combine_ranks("forward", at, runs, parts)
         for run in runs if is_last else ():
             ctx, view = run.output
             ctx.reduced = run.reduced["forward"][at]
-            run.output = self._section(self.numbers[-1]).tasks[at].finish_forward(ctx, view)  # type: ignore[attr-defined]
+            run.output = self._section(self.strip_numbers[-1]).tasks[at].finish_forward(ctx, view)  # type: ignore[attr-defined]
 
-    def _reduce_backward(
+    def _run_back_to_reduction(
         self,
         runs: Sequence[StreamPass],
         group: _BackwardGroup,
@@ -210,37 +210,41 @@ class StreamSection:
 
         At a cut the strips' gradients of its value are summed and kept.
         """
-        below = self.below if at == self.planned.sweeps[-1] else None
+        below = self.below if at == self.planned.sweep_stops[-1] else None
         if below is None:
-            kept, rest, after = [None] * len(runs), group.numbers, []
+            kept, rest, after = [None] * len(runs), group.strip_numbers, []
         else:
-            kept = [below.zeros(run.samples) for run in runs]
-            rest = [number for number in group.numbers if number not in self._cut]
-            after = [_BackwardGroup(below, below.numbers, kept)]
-        for number, run, partials, dy, total in self._backward_order(group.numbers, runs, parts, group.dys, kept):
-            section, inner = self._rerun(number, run, before)
-            keep = None if below is None or number in rest else (below.last, partial(self._add, number, below, total))
+            kept = [below.output_zeros(run.samples) for run in runs]
+            rest = [number for number in group.strip_numbers if number not in self._cut_strips]
+            after = [_BackwardGroup(below, below.strip_numbers, kept)]
+        for number, run, partials, dy, total in self._backward_order(group.strip_numbers, runs, parts, group.dys, kept):
+            section, inner = self._rerun_strip(number, run, before)
+            keep = None
+            if below is not None and number not in rest:
+                keep = below.last, partial(self._add_cut_gradient, number, below, total)
             partials.append(section.partial_result_backward(inner, self._gradient_part(dy, number), at, need_dx, keep))
             inner.close()
         self._release_current()
-        return [*([group._replace(numbers=rest)] if rest else []), *after]
+        return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
 
-    def zeros(self, samples: int) -> Any:
+    def output_zeros(self, samples: int) -> Any:
         """Return a zero array for the gradient of this rank's output."""
         return self.context.backend.xp.zeros((samples, *self._output_shape), self.context.dtype)
 
     def _image_zeros(self, samples: int) -> Any:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
-    def _add(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
+    def _add_cut_gradient(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the output of `below`."""
         cells = self.planned.cells[below.planned.graph.output].box(number)
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
-    def _to_image(self, runs: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]) -> None:
+    def _run_back_to_image(
+        self, runs: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
+    ) -> None:
         """Run strips backward to the image, adding gradients of shared cells."""
-        for number, run, dx, dy in self._backward_order(group.numbers, runs, dxs, group.dys):
-            section, inner = self._rerun(number, run, before)
+        for number, run, dx, dy in self._backward_order(group.strip_numbers, runs, dxs, group.dys):
+            section, inner = self._rerun_strip(number, run, before)
             (gradient,) = section.backward([inner], [self._gradient_part(dy, number)], need_dx=dx is not None)
             if dx is not None:
                 dx[self._image_cells(number)] += gradient
@@ -255,49 +259,51 @@ class StreamSection:
             for entry in zip(runs, *items, strict=True):
                 yield number, *entry
 
-    def _combine(self, direction: str, at: int, runs: Sequence[StreamPass], parts: Sequence[Sequence[Any]]) -> None:
+    def _combine_ranks(
+        self, direction: str, at: int, runs: Sequence[StreamPass], parts: Sequence[Sequence[Any]]
+    ) -> None:
         task = self.tasks[at]
         partials = [merge_batches(task.reductions[direction], part) for part in parts]
         results = task.combine_partials(direction, partials, [run.samples for run in runs])
         for run, reduced in zip(runs, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _write(self, runs: Sequence[StreamPass], done: int) -> None:
+    def _write_output(self, runs: Sequence[StreamPass], done: int) -> None:
         """Write the output, strip by strip."""
         for run in runs:
             shape = run.samples, *self._output_shape
             run.output = self.context.backend.xp.empty(shape, self.context.dtype)
-        for number in self.numbers:
+        for number in self.strip_numbers:
             section = self._section(number)
             for place, run in enumerate(runs):
-                first_new = done if number == self.numbers[0] and not place else self.steps
-                inner = self._open(section, run, first_new)
-                inner.keeps = run.phase.training and number in self._checkpointed
+                first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
+                inner = self._new_strip_pass(section, run, first_new_step)
+                inner.keeps_states = run.phase.training and number in self._checkpointed
                 section.run(inner, self._image_part(run.x, number))
-                if inner.keeps:
+                if inner.keeps_states:
                     run.saved[number] = section.saved_states(inner, self.planned.recomputed)
                 self.context.backend.kernels.copy(inner.output, run.output[self._output_cells(number)])
-                if number == self.numbers[-1]:
+                if number == self.strip_numbers[-1]:
                     run.last = inner
                 else:
                     inner.close()
 
-    def _rerun(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
+    def _rerun_strip(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
         """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
         section, inner = self._section(number), run.last
-        if number != self.numbers[-1] or inner is None:
-            inner = self._open(section, run, self.steps)
+        if number != self.strip_numbers[-1] or inner is None:
+            inner = self._new_strip_pass(section, run, self.steps)
             checkpointed = self.planned.checkpointed_strips  # none below a cut, where strips have other cells
             saved = run.saved.get(number) if checkpointed else None
             section.run(inner, self._image_part(run.x, number), saved)
         run.last = None
-        inner.accumulated_from = before
+        inner.accumulated_from_step = before
         return section, inner
 
-    def _open(self, section: Section, run: StreamPass, first_new: int) -> SectionPass:
-        end = section.graph.ends[-1]
+    def _new_strip_pass(self, section: Section, run: StreamPass, first_new_step: int) -> SectionPass:
+        end = section.graph.node_ends[-1]
         inner = SectionPass(section.workspace(), run.phase, run.samples, end, run.reduced["forward"])
-        inner.reduced_backward, inner.first_new = run.reduced["backward"], first_new
+        inner.reduced_backward, inner.first_new_step = run.reduced["backward"], first_new_step
         return inner
 
     # Sections and cells of strips.
@@ -315,14 +321,14 @@ class StreamSection:
         """Release the last strip's buffers to which layers have added."""
         section = self._sections.get(self._current)
         for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
-            if layer.scatters is not None:
-                layer.scatters.take(layer.scatters.plan)
+            if layer.scattered_output_array is not None:
+                layer.scattered_output_array.take(layer.scattered_output_array.plan)
 
-    def _image_cells(self, number: int) -> Cells:
+    def _image_cells(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's image."""
         return slice(None), *self.planned.cells[0].box(number).relative_to(self._image_box).slices
 
-    def _output_cells(self, number: int) -> Cells:
+    def _output_cells(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's output."""
         return slice(None), *self.planned.outputs.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
 

@@ -11,14 +11,14 @@ from ..halo import GlobalArray
 from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection
 from ..plan.section import Segment
-from .arena import Blocks
+from .arena import BlockPool
 from .layer_task import LayerTask
 from .section import Section
 
 Slices = tuple[slice, ...]
 
 
-class Strips:
+class StripExecutor:
     """Executor of the layers of a segment on this rank.
 
     Parameters
@@ -30,10 +30,10 @@ class Strips:
     """
 
     saves_input, keeps_output, activation, splits_outputs = True, False, None, False
-    gathers, scatters = None, None
+    gathered_gradient_array, scattered_output_array = None, None
     regions = (None, None)
 
-    def __init__(self, segment: Segment, context: Context, blocks: Blocks) -> None:
+    def __init__(self, segment: Segment, context: Context, blocks: BlockPool) -> None:
         first, last = segment.plans[0].layer, segment.plans[-1].layer
         self.leaves, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
         self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
@@ -80,7 +80,7 @@ def section_on_part(
     planned: PlannedSection,
     context: Context,
     part: int,
-    blocks: Blocks,
+    blocks: BlockPool,
     layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
 ) -> Section:
     """Return the section of a strip or block, whose layers share the arrays of the built ones."""
@@ -98,33 +98,33 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
     placed : LayerPlan
     """
     clone = copy.copy(layer)
-    clone.context, clone.regions, clone.gathers = context, placed.regions, None
+    clone.context, clone.regions, clone.gathered_gradient_array = context, placed.regions, None
     shape = context.batch_size, *layer.input_shape
     clone.input = GlobalArray(
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
     clone.input.take(placed.view(strip))
-    if layer.scatters is not None:
-        clone.scatters = GlobalArray(
+    if layer.scattered_output_array is not None:
+        clone.scattered_output_array = GlobalArray(
             context.grid,
             (context.batch_size, *layer.output_shape),
-            layer.scatters.window,
+            layer.scattered_output_array.window,
             dtype=str(context.dtype),
             backend=context.backend,
             reuse=True,
         )
-        clone.scatters.reverse = True
-        clone.scatters.take(placed.added_to(strip))
+        clone.scattered_output_array.reverse = True
+        clone.scattered_output_array.take(placed.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():
-        if parameter.layout.cut:
+        if parameter.layout.is_partitioned:
             layout, shape, grid = parameter.layout, parameter.shape, layer.context.grid
             whole = layout.box(shape, grid.shape, grid.tile)
             cells = layout.box(shape, context.grid.shape, strip).relative_to(whole).slices
             cuts[name] = whole.shape, cells, layout.shape_on(shape, context.grid.shape, strip)
     if cuts:
-        parts = {name: _part(layer.params[name], cut) for name, cut in cuts.items()}
+        parts = {name: _strip_part(layer.params[name], cut) for name, cut in cuts.items()}
         clone.params, clone.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
     clone.adjust_for_tile()
     return clone
@@ -133,7 +133,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
 class _StripGradients(dict[str, Any]):
     """Gradients by name, whose assignments are added to those of the layer (on a strip: to the strip's part)."""
 
-    def __init__(self, whole: Any, cuts: dict[str, _Cut]) -> None:
+    def __init__(self, whole: Any, cuts: dict[str, _StripPart]) -> None:
         super().__init__(whole)
         self.whole, self.cuts = whole, cuts
 
@@ -144,15 +144,15 @@ class _StripGradients(dict[str, Any]):
         if name not in self.cuts:
             self.whole[name] = values
             return
-        part = _part(self.whole[name], self.cuts[name])
+        part = _strip_part(self.whole[name], self.cuts[name])
         part += values
 
 
-_Cut: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
+_StripPart: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
 """Shape of a rank's array with the axes of cells, index of a strip's cells, and shape of the strip's part."""
 
 
-def _part(array: Any, cut: _Cut) -> Any:
+def _strip_part(array: Any, cut: _StripPart) -> Any:
     """Return a strip's part of a rank's array as a view: it has all cells along the other axes."""
     whole, cells, shape = cut
     return array.reshape(whole)[cells].reshape(shape)

@@ -18,7 +18,7 @@ class Task(ABC):
     """A step of the graph on this rank, for all passes executed together."""
 
     #: whether the step needs all samples of a batch at once
-    over_batch = False
+    spans_batch = False
     #: name of the layer or container, for messages
     name = ""
     array: GlobalArray | None = None
@@ -27,22 +27,25 @@ class Task(ABC):
     def __init__(self, at: int, graph: Graph) -> None:
         step = graph.steps[at]
         self.at, self.inputs, self.output = at, step.inputs, step.output
-        #: step of the activation absorbed by this one
-        self.activation_step = graph.steps[at + 1] if graph.absorbed.get(at + 1) == at else None
+        #: step of the activation fused into this one
+        self.activation_step = graph.steps[at + 1] if graph.fused_activations.get(at + 1) == at else None
         #: step that differentiates this one's activation; and whether this one does so for another
-        self.cleared_by, self.clears = graph.cleared.get(at), at in graph.cleared.values()
+        self.relu_gradient_step, self.applies_relu_gradient = (
+            graph.deferred_relu_gradients.get(at),
+            at in graph.deferred_relu_gradients.values(),
+        )
 
-    def absorbed(self, run: SectionPass) -> Step | None:
+    def fused_activation(self, run: SectionPass) -> Step | None:
         """Return the activation that a pass applies in this step."""
         return self.activation_step if run.steps > self.at + 1 else None
 
-    def cleared(self, run: SectionPass) -> bool:
+    def is_relu_gradient_deferred(self, run: SectionPass) -> bool:
         """Return whether the backward pass need not read the output, because the next step applies the activation's."""
-        return self.cleared_by is not None and run.steps > self.cleared_by
+        return self.relu_gradient_step is not None and run.steps > self.relu_gradient_step
 
     def result_value(self, run: SectionPass) -> int:
         """Return the value in whose memory a pass stores the result."""
-        activation_step = self.absorbed(run)
+        activation_step = self.fused_activation(run)
         return self.output if activation_step is None else activation_step.output
 
     @abstractmethod
@@ -79,7 +82,7 @@ class JoinTask(Task):
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
         #: shape of inputs that have more cells, and the cells to join
         cells = boxes[self.output]
-        self.wider = {
+        self.wider_inputs = {
             place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
             for place, value in enumerate(self.inputs)
             if boxes[value] != cells
@@ -87,15 +90,17 @@ class JoinTask(Task):
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values into the memory of their reader."""
-        outputs = [run.workspace.value_place(self.result_value(run), run.samples) for run in runs]
+        outputs = [run.workspace.value_array(self.result_value(run), run.samples) for run in runs]
         for run, values, y in zip(runs, inputs, outputs, strict=True):
-            cells = [value[self.wider[at][1]] if at in self.wider else value for at, value in enumerate(values)]
-            if self.absorbed(run) is None:
+            cells = [
+                value[self.wider_inputs[at][1]] if at in self.wider_inputs else value for at, value in enumerate(values)
+            ]
+            if self.fused_activation(run) is None:
                 self.join.combine(self.kernels, cells, y)
             else:
                 self.join.combine(self.kernels, cells, y, clip=True)  # type: ignore[call-arg]
-                if not self.cleared(run):
-                    run.join_outputs[self.at] = y if self.cleared_by is None else y.copy()
+                if not self.is_relu_gradient_deferred(run):
+                    run.join_outputs[self.at] = y if self.relu_gradient_step is None else y.copy()
         return outputs
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
@@ -104,7 +109,7 @@ class JoinTask(Task):
             list(self.join.split(self._join_dy(run, dy), self.channels)) for run, dy in zip(runs, dys, strict=True)
         ]
         for parts in gradients:
-            for at, (shape, cells) in self.wider.items():
+            for at, (shape, cells) in self.wider_inputs.items():
                 part = parts[at]
                 parts[at] = self.kernels.xp.zeros((len(part), *shape, self.channels[at]), part.dtype)
                 parts[at][cells] = part
@@ -112,15 +117,15 @@ class JoinTask(Task):
 
     def _join_dy(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of the join, before its activation."""
-        if self.absorbed(run) is None or self.cleared(run):
+        if self.fused_activation(run) is None or self.is_relu_gradient_deferred(run):
             return dy
         space = run.workspace
         in_place = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
-        place = dy if in_place else space.gradient_place(self.at + 1, self.output, run.samples)
+        place = dy if in_place else space.gradient_array(self.at + 1, self.output, run.samples)
         return self.kernels.relu_backward(run.join_outputs[self.at], dy, place)
 
 
-class PassedTask(Task):
+class FusedActivationTask(Task):
     """Activation that the previous step has applied."""
 
     def __init__(self, at: int, graph: Graph, layer: Layer) -> None:

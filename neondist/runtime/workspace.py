@@ -32,29 +32,29 @@ class Workspace:
         """Return the buffer of a step's view for batches of this size."""
         key, array = (at, samples), self.inputs[at]
         if key not in self._views and array is not None:
-            self._views[key] = array.buffer(samples, self.arena.number, self._slots(at))
+            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_slots(at))
         return self._views[key]
 
-    def value_place(self, value: int, samples: int) -> Any:
+    def value_array(self, value: int, samples: int) -> Any:
         """Return the array (samples, *tile, C) of a value."""
-        if (at := self.plan.homes.get(value)) is not None:
+        if (at := self.plan.view_of_value.get(value)) is not None:
             return self.view(at, samples).tile
         return self._array(self.plan.values.get(value), value, samples)
 
-    def gradient_place(self, at: int, value: int, samples: int) -> Any:
+    def gradient_array(self, at: int, value: int, samples: int) -> Any:
         """Return the array of the gradient of a step's view, valid until it is read."""
         if at in self.plan.views:
             return self.view(at, samples).dview_place()
         return self._array(self.plan.gradients.get(at), value, samples)
 
     def keep_border(self, at: int, samples: int) -> None:
-        """Save the cells around the tile that `restored` needs, if any."""
+        """Save the cells around the tile that `rebuild_view` needs, if any."""
         if at in self.plan.borders:
             self.view(at, samples).keep_border(self._border(at, samples))
 
-    def restored(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
+    def rebuild_view(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
-        slot = self.plan.restored[at]
+        slot = self.plan.rebuilt_views[at]
         if at in self.plan.borders:
             return self.view(at, samples).restored(ArenaSlot(self.arena, slot), self._border(at, samples), write)
         tile = self._array(slot, value, samples)
@@ -63,11 +63,11 @@ class Workspace:
 
     def _border(self, at: int, samples: int) -> Any:
         slot = self.plan.borders[at]
-        return self.arena.array(slot, (samples, self.plan.ranges[slot].numbers))
+        return self.arena.array(slot, (samples, self.plan.ranges[slot].elements))
 
-    def sum_place(self, value: int, samples: int) -> Any:
+    def gradient_sum_array(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
-        return self._array(self.plan.sums.get(value), value, samples)
+        return self._array(self.plan.gradient_sums.get(value), value, samples)
 
     def _array(self, slot: int | None, value: int, samples: int) -> Any:
         """Return the array of a slot with a value's shape; a new array if none is planned."""
@@ -79,7 +79,7 @@ class Workspace:
             self._arrays[key] = self.arena.array(slot, shape)
         return self._arrays[key]
 
-    def _slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
+    def _view_slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
         view, gradient = self.plan.views[at], self.plan.gradients.get(at)
         return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
 
@@ -98,16 +98,16 @@ class SectionPass:
         Number of steps, and the value that they compute.
     reduced_forward, reduced_backward : list or None
         For a repeated pass: the results of the reductions of each step.
-    keeps : bool
+    keeps_states : bool
         Whether its saved states are kept when it is closed, so that another pass can skip steps.
-    first_new : int
+    first_new_step : int
         Steps before this one have been run before, and change no state.
-    accumulated_from : int
+    accumulated_from_step : int
         Steps from this one on have accumulated the gradients of their weights before.
     """
 
     reduced_backward: list[Any] | None = None
-    keeps = False
+    keeps_states = False
 
     def __init__(
         self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], reduced: list[Any] | None
@@ -115,7 +115,7 @@ class SectionPass:
         self._workspace: Workspace | None = workspace
         self.phase, self.samples, self.reduced_forward = phase, samples, reduced
         self.steps, self.value = end
-        self.first_new, self.accumulated_from = 0 if reduced is None else self.steps, self.steps
+        self.first_new_step, self.accumulated_from_step = 0 if reduced is None else self.steps, self.steps
         self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
@@ -151,7 +151,7 @@ class SectionPass:
         """Release the memory; no backward pass is possible afterwards."""
         if self._workspace is not None:
             arena = self._workspace.arena
-            arena.blocks.give_back(arena.number)
+            arena.blocks.release(arena.block_number)
             self._workspace, self.contexts = None, []
 
     def __del__(self) -> None:

@@ -8,31 +8,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..comm import SingleTransport
 from ..errors import ConfigError, DataError, MissingPackageError, UserError
 from ..geometry import Box
-from ..io.checkpoint import Piece, open_checkpoint, write
+from ..io.checkpoint import ArrayPart, open_checkpoint, write_checkpoint
 from ..io.checkpoint.read import CheckpointReader
 from ..io.checkpoint.texts import parse_json
-from ..io.files import make_folder, replacing
+from ..io.files import atomic_replacement, make_folder
 from .message import Message, MessageError
 from .placement import ServerLayout, ServerPiece, TableSpec
-from .progress import Credits
+from .progress import AppliedMinibatches
 from .state import ServerState, UpdateRule
-from .table import first_rows
+from .table import initial_rows
 from .updates import Slots
 
-FORMAT = 1
-LARGEST_TABLE = 4 << 30
+FORMAT_VERSION = 1
+MAX_EXPORTED_TABLE_BYTES = 4 << 30
 """Maximum size in bytes of an exported table."""
-_FILE = re.compile(r"server-(\d+)-of-(\d+)\.h5")
+_SERVER_FILE_NAME = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 
 
-def save_state(state: ServerState, rule: UpdateRule, folder: Path, save: str) -> Callable[[], None]:
+def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save: str) -> Callable[[], None]:
     """Return a function that writes the file of a server in its current state.
 
     New table rows do not affect it until it has run; updates would.
@@ -41,7 +41,7 @@ def save_state(state: ServerState, rule: UpdateRule, folder: Path, save: str) ->
     ----------
     rule : UpdateRule
         Rule by which it applies gradients.
-    save : str
+    save_id : str
         Identifier of this checkpoint, the same for all servers.
     """
     arrays: dict[str, np.ndarray] = {}
@@ -49,7 +49,7 @@ def save_state(state: ServerState, rule: UpdateRule, folder: Path, save: str) ->
     indices = {piece.name: index for index, piece in enumerate(layout.pieces)}
     for dtype in layout.dtypes:
         slots = state.dense.slots[dtype]
-        for piece, (start, stop) in zip(layout.of_dtype(dtype), layout.spans(dtype), strict=True):
+        for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
             prefix = f"pieces/{indices[piece.name]}"
             arrays[f"{prefix}/values"] = state.dense.values[dtype][start:stop]
             arrays |= {f"{prefix}/slots/{name}": array[start:stop] for name, array in slots.items() if array.ndim}
@@ -59,26 +59,26 @@ def save_state(state: ServerState, rule: UpdateRule, folder: Path, save: str) ->
         arrays |= {f"tables/{index}/ids": table.ids, f"tables/{index}/values": table.values}
         arrays |= {f"tables/{index}/slots/{name}": array for name, array in table.slots.items()}
     header = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "save": save,
         "version": state.version,
         "samples": state.samples,
-        "credits": state.credits.to_json(),
+        "credits": state.applied_minibatches.to_json(),
         "layout": layout.to_json(),
         "optimizer": state.optimizer,
         "rule": rule.to_json(),
     }
-    pieces = [Piece(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
-    path = server_file(folder, layout.index, layout.servers)
+    pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+    path = server_file_path(folder, layout.index, layout.servers)
 
     def write_file() -> None:
         make_folder(folder)
-        write(path, pieces, {"server": json.dumps(header)}, SingleTransport())
+        write_checkpoint(path, pieces, {"server": json.dumps(header)}, SingleTransport())
 
     return write_file
 
 
-def server_file(folder: Path, index: int, servers: int) -> Path:
+def server_file_path(folder: Path, index: int, servers: int) -> Path:
     """Return the path of the file of a server in a checkpoint."""
     return folder / f"server-{index}-of-{servers}.h5"
 
@@ -90,7 +90,7 @@ def is_complete(folder: Path) -> bool:
 
 def count_servers(folder: Path) -> int | None:
     """Return the number of servers of a checkpoint; None if files are missing."""
-    matches = [match for path in folder.glob("server-*.h5") if (match := _FILE.fullmatch(path.name))]
+    matches = [match for path in folder.glob("server-*.h5") if (match := _SERVER_FILE_NAME.fullmatch(path.name))]
     counts = {int(match[2]) for match in matches}
     return len(matches) if counts == {len(matches)} else None
 
@@ -103,7 +103,7 @@ def read_configuration(folder: Path, index: int, servers: int) -> Message:
     DataError
         The file is missing, or is not a file of a server.
     """
-    path = server_file(folder, index, servers)
+    path = server_file_path(folder, index, servers)
     if not path.is_file():
         raise DataError(f"{folder}: has no file for server {index} of {servers}; name another one")
     with open_checkpoint(path, SingleTransport()) as file:
@@ -118,7 +118,7 @@ def load_state(state: ServerState, folder: Path) -> None:
     DataError
         A file is missing or damaged, or the files belong to different checkpoints or to another model.
     """
-    with _open_all(folder) as files:
+    with _open_server_files(folder) as files:
         first = files[0]
         if (first.optimizer["kind"], first.optimizer["name"]) != (state.optimizer["kind"], state.optimizer["name"]):
             saved, current = first.optimizer["name"], state.optimizer["name"]
@@ -126,20 +126,20 @@ def load_state(state: ServerState, folder: Path) -> None:
         layout = state.layout
         for dtype in layout.dtypes:
             slots = state.dense.slots[dtype]
-            for piece, (start, stop) in zip(layout.of_dtype(dtype), layout.spans(dtype), strict=True):
+            for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
                 for name, whole in _read_parameter(files, piece, folder).items():
                     if name:
-                        slots.setdefault(name, np.empty(layout.size(dtype), dtype))
+                        slots.setdefault(name, np.empty(layout.flat_size(dtype), dtype))
                     target = slots[name] if name else state.dense.values[dtype]
                     target[start:stop] = piece.select(whole).reshape(-1)
-            slots.update(first.scalars(f"scalars/{dtype}"))
+            slots.update(first.read_scalars(f"scalars/{dtype}"))
         for spec in layout.tables:
             for ids, values, slots in _read_table_rows(files, spec, folder):
                 owned = ids % layout.servers == layout.index
                 owned_slots = {name: array[owned] if array.ndim else array for name, array in slots.items()}
                 state.tables[spec.name].restore(ids[owned], values[owned], owned_slots)
         state.version = max(file.version for file in files)
-        state.samples, state.credits = first.samples, first.credits
+        state.samples, state.applied_minibatches = first.samples, first.applied_minibatches
 
 
 def export_checkpoint(folder: Path, path: Path) -> None:
@@ -159,7 +159,7 @@ def export_checkpoint(folder: Path, path: Path) -> None:
     """
     if path.suffix not in (".h5", ".safetensors"):
         raise ConfigError(f"{path}: expected a name that ends with .h5 or .safetensors")
-    with _open_all(folder) as files:
+    with _open_server_files(folder) as files:
         arrays: dict[str, np.ndarray] = {}
         pieces = {piece.name: piece for file in files for piece in file.layout.pieces}
         for piece in pieces.values():
@@ -170,15 +170,15 @@ def export_checkpoint(folder: Path, path: Path) -> None:
             arrays[f"model/{spec.name}"] = _read_table(files, spec, folder)
         version = max(file.version for file in files)
     if path.suffix == ".h5":
-        whole_pieces = [Piece(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
-        write(path, whole_pieces, {"position": json.dumps({"step": version})}, SingleTransport())
+        whole_pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+        write_checkpoint(path, whole_pieces, {"position": json.dumps({"step": version})}, SingleTransport())
         return
     try:
         from safetensors.numpy import save
     except ImportError:
         raise MissingPackageError(f"{path}: needs safetensors: pip install 'neondist[torch]'") from None
     weights = {name[len("model/") :]: array for name, array in arrays.items() if name.startswith("model/")}
-    with replacing(path) as file:
+    with atomic_replacement(path) as file:
         file.write(save(weights, {"step": str(version)}))
 
 
@@ -189,36 +189,36 @@ class _ServerFile:
         self._file, self.path = file, file.facts.path
         try:
             header = parse_json(file.facts.texts["server"], dict)
-            if header["format"] != FORMAT:
+            if header["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {header['format']}")
-            self.save, self.version, self.samples = (
+            self.save_id, self.version, self.samples = (
                 str(header["save"]),
                 int(header["version"]),
                 float(header["samples"]),
             )
-            self.credits = Credits.parse(header["credits"])
+            self.applied_minibatches = AppliedMinibatches.parse(header["credits"])
             self.layout = ServerLayout.parse(header["layout"])
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
             self.configuration = {name: header[name] for name in ("layout", "optimizer", "rule")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
             raise DataError(f"{self.path}: is not a file written by a server ({error})") from None
 
-    def read(self, name: str, dtype: Any, size: int | None = None) -> np.ndarray:
+    def read_array(self, name: str, dtype: DTypeLike, size: int | None = None) -> np.ndarray:
         """Return an array of the file; DataError if it is missing or has another size."""
         shape = self._file.facts.shapes.get(name)
         if shape is None or size not in (None, prod(shape)):
             raise DataError(f"{self.path}: '{name}' is missing, or has another size")
         array = np.empty(shape, dtype)
-        self._file.fill([Piece(name, shape, array, [Box.of(shape)])])
+        self._file.fill([ArrayPart(name, shape, array, [Box.of(shape)])])
         return array
 
-    def slots(self, prefix: str) -> list[str]:
+    def slot_names(self, prefix: str) -> list[str]:
         """Return the names of the slots in a group."""
         return list(self._file.facts.group(f"{prefix}/slots"))
 
-    def scalars(self, prefix: str) -> Slots:
+    def read_scalars(self, prefix: str) -> Slots:
         """Return the scalar slots."""
-        return {name: self.read(f"{prefix}/{name}", "float32") for name in self._file.facts.group(prefix)}
+        return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.facts.group(prefix)}
 
     def is_scalar(self, name: str) -> bool:
         """Whether an array is a scalar."""
@@ -226,15 +226,15 @@ class _ServerFile:
 
 
 @contextmanager
-def _open_all(folder: Path) -> Iterator[list[_ServerFile]]:
+def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     """Open the files of all servers of a checkpoint."""
-    paths = sorted(path for path in folder.glob("server-*.h5") if _FILE.fullmatch(path.name))
-    counts = {int(match[2]) for path in paths if (match := _FILE.fullmatch(path.name))}
+    paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_NAME.fullmatch(path.name))
+    counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_NAME.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
         raise DataError(f"{folder}: is not a complete checkpoint of servers ({len(paths)} files); name another one")
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(open_checkpoint(path, SingleTransport()))) for path in paths]
-        if len({file.save for file in files}) > 1:
+        if len({file.save_id for file in files}) > 1:
             raise DataError(f"{folder}: its {count} files belong to different checkpoints; name another one")
         yield files
 
@@ -252,10 +252,10 @@ def _read_parameter(files: Sequence[_ServerFile], piece: ServerPiece, folder: Pa
                 raise DataError(f"{folder}: parameter '{piece.name}' is {saved}, and {current} in the model")
             covered += source.box.size
             names = {"": f"pieces/{index}/values"}
-            names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slots(f"pieces/{index}")}
+            names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}")}
             for slot, name in names.items():
                 whole = arrays.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
-                part = file.read(name, piece.dtype, source.box.size)
+                part = file.read_array(name, piece.dtype, source.box.size)
                 source.select(whole)[...] = part.reshape(source.box.shape)
     if covered != prod(piece.shape):
         raise DataError(f"{folder}: has no parameter '{piece.name}', or not all of it; it belongs to another model")
@@ -274,20 +274,20 @@ def _read_table_rows(
         if (saved_spec := file.layout.tables[index]).dim != spec.dim or saved_spec.rows != spec.rows:
             saved, current = (f"{table.rows} x {table.dim}" for table in (saved_spec, spec))
             raise DataError(f"{folder}: table '{spec.name}' is {saved}, and {current} in the model")
-        ids = file.read(f"tables/{index}/ids", np.int64)
-        values = file.read(f"tables/{index}/values", spec.dtype, len(ids) * spec.dim)
+        ids = file.read_array(f"tables/{index}/ids", np.int64)
+        values = file.read_array(f"tables/{index}/values", spec.dtype, len(ids) * spec.dim)
         slots = {}
-        for name in file.slots(f"tables/{index}"):
+        for name in file.slot_names(f"tables/{index}"):
             full = f"tables/{index}/slots/{name}"
             scalar = file.is_scalar(full)
-            slots[name] = file.read(full, "float32") if scalar else file.read(full, spec.dtype, values.size)
+            slots[name] = file.read_array(full, "float32") if scalar else file.read_array(full, spec.dtype, values.size)
         yield ids, values, slots
 
 
 def _read_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
-    if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > LARGEST_TABLE:
+    if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
         raise ConfigError(f"{folder}: table '{spec.name}' takes {size / 1e9:.1f} GB, too much for one array")
-    whole = first_rows(spec, np.arange(spec.rows))
+    whole = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):
         whole[ids] = values
     return whole

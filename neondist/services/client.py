@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ServiceError
-from .dense import PREFIX
+from .dense import DENSE_PREFIX
 from .group import ServerGroup
-from .message import Arrays, Message
+from .message import Message, MessageArray
 from .placement import ServerLayout, TableSpec
-from .progress import Credit, Credits
-from .state import IDS, ROWS, UpdateRule
-from .table import combine
+from .progress import AppliedMinibatches, MinibatchId
+from .state import IDS_PREFIX, ROWS_PREFIX, UpdateRule
+from .table import sum_duplicates
 from .updates import describe_optimizer
 
 SparseGradient = tuple[np.ndarray, np.ndarray]
@@ -32,15 +32,15 @@ class PushResult:
     Attributes
     ----------
     stale : bool
-        A server has refused the gradient as too old: pull, recompute it, and push it with the same credit; servers that
-        have already applied it ignore it.
+        A server has refused the gradient as too old: pull, recompute it, and push it for the same minibatch; servers
+        that have already applied it ignore it.
     duplicate : bool
-        All servers already had a gradient with this credit.
+        All servers already had a gradient of this minibatch.
     versions : list of int
         First version of each server that contains the gradient.
     staleness : int
         Number of updates since the values of the gradient were pulled, on the server where it is largest.
-    factor : float
+    learning_rate_factor : float
         Factor on the learning rate, on that server.
     """
 
@@ -48,7 +48,7 @@ class PushResult:
     duplicate: bool
     versions: list[int]
     staleness: int
-    factor: float
+    learning_rate_factor: float
 
 
 class PulledValues:
@@ -68,15 +68,15 @@ class PulledValues:
             if not reply.arrays:
                 continue
             for dtype in layout.dtypes:
-                flat = reply.array(PREFIX + dtype, dtype, [layout.size(dtype)])
-                for piece, (start, stop) in zip(layout.of_dtype(dtype), layout.spans(dtype), strict=True):
+                flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.flat_size(dtype)])
+                for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
                     piece.select(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
 
 
 class ParameterClient:
     """Connection of a worker to all servers of a job; a context manager.
 
-    Arrays passed to `push_later` must not change until its future is done.
+    Arrays passed to `push_async` must not change until its future is done.
 
     Parameters
     ----------
@@ -106,18 +106,20 @@ class ParameterClient:
         patience: float = 30.0,
     ) -> None:
         if len(addresses) != len(layouts):
-            raise ServiceError(f"{len(addresses)} servers, but the parameters are placed on {len(layouts)}")
+            raise ServiceError(
+                f"{len(addresses)} servers, but the parameters are placed on {len(layouts)}; give as many addresses"
+            )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
-        self._group = ServerGroup(addresses, token, timeout, patience)
-        self._servers, self._call_all = self._group.clients, self._group.call_all
+        self._server_group = ServerGroup(addresses, token, timeout, patience)
+        self._clients, self._call_all = self._server_group.clients, self._server_group.call_all
         # one thread per direction: preserves the order of a worker's pushes
-        self._pushes, self._pulls = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
-        self._client, self._sequence = f"{worker}/{secrets.token_hex(4)}", 0
+        self._push_thread, self._pull_thread = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
+        self._client_id, self._push_count = f"{worker}/{secrets.token_hex(4)}", 0
         self.versions, self._incarnations = [-1] * len(addresses), [""] * len(addresses)
-        self._targets = [0] * len(addresses)
-        self._rule = UpdateRule()
+        self._required_versions = [0] * len(addresses)
+        self._update_rule = UpdateRule()
         self._tables = {table.name: table for layout in layouts for table in layout.tables}
-        self._call_all(lambda index: self._servers[index].hello())
+        self._call_all(lambda index: self._clients[index].check_version())
 
     def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, rule: UpdateRule | None = None) -> bool:
         """Push a model to servers without one; return whether the values of this worker were used.
@@ -136,22 +138,22 @@ class ParameterClient:
         ServiceError
             A server holds another model, or cannot apply the optimiser.
         """
-        self._rule = rule or UpdateRule()
+        self._update_rule = rule or UpdateRule()
         models = [self._describe_model(layout, optimizer) for layout in self.layouts]
-        replies = self._call_all(lambda at: self._servers[at].call("push_model", {**models[at], "values": False}))
+        replies = self._call_all(lambda at: self._clients[at].call("push_model", {**models[at], "values": False}))
         empty = [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
 
         def push_values(index: int) -> bool:
             if index not in empty:
                 return False
-            arrays = self._pack(self.layouts[index], values)
+            arrays = self._select_parts(self.layouts[index], values)
             for name in self._tables.keys() & values.keys():
                 ids = np.arange(index, len(values[name]), len(self.layouts))
-                arrays |= {IDS + name: ids, ROWS + name: values[name][ids]}
-            return self._servers[index].call("push_model", {**models[index], "values": True}, arrays).flag("taken")
+                arrays |= {IDS_PREFIX + name: ids, ROWS_PREFIX + name: values[name][ids]}
+            return self._clients[index].call("push_model", {**models[index], "values": True}, arrays).flag("taken")
 
         taken = self._call_all(push_values)
-        self._call_all(lambda index: self._servers[index].call("join", {"worker": self.worker}))
+        self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
         return any(taken)
 
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -159,25 +161,25 @@ class ParameterClient:
 
         In synchronous mode, wait until they include all gradients pushed by this worker.
         """
-        pulled = self.pull_later().result()
+        pulled = self.pull_async().result()
         pulled.copy_to(arrays)
         return pulled.has_newer
 
-    def pull_later(self) -> Future[PulledValues]:
+    def pull_async(self) -> Future[PulledValues]:
         """Pull in another thread."""
-        return self._pulls.submit(lambda: PulledValues(self.layouts, self._call_all(self._pull_from)))
+        return self._pull_thread.submit(lambda: PulledValues(self.layouts, self._call_all(self._pull_from_server)))
 
     def pull_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return rows (n, dim) of a table; each row is transferred once."""
         distinct, inverse = np.unique(ids, return_inverse=True)
-        servers = len(self._servers)
+        servers = len(self._clients)
         ids_by_server = [distinct[distinct % servers == index].astype(np.int64) for index in range(servers)]
 
         def call(index: int) -> np.ndarray:
             table = self._tables[name]
             if not ids_by_server[index].size:
                 return np.empty((0, table.dim), table.dtype)
-            reply = self._servers[index].call("pull_embedding_vector", {"name": name}, {"ids": ids_by_server[index]})
+            reply = self._clients[index].call("pull_embedding_vector", {"name": name}, {"ids": ids_by_server[index]})
             return reply.array("rows", table.dtype, [len(ids_by_server[index]), table.dim])
 
         parts = self._call_all(call)
@@ -187,7 +189,7 @@ class ParameterClient:
         return rows[inverse.reshape(-1)]
 
     def push(
-        self, gradients: Gradients, samples: float = 1.0, credit: Credit | None = None, scale: float = 1.0
+        self, gradients: Gradients, samples: float = 1.0, minibatch: MinibatchId | None = None, scale: float = 1.0
     ) -> PushResult:
         """Push gradients and return the outcome.
 
@@ -197,75 +199,71 @@ class ParameterClient:
             Complete gradients of all dense parameters, and of table rows: means over this worker's samples.
         samples : float
             Number of samples.
-        credit : Credit, optional
+        minibatch : MinibatchId, optional
             Minibatch, of which no server applies a second gradient.
         scale : float
             Factor on the learning rate, such as that of a schedule.
-
-        Raises
-        ------
-        ServiceError
         """
-        return self.push_later(gradients, samples, credit, scale).result()
+        return self.push_async(gradients, samples, minibatch, scale).result()
 
-    def push_later(
-        self, gradients: Gradients, samples: float = 1.0, credit: Credit | None = None, scale: float = 1.0
+    def push_async(
+        self, gradients: Gradients, samples: float = 1.0, minibatch: MinibatchId | None = None, scale: float = 1.0
     ) -> Future[PushResult]:
         """Push in another thread; the order of pushes is preserved."""
         fields = {
             "worker": self.worker,
-            "client": self._client,
-            "sequence": self._sequence,
+            "client": self._client_id,
+            "sequence": self._push_count,
             "samples": samples,
             "scale": scale,
-            "credit": None if credit is None else list(credit),
+            "credit": None if minibatch is None else list(minibatch),
         }
-        self._sequence += 1
+        self._push_count += 1
         versions, incarnations = list(self.versions), list(self._incarnations)
         rows = {name: _sum_rows(table, gradients[name]) for name, table in self._tables.items() if name in gradients}
 
         def push_one(index: int) -> Message:
-            arrays = self._pack(self.layouts[index], gradients)
+            arrays = self._select_parts(self.layouts[index], gradients)
             for name, (ids, values) in rows.items():
-                owned = ids % len(self._servers) == index
-                arrays |= {IDS + name: ids[owned], ROWS + name: values[owned]}
+                owned = ids % len(self._clients) == index
+                arrays |= {IDS_PREFIX + name: ids[owned], ROWS_PREFIX + name: values[owned]}
             server_fields = {"version": max(0, versions[index]), "incarnation": incarnations[index]}
-            return self._servers[index].call("push_gradient", fields | server_fields, arrays)
+            return self._clients[index].call("push_gradient", fields | server_fields, arrays)
 
-        return self._pushes.submit(lambda: self._result(self._call_all(push_one)))
+        return self._push_thread.submit(lambda: self._combine_replies(self._call_all(push_one)))
 
     def wait_turn(self) -> None:
         """Wait until the staleness bound permits this worker to continue."""
-        if self._rule.sync or self._rule.staleness is None:
+        if self._update_rule.sync or self._update_rule.staleness is None:
             return
-        while not self._servers[0].call("wait_turn", {"worker": self.worker, "seconds": 30.0}).flag("ready"):
+        while not self._clients[0].call("wait_turn", {"worker": self.worker, "seconds": 30.0}).flag("ready"):
             pass
 
     def leave(self) -> None:
         """Leave the job, so that other workers do not wait for this one."""
-        self._call_all(lambda index: self._servers[index].call("leave", {"worker": self.worker}))
+        self._call_all(lambda index: self._clients[index].call("leave", {"worker": self.worker}))
 
-    def lose(self, worker: str) -> None:
+    def remove_lost_worker(self, worker: str) -> None:
         """Remove a lost worker, so that others do not wait for it."""
-        self._call_all(lambda index: self._servers[index].call("leave", {"worker": worker}))
+        self._call_all(lambda index: self._clients[index].call("leave", {"worker": worker}))
 
-    def left(self) -> int:
+    def count_left_workers(self) -> int:
         """Return the number of workers that have left."""
-        return self._servers[0].call("status").integer("left")
+        return self._clients[0].call("status").integer("left")
 
     def finish_round(self) -> None:
         """Apply the gradients of an incomplete round, such as at the end of an epoch."""
-        self._call_all(lambda index: self._servers[index].call("finish_round"))
+        self._call_all(lambda index: self._clients[index].call("finish_round"))
 
     def finish_epoch(self, epoch: int) -> None:
-        """Drop the credits of a complete epoch on servers, which refuse later gradients of it."""
-        self._call_all(lambda index: self._servers[index].call("finish_epoch", {"epoch": epoch}))
+        """Drop the records of a complete epoch on servers, which refuse later gradients of it."""
+        self._call_all(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
 
-    def credits(self) -> Credits:
+    def applied_minibatches(self) -> AppliedMinibatches:
         """Return the minibatches applied by all servers."""
-        return Credits.common(self._group.credits())
+        return AppliedMinibatches.intersection(self._server_group.applied_minibatches())
 
-    def save(self, name: str, patience: float = 60.0) -> Credits:
+    def save(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint of all servers; return the minibatches in it.
 
         Gradients are held meanwhile, except those that only some servers have applied.
@@ -276,24 +274,24 @@ class ParameterClient:
             Servers do not agree within `patience` seconds, such as after a worker was lost between pushes; try again
             once its minibatch has been recomputed.
         """
-        return self._group.save(name, patience)
+        return self._server_group.save_checkpoint(name, patience)
 
     def load(self, name: str, optimizer: Any, rule: UpdateRule | None = None) -> None:
         """Load a checkpoint of any number of servers on all servers, replacing their contents."""
-        self._rule = rule or UpdateRule()
+        self._update_rule = rule or UpdateRule()
         requests = [{**self._describe_model(layout, optimizer), "name": name} for layout in self.layouts]
-        self._call_all(lambda index: self._servers[index].call("load_checkpoint", requests[index]))
-        self._call_all(lambda index: self._servers[index].call("join", {"worker": self.worker}))
+        self._call_all(lambda index: self._clients[index].call("load_checkpoint", requests[index]))
+        self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
 
     def status(self) -> list[dict[str, Any]]:
         """Return the counts of each server."""
-        return self._group.status()
+        return self._server_group.status()
 
     def close(self) -> None:
         """Close all connections once running calls have finished."""
-        for pool in (self._pushes, self._pulls):
+        for pool in (self._push_thread, self._pull_thread):
             pool.shutdown(wait=True, cancel_futures=True)
-        self._group.close()
+        self._server_group.close()
 
     def __enter__(self) -> ParameterClient:
         return self
@@ -305,44 +303,44 @@ class ParameterClient:
         return {
             "layout": layout.to_json(),
             "optimizer": describe_optimizer(optimizer),
-            "rule": self._rule.to_json(),
+            "rule": self._update_rule.to_json(),
         }
 
-    def _pack(self, layout: ServerLayout, arrays: Mapping[str, Any]) -> dict[str, Arrays]:
+    def _select_parts(self, layout: ServerLayout, arrays: Mapping[str, Any]) -> dict[str, MessageArray]:
         """Return a server's parts of complete arrays, with array names of messages."""
         return {
-            PREFIX + dtype: [
-                piece.select(np.ascontiguousarray(arrays[piece.name], dtype)) for piece in layout.of_dtype(dtype)
+            DENSE_PREFIX + dtype: [
+                piece.select(np.ascontiguousarray(arrays[piece.name], dtype)) for piece in layout.pieces_of_dtype(dtype)
             ]
             for dtype in layout.dtypes
         }
 
-    def _pull_from(self, index: int) -> Message:
+    def _pull_from_server(self, index: int) -> Message:
         while True:
             fields = {
                 "version": max(0, self.versions[index]),
                 "incarnation": self._incarnations[index],
-                "at_least": self._targets[index],
+                "at_least": self._required_versions[index],
                 "seconds": 30.0,
             }
-            reply = self._servers[index].call("pull_variable", fields)
+            reply = self._clients[index].call("pull_variable", fields)
             version, incarnation = reply.integer("version"), reply.text("incarnation")
-            must_wait = incarnation == self._incarnations[index] and version < self._targets[index]
+            must_wait = incarnation == self._incarnations[index] and version < self._required_versions[index]
             if incarnation != self._incarnations[index]:
-                self._targets[index] = 0
+                self._required_versions[index] = 0
                 if self._incarnations[index]:
-                    self._servers[index].call("join", {"worker": self.worker})
+                    self._clients[index].call("join", {"worker": self.worker})
             self.versions[index], self._incarnations[index] = version, incarnation
             if not must_wait:
                 return reply
 
-    def _result(self, replies: Sequence[Message]) -> PushResult:
+    def _combine_replies(self, replies: Sequence[Message]) -> PushResult:
         outcomes = [reply.text("outcome") for reply in replies]
         versions = [reply.integer("version") for reply in replies]
-        if self._rule.sync:
+        if self._update_rule.sync:
             for index, outcome in enumerate(outcomes):
                 if outcome != "stale":
-                    self._targets[index] = max(self._targets[index], versions[index])
+                    self._required_versions[index] = max(self._required_versions[index], versions[index])
         oldest = max(replies, key=lambda reply: reply.integer("staleness"))
         return PushResult(
             "stale" in outcomes,
@@ -355,4 +353,4 @@ class ParameterClient:
 
 def _sum_rows(table: TableSpec, gradient: Any) -> SparseGradient:
     ids, rows = gradient
-    return combine(np.asarray(ids, np.int64), np.asarray(rows, table.dtype))
+    return sum_duplicates(np.asarray(ids, np.int64), np.asarray(rows, table.dtype))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
-_TABLES = """
+_SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS tasks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, epoch INTEGER NOT NULL, start INTEGER NOT NULL,
@@ -25,11 +25,11 @@ CREATE TABLE IF NOT EXISTS failures (
 CREATE TABLE IF NOT EXISTS skipped (record INTEGER PRIMARY KEY, error TEXT NOT NULL);
 """
 _COLUMNS = "id, kind, epoch, start, stop, applied, state, worker"
-_PATIENCE = 30.0
+_LOCK_TIMEOUT = 30.0
 """seconds to wait for the transaction of another process"""
 
 
-class Piece(NamedTuple):
+class TaskRow(NamedTuple):
     """Row of the table of tasks. States: todo, doing, done, failed, and parted (continued in other rows)."""
 
     id: int
@@ -37,40 +37,40 @@ class Piece(NamedTuple):
     epoch: int
     start: int
     end: int
-    applied: int
+    applied_until: int
     state: str
     worker: str | None
 
 
-class Database:
+class TaskDatabase:
     """Tasks by state, failures by record, and the facts of the queue.
 
     Parameters
     ----------
     path : path
-    facts : mapping
+    parameters : mapping
         Parameters that must be equal whenever the file is opened.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, parameters: Mapping[str, int]) -> None:
         self.path, self._lock = path, RLock()
         try:
-            self._connection = sqlite3.connect(path, _PATIENCE, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(path, _LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.executescript(_TABLES)
+            self._connection.executescript(_SCHEMA)
             with self.transaction():
-                self._check_facts(facts)
+                self._check_parameters(parameters)
         except sqlite3.Error as error:
             raise ConfigError(f"{path}: cannot be used as a task queue ({error}); name another file") from error
 
-    def _check_facts(self, facts: Mapping[str, int]) -> None:
-        stored_text = self._fact("facts")
+    def _check_parameters(self, parameters: Mapping[str, int]) -> None:
+        stored_text = self._read_fact("facts")
         if stored_text is None:
-            self._connection.execute("INSERT INTO facts VALUES ('facts', ?)", (json.dumps(dict(facts)),))
+            self._connection.execute("INSERT INTO facts VALUES ('facts', ?)", (json.dumps(dict(parameters)),))
             return
         stored = json.loads(stored_text)
-        for name, value in facts.items():
+        for name, value in parameters.items():
             if stored.get(name) != value:
                 raise ConfigError(
                     f"{self.path}: was made with {name} {stored.get(name)}, not {value}; open it with the same value,"
@@ -94,74 +94,76 @@ class Database:
         with self._lock:
             self._connection.close()
 
-    def note(self, name: str, value: str) -> None:
+    def store_note(self, name: str, value: str) -> None:
         """Store a note."""
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
 
-    def noted(self, name: str) -> str | None:
+    def load_note(self, name: str) -> str | None:
         """Return a note, or None."""
-        return self._fact(f"note {name}")
+        return self._read_fact(f"note {name}")
 
     # Tasks.
 
     def add_round(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Add the tasks of a round."""
-        self._add(kind, epoch, ranges)
+        self._insert_tasks(kind, epoch, ranges)
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"rounds {kind}", str(epoch + 1)))
 
-    def rounds(self, kind: str) -> int:
+    def count_rounds(self, kind: str) -> int:
         """Return the number of rounds of a kind that have begun."""
-        return int(self._fact(f"rounds {kind}") or 0)
+        return int(self._read_fact(f"rounds {kind}") or 0)
 
-    def first_todo(self, kind: str) -> Piece | None:
+    def first_unassigned_task(self, kind: str) -> TaskRow | None:
         """Return the first unassigned task."""
-        return self._one("state = 'todo' AND kind = ? ORDER BY epoch, start LIMIT 1", kind)
+        return self._select_first_task("state = 'todo' AND kind = ? ORDER BY epoch, start LIMIT 1", kind)
 
-    def leased(self, task_id: int) -> Piece | None:
+    def find_leased_task(self, task_id: int) -> TaskRow | None:
         """Return a task that is in progress, or done under this lease."""
-        return self._one("id = ? AND state IN ('doing', 'done')", task_id)
+        return self._select_first_task("id = ? AND state IN ('doing', 'done')", task_id)
 
-    def held(self, kind: str | None = None, worker: str | None = None, before: float | None = None) -> list[Piece]:
+    def running_tasks(
+        self, kind: str | None = None, worker: str | None = None, before: float | None = None
+    ) -> list[TaskRow]:
         """Return tasks in progress, filtered by kind, worker, or a lease that ends before a time."""
         filters = {"kind = ?": kind, "worker = ?": worker, "deadline < ?": before}
         active = {test: value for test, value in filters.items() if value is not None}
-        return self._all(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
+        return self._select_tasks(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
 
-    def pieces(self, kind: str, epoch: int) -> list[Piece]:
+    def unassigned_tasks(self, kind: str, epoch: int) -> list[TaskRow]:
         """Return the unassigned tasks of a round."""
-        return self._all("kind = ? AND epoch = ? AND state = 'todo' ORDER BY start", kind, epoch)
+        return self._select_tasks("kind = ? AND epoch = ? AND state = 'todo' ORDER BY start", kind, epoch)
 
-    def lease(self, task_id: int, worker: str, deadline: float) -> None:
+    def lease_task(self, task_id: int, worker: str, deadline: float) -> None:
         """Lease a task to a worker."""
         change = "UPDATE tasks SET state = 'doing', worker = ?, deadline = ? WHERE id = ?"
         self._connection.execute(change, (worker, deadline, task_id))
 
-    def credit(self, task_id: int, applied: int, deadline: float) -> None:
+    def record_progress(self, task_id: int, applied: int, deadline: float) -> None:
         """Record the progress of a task, and extend its lease; at its end it is done."""
         change = "UPDATE tasks SET applied = ?1, deadline = ?2, state = iif(?1 = stop, 'done', state) WHERE id = ?3"
         self._connection.execute(change, (applied, deadline, task_id))
 
-    def split(self, piece: Piece, ranges: Sequence[tuple[int, int]]) -> None:
+    def reissue_ranges(self, task: TaskRow, ranges: Sequence[tuple[int, int]]) -> None:
         """Reissue ranges of a task under new ids; without ranges it is done."""
         self._connection.execute(
-            "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("parted" if ranges else "done", piece.id)
+            "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("parted" if ranges else "done", task.id)
         )
-        self._add(piece.kind, piece.epoch, ranges)
+        self._insert_tasks(task.kind, task.epoch, ranges)
 
-    def end_failed(self, piece: Piece) -> None:
+    def mark_failed(self, task: TaskRow) -> None:
         """Mark a task as failed."""
-        self._connection.execute("UPDATE tasks SET state = 'failed' WHERE id = ?", (piece.id,))
+        self._connection.execute("UPDATE tasks SET state = 'failed' WHERE id = ?", (task.id,))
 
-    def end_round(self, kind: str) -> None:
+    def delete_tasks(self, kind: str) -> None:
         """Delete the tasks of a kind."""
         self._connection.execute("DELETE FROM tasks WHERE kind = ?", (kind,))
 
-    def clear(self, kind: str) -> None:
+    def delete_tasks_and_rounds(self, kind: str) -> None:
         """Delete the tasks and rounds of a kind; ids are not reused."""
-        self.end_round(kind)
+        self.delete_tasks(kind)
         self._connection.execute("DELETE FROM facts WHERE name = ?", (f"rounds {kind}",))
 
-    def counts(self, kind: str) -> dict[str, int]:
+    def count_by_state(self, kind: str) -> dict[str, int]:
         """Return the numbers of tasks by state."""
         counts = dict.fromkeys(("todo", "doing", "done", "failed"), 0)
         rows = self._connection.execute("SELECT state, count(*) FROM tasks WHERE kind = ? GROUP BY state", (kind,))
@@ -169,7 +171,7 @@ class Database:
 
     # Failures.
 
-    def fail(self, kind: str, record: int, error: str) -> int:
+    def count_failure(self, kind: str, record: int, error: str) -> int:
         """Count a failure of a record; return its number of failures."""
         change = (
             "INSERT INTO failures VALUES (?, ?, 1, ?) ON CONFLICT DO UPDATE SET failures = failures + 1,"
@@ -177,31 +179,31 @@ class Database:
         )
         return int(self._connection.execute(change, (kind, record, error)).fetchone()[0])
 
-    def skip(self, record: int, error: str) -> None:
+    def skip_record(self, record: int, error: str) -> None:
         """Skip a record from now on."""
         self._connection.execute("INSERT OR REPLACE INTO skipped VALUES (?, ?)", (record, error))
 
-    def skipped(self) -> list[tuple[int, str]]:
+    def skipped_records(self) -> list[tuple[int, str]]:
         """Return the skipped records, with reasons."""
         with self._lock:
             return list(self._connection.execute("SELECT record, error FROM skipped ORDER BY record"))
 
-    def _add(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
+    def _insert_tasks(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
         rows = [(kind, epoch, start, end, start) for start, end in ranges]
         self._connection.executemany(
             "INSERT INTO tasks (kind, epoch, start, stop, applied, state) VALUES (?, ?, ?, ?, ?, 'todo')", rows
         )
 
-    def _fact(self, name: str) -> str | None:
+    def _read_fact(self, name: str) -> str | None:
         row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
-    def _one(self, where: str, *values: object) -> Piece | None:
-        return next(iter(self._all(where, *values)), None)
+    def _select_first_task(self, where: str, *values: object) -> TaskRow | None:
+        return next(iter(self._select_tasks(where, *values)), None)
 
-    def _all(self, where: str, *values: object) -> list[Piece]:
+    def _select_tasks(self, where: str, *values: object) -> list[TaskRow]:
         rows = self._connection.execute(f"SELECT {_COLUMNS} FROM tasks WHERE {where}", values)
-        return [Piece(*row) for row in rows]
+        return [TaskRow(*row) for row in rows]
 
 
 def read_note(path: Path, name: str) -> str | None:
@@ -209,7 +211,7 @@ def read_note(path: Path, name: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        with closing(sqlite3.connect(path, _PATIENCE)) as connection:
+        with closing(sqlite3.connect(path, _LOCK_TIMEOUT)) as connection:
             row = connection.execute("SELECT value FROM facts WHERE name = ?", (f"note {name}",)).fetchone()
     except sqlite3.Error as error:
         raise ConfigError(f"{path}: cannot be used as a task queue ({error}); name another file") from error

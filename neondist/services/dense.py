@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..optim import FlatLayout
-from ..system.memory import require_room
+from ..system.memory import require_memory
 from .message import Message, MessageError
 from .placement import ServerLayout
 from .updates import Slots, Updater
 
-PREFIX = "dense/"
+DENSE_PREFIX = "dense/"
 """Prefix of the dtype in the array names of messages."""
 
 
@@ -33,26 +33,26 @@ class DenseParameters:
 
     def __init__(self, layout: ServerLayout, updater: Updater) -> None:
         self.layout, self._updater = layout, updater
-        needed = sum(layout.size(dtype) * np.dtype(dtype).itemsize for dtype in layout.dtypes)
-        require_room(needed, "the parameters of a server", "start more servers")
-        self.values = {dtype: np.zeros(layout.size(dtype), dtype) for dtype in layout.dtypes}
+        needed = sum(layout.flat_size(dtype) * np.dtype(dtype).itemsize for dtype in layout.dtypes)
+        require_memory(needed, "the parameters of a server", "start more servers")
+        self.values = {dtype: np.zeros(layout.flat_size(dtype), dtype) for dtype in layout.dtypes}
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
-        self._flat = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
+        self._flat_layouts = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
         if self.values:
-            updater.check_parts(all(piece.is_complete for piece in layout.pieces))
+            updater.check_partial_updates(all(piece.is_complete for piece in layout.pieces))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return sum(array.nbytes for array in self.values.values())
 
-    def read(self, message: Message) -> dict[str, np.ndarray]:
+    def read_message(self, message: Message) -> dict[str, np.ndarray]:
         """Return the flat arrays in a message; MessageError if they do not match the layout."""
-        sent = {name[len(PREFIX) :] for name in message.arrays if name.startswith(PREFIX)}
+        sent = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
         if sent != self.values.keys():
             expected = ", ".join(self.values) or "none"
             raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}, but this server has {expected}")
-        return {dtype: message.array(PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
+        return {dtype: message.array(DENSE_PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
 
     def set_values(self, values: Mapping[str, np.ndarray]) -> None:
         """Copy values into the flat arrays."""
@@ -61,14 +61,14 @@ class DenseParameters:
 
     def named_values(self) -> dict[str, np.ndarray]:
         """Return the values, with array names of messages."""
-        return {PREFIX + dtype: array for dtype, array in self.values.items()}
+        return {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
 
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:
         """Apply gradients, which are overwritten."""
         for dtype, array in self.values.items():
-            self._updater.update(array, grads[dtype], self.slots[dtype], step, scale, self._flat[dtype])
+            self._updater.update(array, grads[dtype], self.slots[dtype], step, scale, self._flat_layouts[dtype])
 
 
 def _flat_layout(layout: ServerLayout, dtype: str) -> FlatLayout:
-    spans = tuple(layout.spans(dtype))
-    return FlatLayout(spans, tuple(piece.decays for piece in layout.of_dtype(dtype)), len(spans))
+    spans = tuple(layout.piece_ranges(dtype))
+    return FlatLayout(spans, tuple(piece.has_weight_decay for piece in layout.pieces_of_dtype(dtype)), len(spans))

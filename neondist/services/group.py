@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import ServiceError
-from .progress import Credits
+from .progress import AppliedMinibatches
 from .wire import ServiceClient
 
 T = TypeVar("T")
@@ -54,61 +54,44 @@ class ServerGroup:
         """Return the counts of each server."""
         return [dict(reply.fields) for reply in self.call_all(lambda index: self.clients[index].call("status"))]
 
-    def credits(self) -> list[Credits]:
+    def applied_minibatches(self) -> list[AppliedMinibatches]:
         """Return the minibatches that each server has applied."""
         replies = self.call_all(lambda index: self.clients[index].call("credits"))
-        return [Credits.parse(reply.mapping("credits")) for reply in replies]
+        return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
 
-    def save(self, name: str, patience: float = 60.0) -> Credits:
-        """Write a checkpoint of all servers; return the minibatches in it.
-
-        Gradients are held meanwhile, except those that only some servers have applied.
-
-        Raises
-        ------
-        UnequalServersError
-            Servers do not agree within `patience` seconds, such as after a worker was lost between pushes; try again
-            once its minibatch has been recomputed.
-        """
+    def save_checkpoint(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
+        """Write a checkpoint of all servers, as `ParameterClient.save`; UnequalServersError if they do not agree."""
         try:
-            applied, end = self._hold(Credits()), time.monotonic() + patience
-            while any(credits.to_json() != applied[0].to_json() for credits in applied):
+            applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + patience
+            while any(minibatches.to_json() != applied[0].to_json() for minibatches in applied):
                 if time.monotonic() > end:
                     raise UnequalServersError(
                         f"checkpoint {name}: servers have not applied the same gradients; try again later"
                     )
                 union = applied[0]
-                for credits in applied[1:]:
-                    union = union.union(credits)
+                for minibatches in applied[1:]:
+                    union = union.union(minibatches)
                 time.sleep(0.02)
-                applied = self._hold(union)
+                applied = self._hold_gradients(union)
             fields = {"name": name, "save": secrets.token_hex(8)}
             self.call_all(lambda index: self.clients[index].call("save_checkpoint", fields))
         finally:
-            self.release()
+            self.release_gradients()
         return applied[0]
 
-    def restore(self, name: str) -> tuple[Credits, list[str]]:
-        """Restore all servers from a checkpoint of the same number of servers.
-
-        Returns
-        -------
-        credits : Credits
-            Minibatches in the checkpoint.
-        incarnations : list of str
-            Incarnation of each server; gradients of earlier values are refused.
-        """
+    def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
+        """Restore all servers from a checkpoint of as many servers; return its minibatches and the new incarnations."""
         servers = len(self.clients)
 
-        def load(index: int) -> tuple[Credits, str]:
+        def load(index: int) -> tuple[AppliedMinibatches, str]:
             fields = {"name": name, "index": index, "servers": servers}
             reply = self.clients[index].call("load_checkpoint", fields)
-            return Credits.parse(reply.mapping("credits")), reply.text("incarnation")
+            return AppliedMinibatches.parse(reply.mapping("credits")), reply.text("incarnation")
 
         loaded = self.call_all(load)
         return loaded[0][0], [incarnation for _, incarnation in loaded]
 
-    def release(self) -> None:
+    def release_gradients(self) -> None:
         """Let all servers accept gradients again."""
         self.call_all(lambda index: self.clients[index].call("release"))
 
@@ -124,7 +107,7 @@ class ServerGroup:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _hold(self, admitted: Credits) -> list[Credits]:
+    def _hold_gradients(self, admitted: AppliedMinibatches) -> list[AppliedMinibatches]:
         fields = {"admitted": admitted.to_json()}
         replies = self.call_all(lambda index: self.clients[index].call("hold", fields))
-        return [Credits.parse(reply.mapping("credits")) for reply in replies]
+        return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from ..cluster import TaskSpecDef
 from ..errors import LaunchError
-from ..system.signals import INTERRUPTED, Signals
+from ..system.signals import INTERRUPTED_EXIT_CODE, Signals
 from ..terminal.console import say
 from .message import Message
-from .server import LONGEST_WAIT, ParameterServer, serve_role
-from .wire import Method, Service
+from .server import MAX_WAIT_SECONDS, ParameterServer, start_server_host
+from .wire import Service, ServiceMethod
 
-FIRST_WAIT = 3600.0
+FIRST_WORKER_WAIT = 3600.0
 """Seconds for which a server waits for the first worker."""
 LEASE = 120.0
 """Seconds without a heartbeat after which a worker is lost."""
@@ -34,56 +34,57 @@ class JobService(Service):
     name = "Job"
 
     def __init__(self, lose: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._lose, self._clock = lose, clock
-        self._changed = threading.Condition()
-        self._started, self._heartbeats = clock(), dict[str, float]()
+        self._on_worker_lost, self._clock = lose, clock
+        self._condition = threading.Condition()
+        self._start_time, self._heartbeats = clock(), dict[str, float]()
         self._first_step: int | None = None
-        self._stopping = self._over = self._joined = False
+        self._stopping = self._is_over = self._any_worker_joined = False
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
-        return {"alive": self.alive, "begin": self.begin, "begun": self.begun, "stop": self.stop, "end": self.end}
+        start = {"alive": self.record_heartbeat, "begin": self.start_workers, "begun": self.wait_for_start}
+        return {**start, "stop": self.request_stop, "end": self.end_job}
 
-    def alive(self, request: Message) -> Message:
+    def record_heartbeat(self, request: Message) -> Message:
         """Record a heartbeat of a worker; return whether the master requests all workers to stop."""
-        with self._changed:
+        with self._condition:
             self._heartbeats[request.text("worker")] = self._clock()
-            self._joined = True
+            self._any_worker_joined = True
             return Message({"stopping": self._stopping})
 
-    def begin(self, request: Message) -> Message:
+    def start_workers(self, request: Message) -> Message:
         """Let the workers start, since the servers have the model; return the step of its first version."""
-        with self._changed:
+        with self._condition:
             if self._first_step is None:
                 self._first_step = request.integer("first_step")
-            self._changed.notify_all()
+            self._condition.notify_all()
             return Message({"first_step": self._first_step})
 
-    def begun(self, request: Message) -> Message:
+    def wait_for_start(self, request: Message) -> Message:
         """Wait for the start; `first_step` is None on timeout."""
-        with self._changed:
-            seconds = min(request.number("seconds"), LONGEST_WAIT)
-            self._changed.wait_for(lambda: self._first_step is not None, seconds)
+        with self._condition:
+            seconds = min(request.number("seconds"), MAX_WAIT_SECONDS)
+            self._condition.wait_for(lambda: self._first_step is not None, seconds)
             return Message({"first_step": self._first_step})
 
-    def stop(self, request: Message) -> Message:
+    def request_stop(self, request: Message) -> Message:
         """Request all workers to stop."""
-        with self._changed:
+        with self._condition:
             self._stopping = True
             return Message()
 
-    def end(self, request: Message) -> Message:
+    def end_job(self, request: Message) -> Message:
         """End the server."""
-        self.finish()
+        self.end_wait()
         return Message()
 
-    def finish(self) -> None:
-        """Let `wait` return."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+    def end_wait(self) -> None:
+        """Let `wait_for_end` return."""
+        with self._condition:
+            self._is_over = True
+            self._condition.notify_all()
 
-    def wait(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait for the end of the job.
 
         Raises
@@ -91,47 +92,49 @@ class JobService(Service):
         LaunchError
             No worker has connected, or all are lost.
         """
-        while not self.is_over():
-            with self._changed:
-                self._changed.wait_for(lambda: self._over, 1.0)
+        while not self.check_over():
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_over, 1.0)
 
-    def is_over(self) -> bool:
+    def check_over(self) -> bool:
         """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
-        with self._changed:
+        with self._condition:
             now = self._clock()
             lost = [worker for worker, heartbeat in self._heartbeats.items() if now - heartbeat > LEASE]
             for worker in lost:
                 del self._heartbeats[worker]
-            over, is_empty = self._over, not self._heartbeats
+            over, is_empty = self._is_over, not self._heartbeats
         for worker in lost:
-            self._lose(worker)
-        if not over and is_empty and self._joined:
+            self._on_worker_lost(worker)
+        if not over and is_empty and self._any_worker_joined:
             raise LaunchError(f"parameter server: no message from any worker for {LEASE:g} s; start the job again")
-        if not over and is_empty and now - self._started > FIRST_WAIT:
-            raise LaunchError(f"parameter server: no worker has connected within {FIRST_WAIT:g} s; start the workers")
+        if not over and is_empty and now - self._start_time > FIRST_WORKER_WAIT:
+            raise LaunchError(
+                f"parameter server: no worker has connected within {FIRST_WORKER_WAIT:g} s; start the workers"
+            )
         return over
 
 
-def serve_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None) -> int:
+def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None) -> int:
     """Run the server of a task of type 'ps' until the end of the job, SIGTERM or Ctrl-C; return the exit code.
 
     Raises
     ------
     ConfigError
-        As for `serve_role`.
+        As for `start_server_host`.
     LaunchError
         No worker has connected, or all are lost.
     """
     server = ParameterServer()
     job = JobService(lambda worker: server.leave(Message({"worker": worker})))
-    signals = Signals().listen()
+    signals = Signals().install_handlers()
     try:
-        with serve_role(task, environ, services=[server, job]) as host:
+        with start_server_host(task, environ, services=[server, job]) as host:
             say(f"PServer at {host.address}")
-            signals.join(lambda name: job.finish())
-            job.wait()
+            signals.add_listener(lambda name: job.end_wait())
+            job.wait_for_end()
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     finally:
-        signals.restore()
+        signals.restore_handlers()
     return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..io.checkpoint.texts import parse_json, require_integer, require_type
+from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
 from ..io.files import write_text
 from ..io.regular_file import read_bytes
 
-NAME = "status.json"
-_MOST_BYTES = 16 << 20
-TASKS = "todo", "doing", "done", "failed"
+STATUS_FILE = "status.json"
+_MAX_STATUS_BYTES = 16 << 20
+TASK_STATES = "todo", "doing", "done", "failed"
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ServerStatus:
     refused: int
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any]) -> ServerStatus:
+    def from_reply(cls, reply: Mapping[str, Any]) -> ServerStatus:
         """Return the status in a reply to `status`."""
-        rows = sum(require_type("rows", reply.get("rows"), dict).values())
+        rows = sum(require_json_type("rows", reply.get("rows"), dict).values())
         return cls(reply["version"], round(reply["samples"]), reply["bytes"], rows, reply["refused"])
 
 
@@ -63,7 +63,7 @@ class JobStatus:
 
     def write(self, folder: Path) -> None:
         """Write the status to the folder of the servers' checkpoints; OutputError on failure."""
-        write_text(folder / NAME, json.dumps(asdict(self)))
+        write_text(folder / STATUS_FILE, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> JobStatus:
@@ -74,26 +74,25 @@ class JobStatus:
         DataError
             The file is missing or damaged.
         """
-        path = folder / NAME
+        path = folder / STATUS_FILE
         if not path.is_file():
             raise DataError(
                 f"{path}: no such file; `neondist top` shows runs with parameter servers, once their training has begun"
             )
         try:
-            status = parse_json(read_bytes(path, _MOST_BYTES, folder).decode(), dict)
-            tasks, workers = (require_type(name, status.get(name), dict) for name in ("tasks", "workers"))
+            status = parse_json(read_bytes(path, _MAX_STATUS_BYTES, folder).decode(), dict)
+            tasks, workers = (require_json_type(name, status.get(name), dict) for name in ("tasks", "workers"))
             fields = ServerStatus.__dataclass_fields__
             servers = [
-                ServerStatus(
-                    **{name: require_integer(name, require_type("a server", one, dict).get(name)) for name in fields}
-                )
-                for one in require_type("servers", status.get("servers"), list)
+                ServerStatus(**{name: require_json_integer(name, server.get(name)) for name in fields})
+                for value in require_json_type("servers", status.get("servers"), list)
+                for server in [require_json_type("a server", value, dict)]
             ]
             return cls(
                 float(status["time"]),
                 float(status["samples_per_second"]),
-                {name: require_integer(name, tasks.get(name)) for name in TASKS},
-                {str(name): require_integer(name, steps) for name, steps in workers.items()},
+                {name: require_json_integer(name, tasks.get(name)) for name in TASK_STATES},
+                {str(name): require_json_integer(name, steps) for name, steps in workers.items()},
                 servers,
                 bool(status["ended"]),
             )

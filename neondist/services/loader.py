@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..data.records import BadRecord
+from ..data.records.base import BadRecord
 from ..errors import ConfigError
 from .queue import WAIT, TaskQueue
 
@@ -70,7 +70,7 @@ class TaskDataset(IterableDataset):
                 try:
                     batch = self.read(numbers)
                 except BadRecord as error:
-                    self.queue.report(task.id, ok=False, error=str(error), record=error.record)
+                    self.queue.report(task.id, ok=False, error=str(error), record=error.record_number)
                     break
                 yield batch
                 if not self.queue.applied(task.id, upto):

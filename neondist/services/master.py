@@ -11,14 +11,14 @@ from pathlib import Path
 from ..errors import ConfigError, ServiceError
 from .database import read_note
 from .message import Message
-from .progress import Credit, Credits
+from .progress import AppliedMinibatches, MinibatchId
 from .queue import WAIT, TaskQueue
-from .wire import Method, Service
+from .wire import Service, ServiceMethod
 
 LEASE = 60.0
 """Seconds without a heartbeat after which a worker loses its task; killed processes are detected at once."""
-_FACTS = "records", "batch_size", "epochs", "seed"
-_TRAINING, _WITHOUT_UPDATE, _SERVERS = "training", "without update", "servers"
+_PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
+_PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
 """Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
 
 
@@ -42,7 +42,7 @@ class Master(Service):
     ----------
     ready : bool
         Whether the servers agree with the queue.
-    blank : bool
+    servers_need_model : bool
         Whether servers wait for a worker to push the model.
     finished : bool
         Whether the results of all tasks are saved.
@@ -57,18 +57,18 @@ class Master(Service):
         source: str = "the data set",
         path: Path | None = None,
     ) -> None:
-        self._per_task, self._lease, self._source, self._path = minibatches_per_task, lease, source, path
+        self._minibatches_per_task, self._lease, self._source, self._path = minibatches_per_task, lease, source, path
         self._lock = threading.Lock()
         self._queue: TaskQueue | None = None
-        self._facts: dict[str, int] = {}
-        self._without_update: set[Credit] = set()
+        self._parameters: dict[str, int] = {}
+        self._without_update: set[MinibatchId] = set()
         self._workers: set[str] = set()
         self.ready = self.finished = path is None
-        self.blank = False
-        if path is not None and (facts := read_note(path, _TRAINING)) is not None:
-            self._open(json.loads(facts))
+        self.servers_need_model = False
+        if path is not None and (parameters := read_note(path, _PARAMETERS_NOTE)) is not None:
+            self._open_queue(json.loads(parameters))
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
         return {
             "report_training_params": self.report_training_params,
@@ -76,9 +76,9 @@ class Master(Service):
             "applied": self.applied,
             "report_task_result": self.report_task_result,
             "heartbeat": self.heartbeat,
-            "lost": self.lose,
-            "progress": self.progress,
-            "check": self.compare,
+            "lost": self.report_lost_worker,
+            "progress": self.get_progress,
+            "check": self.compare_with_server,
         }
 
     def report_training_params(self, request: Message) -> Message:
@@ -86,16 +86,16 @@ class Master(Service):
 
         A persistent queue can be extended by more epochs, such as by a resumed job.
         """
-        facts = {name: request.integer(name, int(name != "seed")) for name in _FACTS}
+        parameters = {name: request.integer(name, int(name != "seed")) for name in _PARAMETER_NAMES}
         with self._lock:
             if self._queue is None:
-                self._open(facts)
-            elif self._path is not None and facts["epochs"] > self._facts["epochs"]:
+                self._open_queue(parameters)
+            elif self._path is not None and parameters["epochs"] > self._parameters["epochs"]:
                 self._queue.close()
-                self._open(self._facts | {"epochs": facts["epochs"]})
-            for name, value in facts.items():
-                if value != self._facts[name]:
-                    raise ConfigError(f"{name}: {value}, but other workers of the job have {self._facts[name]}")
+                self._open_queue(self._parameters | {"epochs": parameters["epochs"]})
+            for name, value in parameters.items():
+                if value != self._parameters[name]:
+                    raise ConfigError(f"{name}: {value}, but other workers of the job have {self._parameters[name]}")
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
@@ -105,7 +105,7 @@ class Master(Service):
         self._workers.add(worker)
         task = queue.get(worker) if self.ready else WAIT
         if task is WAIT or (task is None and not self.finished):
-            return Message({"type": "WAIT", "blank": self.blank})
+            return Message({"type": "WAIT", "blank": self.servers_need_model})
         if task is None:
             return Message({"type": "NONE"})
         fields = {"type": "TRAINING", "task_id": task.id, "epoch": task.epoch, "start": task.start, "end": task.end}
@@ -116,8 +116,8 @@ class Master(Service):
         task_id, upto = request.integer("task_id"), request.integer("upto")
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
-                self._without_update.add(Credit.parse(request.items("credit")))
-                self._require_queue().note(_WITHOUT_UPDATE, json.dumps(sorted(self._without_update)))
+                self._without_update.add(MinibatchId.parse(request.items("credit")))
+                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, json.dumps(sorted(self._without_update)))
         return Message({"credited": self._require_queue().applied(task_id, upto)})
 
     def report_task_result(self, request: Message) -> Message:
@@ -130,26 +130,26 @@ class Master(Service):
         self._require_queue().heartbeat(request.text("worker"))
         return Message()
 
-    def release(self, worker: str) -> None:
+    def requeue_task_of(self, worker: str) -> None:
         """Requeue the task of an ended worker."""
         self._workers.discard(worker)
         if self._queue is not None:
             self._queue.lost(worker)
 
-    def lose(self, request: Message) -> Message:
+    def report_lost_worker(self, request: Message) -> Message:
         """Requeue the task of an ended worker."""
-        self.release(request.text("worker"))
+        self.requeue_task_of(request.text("worker"))
         return Message()
 
-    def progress(self, request: Message) -> Message:
+    def get_progress(self, request: Message) -> Message:
         """Return the number of unassigned tasks, 1 before the first report, and the workers that requested one."""
         todo = self.counts()["todo"] if self.is_configured else 1
         return Message({"todo": todo, "workers": self.workers})
 
-    def compare(self, request: Message) -> Message:
-        """Compare the applied gradients of a server with the tasks; see `check`."""
-        text = self.check(request.number("samples"), Credits.parse(request.mapping("credits")))
-        return Message({"text": text})
+    def compare_with_server(self, request: Message) -> Message:
+        """Compare the applied gradients of a server with the tasks; see `verify_applied_gradients`."""
+        minibatches = AppliedMinibatches.parse(request.mapping("credits"))
+        return Message({"text": self.verify_applied_gradients(request.number("samples"), minibatches)})
 
     @property
     def workers(self) -> list[str]:
@@ -163,23 +163,23 @@ class Master(Service):
 
     def read_incarnations(self) -> list[str] | None:
         """Return the incarnations of the servers that agree with the queue; None before the first agreement."""
-        note = None if self._queue is None else self._queue.noted(_SERVERS)
+        note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
 
-    def agree(self, incarnations: Sequence[str]) -> None:
+    def record_agreement(self, incarnations: Sequence[str]) -> None:
         """Record that servers agree with the queue, such as at the beginning."""
-        self._require_queue().note(_SERVERS, json.dumps(list(incarnations)))
+        self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
         self.ready = True
 
-    def restore(self, credits: Credits, incarnations: Sequence[str]) -> None:
+    def reset_tasks(self, minibatches: AppliedMinibatches, incarnations: Sequence[str]) -> None:
         """Reset the tasks to those that restored servers lack; all leases end."""
-        queue, size = self._require_queue(), self._facts["batch_size"]
-        per_task, records = queue.records_per_task, self._facts["records"]
+        queue, size = self._require_queue(), self._parameters["batch_size"]
+        per_task, records = queue.records_per_task, self._parameters["records"]
         ranges = []
-        for credit in credits.to_list():
-            first = credit.task * per_task + credit.minibatch * size
-            ranges.append((credit.epoch, first, min(first + size, (credit.task + 1) * per_task, records)))
-        queue.restore(ranges, {_SERVERS: json.dumps(list(incarnations))})
+        for minibatch in minibatches.to_list():
+            first = minibatch.task * per_task + minibatch.index_in_task * size
+            ranges.append((minibatch.epoch, first, min(first + size, (minibatch.task + 1) * per_task, records)))
+        queue.restore(ranges, {_INCARNATIONS_NOTE: json.dumps(list(incarnations))})
         self.ready = True
 
     def counts(self) -> dict[str, int]:
@@ -198,14 +198,14 @@ class Master(Service):
         if self._queue is not None:
             self._queue.close()
 
-    def check(self, samples: float, credits: Credits) -> str:
+    def verify_applied_gradients(self, samples: float, minibatches: AppliedMinibatches) -> str:
         """Check and describe the applied gradients of a server, after all workers have ended.
 
         Parameters
         ----------
         samples : float
             Total samples of the applied gradients.
-        credits : Credits
+        minibatches : AppliedMinibatches
             Their minibatches.
 
         Raises
@@ -215,15 +215,15 @@ class Master(Service):
         """
         if self._queue is None:
             return "no records"
-        records, size, epochs = self._facts["records"], self._facts["batch_size"], self._facts["epochs"]
-        per_task, listed = self._queue.records_per_task, credits.to_list()
+        records, size, epochs = (self._parameters[name] for name in ("records", "batch_size", "epochs"))
+        per_task, listed = self._queue.records_per_task, minibatches.to_list()
         sizes = {
-            Credit(epoch, first // per_task, first % per_task // size): min(size, records - first)
+            MinibatchId(epoch, first // per_task, first % per_task // size): min(size, records - first)
             for epoch, first in product(range(epochs), range(0, records, size))
         }
-        unique = sum(sizes.get(credit, 0) for credit in listed)
+        unique = sum(sizes.get(minibatch, 0) for minibatch in listed)
         if samples != unique:
-            raise ServiceError(f"a server has applied {samples:g} records, {unique} of them once")
+            raise ServiceError(f"a server has applied {samples:g} records, {unique} of them once; start the job again")
         counts = self._queue.counts()
         if counts["todo"] or counts["doing"]:
             return f"{unique} of {records * epochs} records, each once"
@@ -235,17 +235,17 @@ class Master(Service):
         skipped = f", but for {len(absent)} minibatches whose gradients were not finite" if absent else ""
         return f"{records} records in each of {epochs} epochs, each once{skipped}"
 
-    def _open(self, facts: Mapping[str, int]) -> None:
+    def _open_queue(self, parameters: Mapping[str, int]) -> None:
         """Open the queue for training parameters."""
-        self._facts = {name: int(facts[name]) for name in _FACTS}
-        per_task = facts.get("records_per_task", self._facts["batch_size"] * self._per_task)
-        path, values = self._path or ":memory:", self._facts
+        self._parameters = {name: int(parameters[name]) for name in _PARAMETER_NAMES}
+        per_task = parameters.get("records_per_task", self._parameters["batch_size"] * self._minibatches_per_task)
+        path, values = self._path or ":memory:", self._parameters
         self._queue = TaskQueue(
             path, values["records"], per_task, values["epochs"], values["seed"], lease=self._lease, source=self._source
         )
-        self._queue.note(_TRAINING, json.dumps({**values, "records_per_task": per_task}))
-        minibatches = json.loads(self._queue.noted(_WITHOUT_UPDATE) or "[]")
-        self._without_update = {Credit.parse(minibatch) for minibatch in minibatches}
+        self._queue.store_note(_PARAMETERS_NOTE, json.dumps({**values, "records_per_task": per_task}))
+        minibatches = json.loads(self._queue.load_note(_WITHOUT_UPDATE_NOTE) or "[]")
+        self._without_update = {MinibatchId.parse(minibatch) for minibatch in minibatches}
 
     def _require_queue(self) -> TaskQueue:
         if self._queue is None:

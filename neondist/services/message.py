@@ -11,21 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 MAGIC = b"NDMS"
-PROTOCOL = 1
+PROTOCOL_VERSION = 1
 """Protocol version, incremented with each incompatible change of the format."""
 HEADER = struct.Struct("<4sHHIQ")
 """Magic, protocol, 0, size of the description in bytes, size of the arrays in bytes."""
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Largest chunk of a message; gRPC is slower with larger ones."""
-LONGEST_DESCRIPTION = 64 << 20
-ALIGNMENT = 16
-_DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")
-_PADDING = bytes(ALIGNMENT)
+MAX_DESCRIPTION_BYTES = 64 << 20
+ALIGNMENT_BYTES = 16
+_SENDABLE_DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")
+_PADDING = bytes(ALIGNMENT_BYTES)
 
 T = TypeVar("T")
-Arrays = np.ndarray | Sequence[np.ndarray]
+MessageArray = np.ndarray | Sequence[np.ndarray]
 """An array, or several of one dtype that are received as a single one-dimensional array."""
 
 
@@ -50,12 +51,12 @@ class Message:
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    arrays: Mapping[str, MessageArray] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(part.nbytes for value in self.arrays.values() for part in _parts(value))
+        return sum(part.nbytes for value in self.arrays.values() for part in _array_parts(value))
 
     def integer(self, name: str, low: int = 0, high: int = 1 << 62) -> int:
         """Return an integer field within [low, high].
@@ -65,7 +66,7 @@ class Message:
         MessageError
             Missing, not an integer, or out of range.
         """
-        value = self._field(name, int)
+        value = self._typed_field(name, int)
         if not low <= value <= high:
             raise MessageError(f"field '{name}': {value} is not in [{low}, {high}]")
         return value
@@ -79,21 +80,21 @@ class Message:
 
     def text(self, name: str) -> str:
         """Return a text field; MessageError otherwise."""
-        return self._field(name, str)
+        return self._typed_field(name, str)
 
     def flag(self, name: str) -> bool:
         """Return a boolean field; MessageError otherwise."""
-        return self._field(name, bool)
+        return self._typed_field(name, bool)
 
     def items(self, name: str) -> list[Any]:
         """Return a list field; MessageError otherwise."""
-        return self._field(name, list)
+        return self._typed_field(name, list)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Return a mapping field; MessageError otherwise."""
-        return self._field(name, dict)
+        return self._typed_field(name, dict)
 
-    def array(self, name: str, dtype: Any, shape: Sequence[int | None]) -> np.ndarray:
+    def array(self, name: str, dtype: DTypeLike, shape: Sequence[int | None]) -> np.ndarray:
         """Return an array of a dtype and shape, where None stands for any extent.
 
         Raises
@@ -110,7 +111,7 @@ class Message:
             raise MessageError(f"array '{name}': expected {expected}, got {value.dtype} {value.shape}")
         return value
 
-    def _field(self, name: str, kind: type[T]) -> T:
+    def _typed_field(self, name: str, kind: type[T]) -> T:
         value = self.fields.get(name)
         if type(value) is not kind:
             raise MessageError(f"field '{name}': expected {kind.__name__}, got {type(value).__name__}")
@@ -121,23 +122,23 @@ def encode(message: Message) -> Iterator[bytes]:
     """Yield a message in chunks of at most CHUNK bytes; arrays are copied once."""
     descriptions, buffers, size = [], [], 0
     for name, value in message.arrays.items():
-        parts = [_little_endian(part) for part in _parts(value)]
+        parts = [_little_endian(part) for part in _array_parts(value)]
         if len({part.dtype for part in parts}) > 1:
             raise MessageError(f"array '{name}': its parts differ in dtype")
         shape = list(value.shape) if isinstance(value, np.ndarray) else [sum(part.size for part in parts)]
         dtype = parts[0].dtype.str if parts else "<f4"
-        if not _DTYPE.fullmatch(dtype):
+        if not _SENDABLE_DTYPE.fullmatch(dtype):
             raise MessageError(f"array '{name}': dtype {parts[0].dtype} cannot be sent")
         descriptions.append([name, dtype, shape])
         buffers += [part.reshape(-1).view(np.uint8).data for part in parts if part.size]
         nbytes = sum(part.nbytes for part in parts)
-        buffers.append(memoryview(_PADDING[: -nbytes % ALIGNMENT]))
-        size += nbytes + -nbytes % ALIGNMENT
+        buffers.append(memoryview(_PADDING[: -nbytes % ALIGNMENT_BYTES]))
+        size += nbytes + -nbytes % ALIGNMENT_BYTES
     text = json.dumps({"fields": dict(message.fields), "arrays": descriptions}, allow_nan=False).encode()
-    if len(text) > LONGEST_DESCRIPTION:
-        raise MessageError(f"fields of {len(text)} bytes; at most {LONGEST_DESCRIPTION} can be sent")
-    head = HEADER.pack(MAGIC, PROTOCOL, 0, len(text), size)
-    return _chunks([memoryview(head + text), *buffers])
+    if len(text) > MAX_DESCRIPTION_BYTES:
+        raise MessageError(f"fields of {len(text)} bytes; at most {MAX_DESCRIPTION_BYTES} can be sent")
+    head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
+    return _join_into_chunks([memoryview(head + text), *buffers])
 
 
 def decode(chunks: Iterable[bytes], limit: int) -> Message:
@@ -161,18 +162,18 @@ def decode(chunks: Iterable[bytes], limit: int) -> Message:
     magic, protocol, reserved, length, size = HEADER.unpack_from(first)
     if magic != MAGIC:
         raise MessageError("not a neondist message")
-    if protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL}")
-    if reserved or length > LONGEST_DESCRIPTION:
+    if protocol != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL_VERSION}")
+    if reserved or length > MAX_DESCRIPTION_BYTES:
         raise MessageError("invalid header")
     if size > limit:
         raise MessageError(f"arrays of {size} bytes; the limit is {limit}")
     text, payload = bytearray(length), np.empty(size, np.uint8)
-    _fill([memoryview(text), payload.data], first[HEADER.size :], stream)
+    _fill_buffers([memoryview(text), payload.data], first[HEADER.size :], stream)
     return _parse_description(bytes(text), payload)
 
 
-def _fill(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
+def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
     """Fill buffers in order; MessageError unless the bytes match exactly."""
     chunk = memoryview(first)
     for target in targets:
@@ -195,13 +196,13 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
         fields, descriptions = description["fields"], description["arrays"]
         if not isinstance(fields, dict) or not isinstance(descriptions, list) or len(description) != 2:
             raise MessageError("invalid description")
-        arrays: dict[str, Arrays] = {}
+        arrays: dict[str, MessageArray] = {}
         start = 0
         for name, dtype, shape in descriptions:
             if (
                 not isinstance(name, str)
                 or name in arrays
-                or not _DTYPE.fullmatch(dtype)
+                or not _SENDABLE_DTYPE.fullmatch(dtype)
                 or not isinstance(shape, list)
             ):
                 raise MessageError("invalid description of an array")
@@ -211,7 +212,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
             if stop > payload.size:
                 raise MessageError(f"array '{name}': its shape needs more bytes than it has")
             arrays[name] = payload[start:stop].view(dtype).reshape(shape)
-            start = stop + -stop % ALIGNMENT
+            start = stop + -stop % ALIGNMENT_BYTES
         if start != payload.size:
             raise MessageError("more bytes than its arrays need")
     except MessageError:
@@ -225,7 +226,7 @@ def _refuse_constant(text: str) -> None:
     raise MessageError(f"{text} is not JSON")
 
 
-def _parts(value: Arrays) -> Sequence[np.ndarray]:
+def _array_parts(value: MessageArray) -> Sequence[np.ndarray]:
     return [value] if isinstance(value, np.ndarray) else value
 
 
@@ -233,9 +234,9 @@ def _little_endian(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
-def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
+def _join_into_chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
     pending: list[memoryview] = []
-    room = CHUNK
+    room = CHUNK_BYTES
     for buffer in buffers:
         while buffer.nbytes:
             pending.append(buffer[:room])
@@ -243,6 +244,6 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
             buffer = buffer[pending[-1].nbytes :]
             if not room:
                 yield b"".join(pending)
-                pending, room = [], CHUNK
+                pending, room = [], CHUNK_BYTES
     if pending:
         yield b"".join(pending)

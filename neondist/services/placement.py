@@ -13,14 +13,14 @@ import numpy as np
 from ..errors import ConfigError
 from ..geometry import Box
 from ..initializers import Gaussian, Initializer
-from ..registry import registered
+from ..registry import registered_classes
 from ..strategies import ParameterSpec, Strategy
-from ..strategies.shares import shares_of
+from ..strategies.shares import parameter_shares
 from .message import MessageError
 
-DTYPES = "float32", "float64"
-MOST_SERVERS = 1 << 20
-MOST_NUMBERS, MOST_DIM = 1 << 62, 1 << 20
+SUPPORTED_DTYPES = "float32", "float64"
+MAX_SERVERS = 1 << 20
+MAX_TABLE_ELEMENTS, MAX_ROW_ELEMENTS = 1 << 62, 1 << 20
 """Maximum sizes of a table and of a row."""
 
 
@@ -35,19 +35,19 @@ class ServerPiece:
     dtype : str
     shape : tuple of int
         Shape of the whole parameter.
-    unfolded : tuple of int
+    box_shape : tuple of int
         Shape in which the part is a box: that of the parameter, or (size,).
     box : Box
-    decays : bool
+    has_weight_decay : bool
         Whether weight decay applies where biases are exempt.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    unfolded: tuple[int, ...]
+    box_shape: tuple[int, ...]
     box: Box
-    decays: bool = True
+    has_weight_decay: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -56,22 +56,23 @@ class ServerPiece:
 
     def select(self, array: np.ndarray) -> np.ndarray:
         """Return the part of a complete array, as a view if possible."""
-        return array.reshape(self.unfolded)[self.box.slices]
+        return array.reshape(self.box_shape)[self.box.slices]
 
     def to_json(self) -> list[Any]:
         """Return a JSON value, the inverse of `parse`."""
-        return [self.name, self.dtype, *map(list, (self.shape, self.unfolded, self.box.lo, self.box.hi)), self.decays]
+        extents = map(list, (self.shape, self.box_shape, self.box.lo, self.box.hi))
+        return [self.name, self.dtype, *extents, self.has_weight_decay]
 
     @classmethod
-    def parse(cls, value: Any) -> ServerPiece:
+    def parse(cls, value: object) -> ServerPiece:
         """Return the piece of a JSON value; MessageError if it is invalid."""
-        name, dtype, shape, unfolded, lo, hi, decays = _items(value, 7)
-        shape, unfolded, lo, hi = map(_extents, (shape, unfolded, lo, hi))
-        fits = len(unfolded) == len(lo) == len(hi) and prod(shape) == prod(unfolded)
-        fits = fits and all(a <= b <= n for a, b, n in zip(lo, hi, unfolded, strict=True))
-        if not isinstance(name, str) or dtype not in DTYPES or not isinstance(decays, bool) or not fits:
+        name, dtype, shape, box_shape, lo, hi, decays = _check_list(value, 7)
+        shape, box_shape, lo, hi = map(_parse_shape, (shape, box_shape, lo, hi))
+        fits = len(box_shape) == len(lo) == len(hi) and prod(shape) == prod(box_shape)
+        fits = fits and all(a <= b <= n for a, b, n in zip(lo, hi, box_shape, strict=True))
+        if not isinstance(name, str) or dtype not in SUPPORTED_DTYPES or not isinstance(decays, bool) or not fits:
             raise MessageError("invalid piece of a parameter")
-        return cls(name, dtype, shape, unfolded, Box(lo, hi), decays)
+        return cls(name, dtype, shape, box_shape, Box(lo, hi), decays)
 
 
 @dataclass(frozen=True)
@@ -108,23 +109,24 @@ class TableSpec:
         return [self.name, self.rows, self.dim, self.dtype, rule, self.stream, self.lazy]
 
     @classmethod
-    def parse(cls, value: Any) -> TableSpec:
+    def parse(cls, value: object) -> TableSpec:
         """Return the table of a JSON value; MessageError if it is invalid."""
-        name, rows, dim, dtype, rule, stream, lazy = _items(value, 7)
-        kind, arguments = _items(rule, 2)
-        initializers = registered(Initializer)
+        name, rows, dim, dtype, rule, stream, lazy = _check_list(value, 7)
+        kind, arguments = _check_list(rule, 2)
+        initializers = registered_classes(Initializer)
         numbers = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
-        texts = isinstance(name, str) and dtype in DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
+        texts = isinstance(name, str) and dtype in SUPPORTED_DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
         if (
             not numbers
             or not texts
-            or rows * dim > MOST_NUMBERS
-            or dim > MOST_DIM
+            or rows * dim > MAX_TABLE_ELEMENTS
+            or dim > MAX_ROW_ELEMENTS
             or kind not in initializers
             or not isinstance(arguments, dict)
         ):
             raise MessageError("invalid table")
-        return cls(name, rows, dim, dtype, construct(f"table '{name}'", initializers[kind], arguments), stream, lazy)
+        initializer = construct_from_message(f"table '{name}'", initializers[kind], arguments)
+        return cls(name, rows, dim, dtype, initializer, stream, lazy)
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,19 @@ class ServerLayout:
     @property
     def dtypes(self) -> list[str]:
         """Dtypes of the pieces, with one flat array each."""
-        return [dtype for dtype in DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
+        return [dtype for dtype in SUPPORTED_DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
 
-    def of_dtype(self, dtype: str) -> list[ServerPiece]:
+    def pieces_of_dtype(self, dtype: str) -> list[ServerPiece]:
         """Return the pieces of a flat array in order."""
         return [piece for piece in self.pieces if piece.dtype == dtype]
 
-    def spans(self, dtype: str) -> list[tuple[int, int]]:
+    def piece_ranges(self, dtype: str) -> list[tuple[int, int]]:
         """Return the ranges of the pieces in a flat array."""
-        return list(pairwise(accumulate((piece.box.size for piece in self.of_dtype(dtype)), initial=0)))
+        return list(pairwise(accumulate((piece.box.size for piece in self.pieces_of_dtype(dtype)), initial=0)))
 
-    def size(self, dtype: str) -> int:
+    def flat_size(self, dtype: str) -> int:
         """Return the size of a flat array."""
-        return sum(piece.box.size for piece in self.of_dtype(dtype))
+        return sum(piece.box.size for piece in self.pieces_of_dtype(dtype))
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value, the inverse of `parse`."""
@@ -174,7 +176,7 @@ class ServerLayout:
     def parse(cls, value: Mapping[str, Any]) -> ServerLayout:
         """Return the layout of a JSON value; MessageError if it is invalid."""
         index, servers = value.get("index"), value.get("servers")
-        if type(index) is not int or type(servers) is not int or not 0 <= index < servers <= MOST_SERVERS:
+        if type(index) is not int or type(servers) is not int or not 0 <= index < servers <= MAX_SERVERS:
             raise MessageError("invalid index of a server")
         pieces, tables = value.get("pieces"), value.get("tables")
         if not isinstance(pieces, list) or not isinstance(tables, list):
@@ -186,7 +188,7 @@ class ServerLayout:
         return layout
 
 
-def place(
+def place_parameters(
     strategy: Strategy, servers: int, tables: Sequence[TableSpec] = (), decays: Iterable[str] | None = None
 ) -> list[ServerLayout]:
     """Return the contents of each server under a strategy.
@@ -197,7 +199,7 @@ def place(
         Strategy of all dense parameters, each with owners.
     servers : int
     tables : sequence of TableSpec
-    decays : iterable of str, optional
+    has_weight_decay : iterable of str, optional
         Parameters to which weight decay applies where biases are exempt. Default: those with several axes.
 
     Raises
@@ -210,26 +212,26 @@ def place(
             raise strategy.error(
                 f"parameter '{name}' has no owner; choose PS, PSLoadBalancing or another strategy with servers"
             )
-        if strategy.specs[name].dtype not in DTYPES:
+        if strategy.specs[name].dtype not in SUPPORTED_DTYPES:
             raise ConfigError(
-                f"parameter '{name}': servers update {' and '.join(DTYPES)}, not {strategy.specs[name].dtype}"
+                f"parameter '{name}': servers update {' and '.join(SUPPORTED_DTYPES)}, not {strategy.specs[name].dtype}"
             )
-    shares = shares_of(strategy, servers)
+    shares = parameter_shares(strategy, servers)
     decayed_names = None if decays is None else set(decays)
 
-    def piece(spec: ParameterSpec, server: int) -> ServerPiece:
+    def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:
         share, shape = shares[spec.name], tuple(spec.shape)
         decayed = len(shape) > 1 if decayed_names is None else spec.name in decayed_names
         return ServerPiece(spec.name, spec.dtype, shape, share.shape, share.boxes[server], decayed)
 
-    pieces_by_server = [[piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
+    pieces_by_server = [[make_piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [
         ServerLayout(server, servers, tuple(part for part in pieces if part.box.size), tuple(tables))
         for server, pieces in enumerate(pieces_by_server)
     ]
 
 
-def construct(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+def construct_from_message(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
     """Construct an object of a class named in a message; ConfigError for `field` if its arguments are invalid."""
     try:
         return kind(**arguments)
@@ -237,13 +239,13 @@ def construct(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{field}: {kind.__name__}: {error}") from None
 
 
-def _items(value: Any, count: int) -> list[Any]:
+def _check_list(value: object, count: int) -> list[Any]:
     if not isinstance(value, list) or len(value) != count:
         raise MessageError("invalid layout of a server")
     return value
 
 
-def _extents(value: Any) -> tuple[int, ...]:
+def _parse_shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value) or len(value) > 32:
         raise MessageError("invalid shape")
     return tuple(value)

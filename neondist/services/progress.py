@@ -1,4 +1,4 @@
-"""Progress of workers and applied updates: staleness bound and credits of minibatches."""
+"""Progress of workers and applied updates: staleness bound and applied minibatches."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any, NamedTuple
 
 from .message import MessageError
 
-MOST_MINIBATCHES = 1 << 20
+MAX_MINIBATCHES = 1 << 20
 """Maximum number of minibatches of a task."""
 
 
-class Credit(NamedTuple):
+class MinibatchId(NamedTuple):
     """Minibatch of a gradient: its epoch, its task, and its index within the task."""
 
     epoch: int
     task: int
-    minibatch: int
+    index_in_task: int
 
     @classmethod
-    def parse(cls, value: Any) -> Credit:
-        """Return the credit of a list of three integers; MessageError otherwise."""
+    def parse(cls, value: object) -> MinibatchId:
+        """Return the minibatch of a list of three integers; MessageError otherwise."""
         if not isinstance(value, list) or len(value) != 3 or not all(type(n) is int and n >= 0 for n in value):
             raise MessageError("field 'credit': expected [epoch, task, minibatch]")
-        if value[2] >= MOST_MINIBATCHES:
-            raise MessageError(f"field 'credit': minibatch {value[2]} is not below {MOST_MINIBATCHES}")
+        if value[2] >= MAX_MINIBATCHES:
+            raise MessageError(f"field 'credit': minibatch {value[2]} is not below {MAX_MINIBATCHES}")
         return cls(*value)
 
 
-class Credits:
+class AppliedMinibatches:
     """Minibatches whose gradients have been applied.
 
     All minibatches of epochs before `first_epoch` have been applied, and are not listed.
@@ -38,24 +38,24 @@ class Credits:
         self.first_epoch = 0
         self._masks: dict[tuple[int, int], int] = {}
 
-    def __contains__(self, credit: Credit) -> bool:
-        mask = self._masks.get(credit[:2], 0)
-        return credit.epoch < self.first_epoch or bool(mask >> credit.minibatch & 1)
+    def __contains__(self, minibatch: MinibatchId) -> bool:
+        mask = self._masks.get(minibatch[:2], 0)
+        return minibatch.epoch < self.first_epoch or bool(mask >> minibatch.index_in_task & 1)
 
-    def add(self, credit: Credit) -> None:
+    def add(self, minibatch: MinibatchId) -> None:
         """Record that a gradient has been applied."""
-        if credit.epoch >= self.first_epoch:
-            self._masks[credit[:2]] = self._masks.get(credit[:2], 0) | 1 << credit.minibatch
+        if minibatch.epoch >= self.first_epoch:
+            self._masks[minibatch[:2]] = self._masks.get(minibatch[:2], 0) | 1 << minibatch.index_in_task
 
-    def finish(self, epoch: int) -> None:
+    def complete_through(self, epoch: int) -> None:
         """Drop the entries up to an epoch, all of whose minibatches have been applied."""
         self.first_epoch = max(self.first_epoch, epoch + 1)
         self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_epoch}
 
-    def to_list(self) -> list[Credit]:
+    def to_list(self) -> list[MinibatchId]:
         """Return the listed minibatches, in order."""
         return [
-            Credit(epoch, task, index)
+            MinibatchId(epoch, task, index)
             for (epoch, task), mask in sorted(self._masks.items())
             for index in range(mask.bit_length())
             if mask >> index & 1
@@ -67,20 +67,20 @@ class Credits:
         return {"first_epoch": self.first_epoch, "applied": masks}
 
     @classmethod
-    def parse(cls, described: Any) -> Credits:
-        """Return the credits of a JSON value; MessageError if it is invalid."""
-        credits = cls()
+    def parse(cls, described: Any) -> AppliedMinibatches:
+        """Return the minibatches of a JSON value; MessageError if it is invalid."""
+        minibatches = cls()
         try:
-            credits.first_epoch = int(described["first_epoch"])
+            minibatches.first_epoch = int(described["first_epoch"])
             for epoch, task, mask in described["applied"]:
-                credits._masks[int(epoch), int(task)] = int(mask, 16)
+                minibatches._masks[int(epoch), int(task)] = int(mask, 16)
         except (TypeError, KeyError, ValueError):
             raise MessageError("invalid credits") from None
-        return credits
+        return minibatches
 
-    def union(self, other: Credits) -> Credits:
+    def union(self, other: AppliedMinibatches) -> AppliedMinibatches:
         """Return the minibatches in either of two sets."""
-        union = Credits()
+        union = AppliedMinibatches()
         union.first_epoch = max(self.first_epoch, other.first_epoch)
         for key in self._masks.keys() | other._masks.keys():
             if key[0] >= union.first_epoch:
@@ -88,13 +88,13 @@ class Credits:
         return union
 
     @staticmethod
-    def common(sets: Sequence[Credits]) -> Credits:
+    def intersection(sets: Sequence[AppliedMinibatches]) -> AppliedMinibatches:
         """Return the minibatches in all of several sets."""
-        common = Credits()
-        common.first_epoch = min(credits.first_epoch for credits in sets)
-        for credit in sets[0].to_list():
-            if all(credit in credits for credits in sets):
-                common.add(credit)
+        common = AppliedMinibatches()
+        common.first_epoch = min(minibatches.first_epoch for minibatches in sets)
+        for minibatch in sets[0].to_list():
+            if all(minibatch in minibatches for minibatches in sets):
+                common.add(minibatch)
         return common
 
 
@@ -121,7 +121,7 @@ class StalenessBound:
         """Remove a worker, for which others no longer wait."""
         self.steps.pop(worker, None)
 
-    def arrive(self, worker: str) -> None:
+    def finish_step(self, worker: str) -> None:
         """Record that a worker has finished a step."""
         self.join(worker)
         self.steps[worker] += 1
@@ -133,12 +133,12 @@ class StalenessBound:
         return self.steps[worker] - min(self.steps.values()) <= self.staleness
 
 
-def rate_factor(staleness: int, modulate: bool) -> float:
+def learning_rate_factor(staleness: int, modulate: bool) -> float:
     """Return the factor on the learning rate for a gradient of values that are `staleness` updates old."""
     return 1.0 / max(1, staleness) if modulate else 1.0
 
 
-def mean_weights(samples: Iterable[float]) -> list[float]:
+def sample_weights(samples: Iterable[float]) -> list[float]:
     """Return the weight of each gradient in the mean over all samples."""
     counts = list(samples)
     total = sum(counts)

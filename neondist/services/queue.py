@@ -16,10 +16,10 @@ import numpy as np
 
 from ..arrays.rng import shuffled
 from ..errors import ConfigError
-from ..registry.ranges import choice, integer, real
-from .database import Database, Piece
+from ..registry.ranges import require_choice, require_integer, require_real
+from .database import TaskDatabase, TaskRow
 
-KINDS = ("training", "evaluation", "prediction")
+TASK_KINDS = ("training", "evaluation", "prediction")
 
 
 class _Wait(Enum):
@@ -29,7 +29,7 @@ class _Wait(Enum):
         return "nd.WAIT"
 
 
-_STOPPED = "stopped"
+_STOP_REASON_NOTE = "stopped"
 """Name of the note with the reason why the queue has stopped."""
 WAIT: Final = _Wait.WAIT
 """Result of `TaskQueue.get` while all remaining tasks are in progress; call it again later."""
@@ -132,14 +132,15 @@ class TaskQueue:
         source: str = "the data set",
         skip_bad_records: bool = False,
     ) -> None:
-        self.records = integer("records", records, 1)
-        self.records_per_task = integer("records_per_task", records_per_task, 1)
-        self.epochs, self.seed, self.shuffle = integer("epochs", epochs, 1), integer("seed", seed, 0), bool(shuffle)
-        self.lease, self.retries = real("lease", lease, 0.0, open_low=True), integer("retries", retries, 1)
+        self.records = require_integer("records", records, 1)
+        self.records_per_task = require_integer("records_per_task", records_per_task, 1)
+        self.epochs, self.seed = require_integer("epochs", epochs, 1), require_integer("seed", seed, 0)
+        self.shuffle, self.lease = bool(shuffle), require_real("lease", lease, 0.0, exclude_low=True)
+        self.retries = require_integer("retries", retries, 1)
         self.source, self.skip_bad_records, self._clock = source, bool(skip_bad_records), clock
         names = "records", "records_per_task", "seed", "shuffle"
-        self._database = Database(Path(path), {name: int(getattr(self, name)) for name in names})
-        self.order = lru_cache(maxsize=2)(self._order)
+        self._database = TaskDatabase(Path(path), {name: int(getattr(self, name)) for name in names})
+        self.order = lru_cache(maxsize=2)(self._epoch_order)
 
     def get(self, worker: str, kind: str = "training") -> Task | Literal[_Wait.WAIT] | None:
         """Lease the next task to a worker.
@@ -154,22 +155,22 @@ class TaskQueue:
         ConfigError
             If a record has failed too often; the message names the data set and the record.
         """
-        choice("kind", kind, KINDS)
+        require_choice("kind", kind, TASK_KINDS)
         with self._database.transaction():
-            self._expire()
-            if reason := self._database.noted(_STOPPED):
+            self._requeue_expired()
+            if reason := self._database.load_note(_STOP_REASON_NOTE):
                 raise ConfigError(reason)
-            piece = self._database.first_todo(kind)
-            while piece is None and self._begin_round(kind):
-                piece = self._database.first_todo(kind)
-            if piece is None:
-                return WAIT if self._database.held(kind=kind) else None
-            self._database.lease(piece.id, str(worker), self._clock() + self.lease)
-            skipped = [number for number, _ in self._database.skipped()] if kind == "training" else []
-        positions = np.arange(piece.start, piece.end)
-        positions = positions[~np.isin(self._numbers(piece)[positions], skipped)]
-        indices = self._numbers(piece)[positions]
-        return Task(piece.id, piece.epoch, piece.start, piece.end, kind, indices, positions)
+            task = self._database.first_unassigned_task(kind)
+            while task is None and self._begin_round(kind):
+                task = self._database.first_unassigned_task(kind)
+            if task is None:
+                return WAIT if self._database.running_tasks(kind=kind) else None
+            self._database.lease_task(task.id, str(worker), self._clock() + self.lease)
+            skipped = [number for number, _ in self._database.skipped_records()] if kind == "training" else []
+        positions = np.arange(task.start, task.end)
+        positions = positions[~np.isin(self._record_numbers(task)[positions], skipped)]
+        indices = self._record_numbers(task)[positions]
+        return Task(task.id, task.epoch, task.start, task.end, kind, indices, positions)
 
     def applied(self, task_id: int, upto: int) -> bool:
         """Mark a task's records before a position as applied to the weights, and extend its lease.
@@ -186,12 +187,12 @@ class TaskQueue:
             False if the lease has expired: the records are not marked, and another worker may have the range.
         """
         with self._database.transaction():
-            piece = self._leased(task_id)
-            if piece is None:
+            task = self._find_leased_task(task_id)
+            if task is None:
                 return False
-            if not piece.start <= upto <= piece.end:
-                raise ConfigError(f"upto: {upto} is outside of task {task_id}, {piece.start} to {piece.end}")
-            self._database.credit(piece.id, max(upto, piece.applied), self._clock() + self.lease)
+            if not task.start <= upto <= task.end:
+                raise ConfigError(f"upto: {upto} is outside of task {task_id}, {task.start} to {task.end}")
+            self._database.record_progress(task.id, max(upto, task.applied_until), self._clock() + self.lease)
             return True
 
     def report(self, task_id: int, ok: bool = True, error: str | None = None, record: int | None = None) -> bool:
@@ -217,13 +218,13 @@ class TaskQueue:
             If the same record has failed `retries` times; the message names the data set and the record.
         """
         with self._database.transaction():
-            piece = self._leased(task_id)
-            if piece is None:
+            task = self._find_leased_task(task_id)
+            if task is None:
                 return False
-            if ok or piece.state == "done":
-                self._database.credit(piece.id, piece.end, self._clock())
+            if ok or task.state == "done":
+                self._database.record_progress(task.id, task.end, self._clock())
                 return True
-            reason = self._fail(piece, error or "no reason given", record)
+            reason = self._record_failure(task, error or "no reason given", record)
         if reason:
             raise ConfigError(reason)
         return True
@@ -231,65 +232,65 @@ class TaskQueue:
     def heartbeat(self, worker: str) -> None:
         """Extend the leases of all tasks of a worker."""
         with self._database.transaction():
-            self._expire()
-            for piece in self._database.held(worker=str(worker)):
-                self._database.credit(piece.id, piece.applied, self._clock() + self.lease)
+            self._requeue_expired()
+            for task in self._database.running_tasks(worker=str(worker)):
+                self._database.record_progress(task.id, task.applied_until, self._clock() + self.lease)
 
     def lost(self, worker: str) -> None:
         """Return all tasks of a worker to the queue, from the first unapplied record."""
         with self._database.transaction():
-            for piece in self._database.held(worker=str(worker)):
-                self._database.split(piece, [(piece.applied, piece.end)])
+            for task in self._database.running_tasks(worker=str(worker)):
+                self._database.reissue_ranges(task, [(task.applied_until, task.end)])
 
     def restart(self, kind: str, records: int | None = None) -> None:
         """Start another round of evaluation or prediction tasks over so many records (default: those of the queue)."""
-        choice("kind", kind, KINDS[1:])
-        count = self.records if records is None else integer("records", records, 1)
+        require_choice("kind", kind, TASK_KINDS[1:])
+        count = self.records if records is None else require_integer("records", records, 1)
         with self._database.transaction():
-            self._database.end_round(kind)
-            self._add_round(kind, self._database.rounds(kind), count)
+            self._database.delete_tasks(kind)
+            self._add_round(kind, self._database.count_rounds(kind), count)
 
-    def restore(self, credits: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
+    def restore(self, applied: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
         """Reset the training tasks to the records missing from restored weights; all leases end.
 
         Parameters
         ----------
-        credits : iterable of (epoch, start, upto)
+        applied : iterable of (epoch, start, upto)
             Ranges of positions whose records have been applied to the weights.
         notes : mapping of str to str, optional
             Texts to store in the same transaction.
         """
         applied_ranges: dict[int, list[tuple[int, int]]] = {}
-        for epoch, start, upto in credits:
+        for epoch, start, upto in applied:
             applied_ranges.setdefault(epoch, []).append((start, upto))
         with self._database.transaction():
-            self._database.clear("training")
+            self._database.delete_tasks_and_rounds("training")
             for epoch in range(max(applied_ranges, default=-1) + 1):
                 self._add_round("training", epoch, self.records)
-                for piece in self._database.pieces("training", epoch):
-                    remaining = _missing(piece.start, piece.end, applied_ranges.get(epoch, []))
-                    if remaining != [(piece.start, piece.end)]:
-                        self._database.split(piece, remaining)
+                for task in self._database.unassigned_tasks("training", epoch):
+                    remaining = _uncovered_ranges(task.start, task.end, applied_ranges.get(epoch, []))
+                    if remaining != [(task.start, task.end)]:
+                        self._database.reissue_ranges(task, remaining)
             for name, text in (notes or {}).items():
-                self._database.note(name, text)
+                self._database.store_note(name, text)
 
-    def note(self, name: str, text: str) -> None:
+    def store_note(self, name: str, text: str) -> None:
         """Store a text with the tasks."""
         with self._database.transaction():
-            self._database.note(name, text)
+            self._database.store_note(name, text)
 
-    def noted(self, name: str) -> str | None:
-        """Return a text stored by `note`, or None."""
+    def load_note(self, name: str) -> str | None:
+        """Return a text stored by `store_note`, or None."""
         with self._database.transaction():
-            return self._database.noted(name)
+            return self._database.load_note(name)
 
     def counts(self, kind: str = "training") -> dict[str, int]:
         """Return the number of tasks by state: 'todo' (including future epochs), 'doing', 'done' and 'failed'."""
         with self._database.transaction():
-            self._expire()
-            counts = self._database.counts(kind)
+            self._requeue_expired()
+            counts = self._database.count_by_state(kind)
             if kind == "training":
-                counts["todo"] += max(0, self.epochs - self._database.rounds(kind)) * -(
+                counts["todo"] += max(0, self.epochs - self._database.count_rounds(kind)) * -(
                     -self.records // self.records_per_task
                 )
         return counts
@@ -297,7 +298,7 @@ class TaskQueue:
     @property
     def skipped(self) -> list[tuple[int, str]]:
         """The skipped records and the last error of each."""
-        return self._database.skipped()
+        return self._database.skipped_records()
 
     def close(self) -> None:
         """Close the database; tasks in progress keep their leases."""
@@ -311,26 +312,26 @@ class TaskQueue:
 
     # Private methods.
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the numbers of the records of a training epoch, in the order of its positions."""
         return shuffled(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
 
-    def _numbers(self, piece: Piece) -> np.ndarray:
+    def _record_numbers(self, task: TaskRow) -> np.ndarray:
         """Return the records at all positions up to a task's end."""
-        return self.order(piece.epoch) if piece.kind == "training" else np.arange(piece.end)
+        return self.order(task.epoch) if task.kind == "training" else np.arange(task.end)
 
-    def _expire(self) -> None:
-        for piece in self._database.held(before=self._clock()):
-            self._database.split(piece, [(piece.applied, piece.end)])
+    def _requeue_expired(self) -> None:
+        for task in self._database.running_tasks(before=self._clock()):
+            self._database.reissue_ranges(task, [(task.applied_until, task.end)])
 
-    def _leased(self, task_id: int) -> Piece | None:
+    def _find_leased_task(self, task_id: int) -> TaskRow | None:
         """Return a task if its lease is valid, or was until it was done."""
-        self._expire()
-        return self._database.leased(task_id)
+        self._requeue_expired()
+        return self._database.find_leased_task(task_id)
 
     def _begin_round(self, kind: str) -> bool:
         """Add the tasks of the next round; return whether there was one."""
-        rounds = self._database.rounds(kind)
+        rounds = self._database.count_rounds(kind)
         if rounds >= (self.epochs if kind == "training" else 1):
             return False
         self._add_round(kind, rounds, self.records)
@@ -340,29 +341,29 @@ class TaskQueue:
         cuts = [*range(0, records, self.records_per_task), records]
         self._database.add_round(kind, epoch, list(pairwise(cuts)))
 
-    def _fail(self, piece: Piece, error: str, record: int | None) -> str | None:
+    def _record_failure(self, task: TaskRow, error: str, record: int | None) -> str | None:
         """Count a failure and reissue the remaining records; return the reason if the job must stop."""
-        unapplied = self._numbers(piece)[piece.applied : piece.end]
+        unapplied = self._record_numbers(task)[task.applied_until : task.end]
         failed = int(unapplied[0] if record is None else record)
         if failed not in unapplied:
-            raise ConfigError(f"record: {failed} is not among the unapplied records of task {piece.id}")
-        failures = self._database.fail(piece.kind, failed, error)
-        is_skipped = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
+            raise ConfigError(f"record: {failed} is not among the unapplied records of task {task.id}")
+        failures = self._database.count_failure(task.kind, failed, error)
+        is_skipped = failures >= self.retries and self.skip_bad_records and task.kind == "training"
         if is_skipped:
-            self._database.skip(failed, error)
+            self._database.skip_record(failed, error)
         if is_skipped or failures < self.retries:
-            self._database.split(piece, [(piece.applied, piece.end)])
+            self._database.reissue_ranges(task, [(task.applied_until, task.end)])
             return None
-        self._database.end_failed(piece)
+        self._database.mark_failed(task)
         reason = (
             f"{self.source}: record {failed} has failed {failures} times, the last time with: {error}; correct the"
             " record, or skip such records with --skip-bad-records"
         )
-        self._database.note(_STOPPED, reason)
+        self._database.store_note(_STOP_REASON_NOTE, reason)
         return reason
 
 
-def _missing(start: int, end: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _uncovered_ranges(start: int, end: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the parts of a range that other ranges do not cover."""
     gaps, position = [], start
     for first, last in sorted(covered):

@@ -1,8 +1,8 @@
 """Recovery of servers: consistent checkpoints during training, and their restoration after a restart.
 
 A checkpoint is a consistent cut: gradients are held until all servers have applied the same minibatches, and each
-server writes its values, slots and credits. After the restart of any server, all of them return to the newest
-checkpoint, and the queue reissues the minibatches that are not credited there. In the same transaction, the queue
+server writes its values, slots and applied minibatches. After the restart of any server, all of them return to the
+newest checkpoint, and the queue reissues the minibatches that are missing there. In the same transaction, the queue
 records the incarnations of the servers that it agrees with. Comparing them with the current incarnations detects a
 restart of servers or of the master at any moment. Gradients of an earlier incarnation are refused.
 """
@@ -27,20 +27,20 @@ from .group import ServerGroup, UnequalServersError
 from .job_status import JobStatus, ServerStatus
 from .master import Master
 from .message import Message
-from .wire import Method, Service
+from .wire import Service, ServiceMethod
 
-POLL = 0.1
+POLL_INTERVAL = 0.1
 """Seconds between checks of the servers."""
-INTERVAL, SHARE = 5.0, 50.0
+MIN_INTERVAL, MIN_INTERVAL_RATIO = 5.0, 50.0
 """Minimum interval between checkpoints, in seconds and in durations of a checkpoint."""
-REPORT, WINDOW = 1.0, 10.0
+REPORT_INTERVAL, THROUGHPUT_WINDOW = 1.0, 10.0
 """Seconds between reports on the job, and seconds over which the throughput is averaged."""
-KEEP = 2
+KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep."""
-PREFIX = "checkpoint-"
-_FAILURES = 10
+CHECKPOINT_PREFIX = "checkpoint-"
+_FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
-_PATIENCE = 2.0
+_HOLD_PATIENCE = 2.0
 """Seconds for which gradients are held for one that only some servers have, before the checkpoint is retried."""
 
 
@@ -61,22 +61,22 @@ class ServerRecovery(Service):
     name = "Recovery"
 
     def __init__(self, group: ServerGroup, folder: Path, master: Master, steps: int = 0) -> None:
-        self._group, self._folder, self._master, self._steps = group, folder, master, steps
+        self._group, self._folder, self._master, self._save_every = group, folder, master, steps
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._saved: list[int] | None = None
-        self._next, self._started = 0.0, False
-        self._status: list[dict[str, Any]] = []
-        self._history: deque[tuple[float, float]] = deque()
+        self._saved_versions: list[int] | None = None
+        self._next_save_time, self._released_gradients = 0.0, False
+        self._server_status: list[dict[str, Any]] = []
+        self._sample_history: deque[tuple[float, float]] = deque()
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods of the supervisor, and of the worker that writes the run's records."""
-        return {"save": self.save, "figures": self.figures}
+        return {"save": self.save, "figures": self.report_figures}
 
-    def figures(self, request: Message) -> Message:
+    def report_figures(self, request: Message) -> Message:
         """Return the current figures of the job: its workers, tasks, versions of servers, and throughput."""
         with self._lock:
-            self._status = self._group.status()
+            self._server_status = self._group.status()
             state = self._job_status(time.monotonic())
         figures = {"workers": len(self._master.workers), "tasks": state.tasks}
         figures |= {"server_versions": [server.version for server in state.servers]}
@@ -92,13 +92,13 @@ class ServerRecovery(Service):
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:
-                if versions != self._saved:
-                    self._save(versions)
+                if versions != self._saved_versions:
+                    self._save_checkpoint(versions)
             except UnequalServersError:
                 return Message({"saved": False})
             return Message({"saved": True})
 
-    def step(self) -> None:
+    def check_servers(self) -> None:
         """Restore the servers, or write a checkpoint if one is due.
 
         Raises
@@ -107,21 +107,21 @@ class ServerRecovery(Service):
             A server does not respond, or servers have different gradients; try again.
         """
         with self._lock:
-            if not self._started:
-                self._group.release()  # a killed master may have left gradients held
-                self._started = True
+            if not self._released_gradients:
+                self._group.release_gradients()  # a killed master may have left gradients held
+                self._released_gradients = True
             versions = self._read_versions()
             if versions is None:
-                self._restore()
+                self._restore_servers()
                 return
             self._master.ready = True  # before the checkpoint, which may wait for a gradient
             is_done = self._master.is_done()
-            if versions != self._saved and (is_done or self._is_due(versions)):
-                self._save(versions)
-            was_finished, self._master.finished = self._master.finished, is_done and self._saved == versions
-            last_report = self._history[-1][0] if self._history else 0.0
-            if self._master.finished is not was_finished or time.monotonic() - last_report >= REPORT:
-                self._report()
+            if versions != self._saved_versions and (is_done or self._is_checkpoint_due(versions)):
+                self._save_checkpoint(versions)
+            was_finished, self._master.finished = self._master.finished, is_done and self._saved_versions == versions
+            last_report = self._sample_history[-1][0] if self._sample_history else 0.0
+            if self._master.finished is not was_finished or time.monotonic() - last_report >= REPORT_INTERVAL:
+                self._write_status()
 
     def __enter__(self) -> ServerRecovery:
         self._thread.start()
@@ -133,15 +133,15 @@ class ServerRecovery(Service):
 
     def _run(self) -> None:
         failures = 0
-        while not self._closed.wait(POLL):
+        while not self._closed.wait(POLL_INTERVAL):
             try:
-                self.step()
+                self.check_servers()
                 failures = 0
             except (ServiceUnavailableError, UnequalServersError):  # processes restart, and minibatches are recomputed
                 pass
             except UserError as error:
                 failures += 1
-                if failures == _FAILURES:  # workers would wait silently
+                if failures == _FAILURES_BEFORE_WARNING:  # workers would wait silently
                     say(f"warning: servers can be neither saved nor restored: {error}; it is tried again", sys.stderr)
             except Exception:  # end the master, and thereby the job: workers would wait forever
                 traceback.print_exc()
@@ -149,30 +149,30 @@ class ServerRecovery(Service):
 
     def _read_versions(self) -> list[int] | None:
         """Return the versions of the servers; None if they do not agree with the queue."""
-        status = self._status = self._group.status()
+        status = self._server_status = self._group.status()
         if [server["incarnation"] for server in status] != self._master.read_incarnations():
             return None
         return [int(server["version"]) for server in status]
 
-    def _report(self) -> None:
+    def _write_status(self) -> None:
         """Write the status of the job for `neondist top`."""
         now = time.monotonic()
-        self._history.append((now, self._samples()))
-        while self._history[0][0] < now - WINDOW:
-            self._history.popleft()
+        self._sample_history.append((now, self._min_samples()))
+        while self._sample_history[0][0] < now - THROUGHPUT_WINDOW:
+            self._sample_history.popleft()
         self._job_status(now).write(self._folder)
 
     def _job_status(self, now: float) -> JobStatus:
-        start, start_samples = self._history[0] if self._history else (now, 0.0)
-        rate = max(0.0, self._samples() - start_samples) / (now - start) if now > start else 0.0
-        servers = [ServerStatus.of(server) for server in self._status]
-        counts, workers = self._master.counts(), dict(self._status[0]["workers"])
+        start, start_samples = self._sample_history[0] if self._sample_history else (now, 0.0)
+        rate = max(0.0, self._min_samples() - start_samples) / (now - start) if now > start else 0.0
+        servers = [ServerStatus.from_reply(server) for server in self._server_status]
+        counts, workers = self._master.counts(), dict(self._server_status[0]["workers"])
         return JobStatus(time.time(), rate, counts, workers, servers, self._master.finished)
 
-    def _samples(self) -> float:
-        return min(float(server["samples"]) for server in self._status)
+    def _min_samples(self) -> float:
+        return min(float(server["samples"]) for server in self._server_status)
 
-    def _restore(self) -> None:
+    def _restore_servers(self) -> None:
         """Restore the servers from the newest checkpoint; without one, start once they have the model."""
         self._master.ready = self._master.finished = False
         if not self._master.is_configured:
@@ -181,38 +181,38 @@ class ServerRecovery(Service):
         if not checkpoints:
             status = self._group.status()
             incarnations = [server["incarnation"] for server in status]
-            self._master.blank = not all(incarnations)
+            self._master.servers_need_model = not all(incarnations)
             if all(incarnations):
-                self._save([int(server["version"]) for server in status])
-                self._master.agree(incarnations)
+                self._save_checkpoint([int(server["version"]) for server in status])
+                self._master.record_agreement(incarnations)
             return
         for checkpoint in reversed(checkpoints):
             try:
-                credits, incarnations = self._group.restore(checkpoint.name)
+                minibatches, incarnations = self._group.restore_checkpoint(checkpoint.name)
             except ServiceUnavailableError:
                 raise
             except ServiceError:  # damaged
                 if checkpoint == checkpoints[0]:
                     raise
                 continue
-            self._master.restore(credits, incarnations)
-            self._saved = [int(server["version"]) for server in self._group.status()]
+            self._master.reset_tasks(minibatches, incarnations)
+            self._saved_versions = [int(server["version"]) for server in self._group.status()]
             return
 
-    def _is_due(self, versions: list[int]) -> bool:
-        if self._saved is None:
+    def _is_checkpoint_due(self, versions: list[int]) -> bool:
+        if self._saved_versions is None:
             return True
-        if self._steps:
-            return versions[0] // self._steps > self._saved[0] // self._steps
-        return time.monotonic() >= self._next
+        if self._save_every:
+            return versions[0] // self._save_every > self._saved_versions[0] // self._save_every
+        return time.monotonic() >= self._next_save_time
 
-    def _save(self, versions: list[int]) -> None:
+    def _save_checkpoint(self, versions: list[int]) -> None:
         start, folders = time.monotonic(), _find_checkpoints(self._folder)
         number = max(folders, default=-1) + 1
-        self._group.save(f"{PREFIX}{number:09d}", _PATIENCE)
-        self._saved = versions  # later gradients may be included; it is then written again
-        self._next = time.monotonic() + max(INTERVAL, SHARE * (time.monotonic() - start))
-        retained = complete_checkpoints(self._folder)[-KEEP:]
+        self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_PATIENCE)
+        self._saved_versions = versions  # later gradients may be included; it is then written again
+        self._next_save_time = (end := time.monotonic()) + max(MIN_INTERVAL, MIN_INTERVAL_RATIO * (end - start))
+        retained = complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]
         for path in folders.values():
             if path not in retained:
                 shutil.rmtree(path, ignore_errors=True)
@@ -224,5 +224,5 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _find_checkpoints(folder: Path) -> dict[int, Path]:
-    paths = folder.glob(f"{PREFIX}*")
-    return {int(number): path for path in paths if (number := path.name[len(PREFIX) :]).isdecimal()}
+    paths = folder.glob(f"{CHECKPOINT_PREFIX}*")
+    return {int(number): path for path in paths if (number := path.name[len(CHECKPOINT_PREFIX) :]).isdecimal()}

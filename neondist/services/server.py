@@ -12,17 +12,17 @@ from pathlib import Path
 
 from ..cluster import TaskSpecDef
 from ..errors import ConfigError, ServiceUnavailableError
-from .checkpoint import load_state, read_configuration, save_state
+from .checkpoint import load_state, make_state_writer, read_configuration
 from .message import Message, MessageError, encode
-from .progress import Credits, StalenessBound, rate_factor
+from .progress import AppliedMinibatches, StalenessBound, learning_rate_factor
 from .state import PushedGradient, ServerState, UpdateRule
-from .wire import Method, Reply, Service, ServiceHost, read_token
+from .wire import Reply, Service, ServiceHost, ServiceMethod, read_token
 
-LONGEST_WAIT = 60.0
+MAX_WAIT_SECONDS = 60.0
 """Seconds after which a waiting call returns; clients repeat it."""
-LONGEST_HOLD = 120.0
+MAX_HOLD_SECONDS = 120.0
 """Seconds after which gradients are accepted again if a checkpoint was abandoned."""
-_NAME = re.compile(r"\w[\w.-]{0,99}")
+_CHECKPOINT_NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 class ParameterServer(Service):
@@ -39,19 +39,19 @@ class ParameterServer(Service):
     name = "PServer"
 
     def __init__(self, checkpoints: Path | None = None) -> None:
-        self._checkpoints = checkpoints
-        self._changed = threading.Condition()
+        self._checkpoint_folder = checkpoints
+        self._condition = threading.Condition()
         self._incarnation = ""
         self._state: ServerState | None = None
-        self._rule, self._bound = UpdateRule(), StalenessBound(None)
-        self._pending: list[PushedGradient] = []
-        self._counted = 0
-        self._pushed: dict[str, int] = {}
-        self._encoded: tuple[int, list[bytes]] | None = None
-        self._held_until, self._admitted, self._saving = 0.0, Credits(), 0
-        self._refused, self._left = 0, set[str]()
+        self._update_rule, self._staleness_bound = UpdateRule(), StalenessBound(None)
+        self._pending_gradients: list[PushedGradient] = []
+        self._round_count = 0
+        self._last_pushes: dict[str, int] = {}
+        self._encoded_values: tuple[int, list[bytes]] | None = None
+        self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
+        self._refused_count, self._left_workers = 0, set[str]()
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
         return {
             "push_model": self.push_model,
@@ -63,7 +63,7 @@ class ParameterServer(Service):
             "wait_turn": self.wait_turn,
             "finish_round": self.finish_round,
             "finish_epoch": self.finish_epoch,
-            "credits": self.credits,
+            "credits": self.applied_minibatches,
             "hold": self.hold,
             "release": self.release,
             "save_checkpoint": self.save_checkpoint,
@@ -81,12 +81,12 @@ class ParameterServer(Service):
         """
         configured = None
         if self._state is None and request.flag("values"):  # without the lock: may import PyTorch
-            configured = _configure(request)
+            configured = _parse_model(request)
             configured[0].set_values(request)
-        with self._changed:
+        with self._condition:
             taken = configured is not None and self._state is None
             if configured is not None and taken:
-                self._install(*configured)
+                self._install_model(*configured)
             elif self._state is not None:
                 self._check_model(request)
             return Message({"initialized": self._state is not None, "taken": taken})
@@ -95,132 +95,132 @@ class ParameterServer(Service):
         """Wait for a version, then return all dense values if they are newer than those of the caller."""
         version, at_least = request.integer("version"), request.integer("at_least")
         incarnation = request.text("incarnation")
-        with self._changed:
+        with self._condition:
             state = self._require_state()
-            self._wait(request, lambda: self._incarnation != incarnation or state.version >= at_least)
+            self._wait_until(request, lambda: self._incarnation != incarnation or state.version >= at_least)
             state = self._require_state()
             fields = {"version": state.version, "incarnation": self._incarnation}
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
-            if self._encoded is None or self._encoded[0] != state.version:
-                self._encoded = state.version, list(encode(Message(fields, state.dense.named_values())))
-            return self._encoded[1]
+            if self._encoded_values is None or self._encoded_values[0] != state.version:
+                self._encoded_values = state.version, list(encode(Message(fields, state.dense.named_values())))
+            return self._encoded_values[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:
         """Return rows of a table by ids, created at their first use."""
         ids = request.array("ids", "int64", [None])
-        with self._changed:
+        with self._condition:
             state = self._require_state()
-            return Message({"version": state.version}, {"rows": state.table(request.text("name")).rows(ids)})
+            return Message({"version": state.version}, {"rows": state.find_table(request.text("name")).rows(ids)})
 
     def push_gradient(self, request: Message) -> Message:
         """Apply a gradient, or keep it for its round; refuse it if it is too old or already applied.
 
         The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first version that contains it.
         """
-        with self._changed:
+        with self._condition:
             state = self._require_state()
         gradient, incarnation = state.read_gradient(request), request.text("incarnation")
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_admitted(gradient), LONGEST_HOLD)
+        with self._condition:
+            self._condition.wait_for(lambda: self._may_apply(gradient), MAX_HOLD_SECONDS)
             state = self._require_state()
             if incarnation != self._incarnation:
-                return self._refuse("stale")
-            self._bound.join(gradient.worker)
-            if self._was_pushed(gradient):
-                return self._refuse("duplicate")
-            if self._has_credit(gradient):
+                return self._refusal_reply("stale")
+            self._staleness_bound.join(gradient.worker)
+            if self._is_repeated_push(gradient):
+                return self._refusal_reply("duplicate")
+            if self._has_minibatch(gradient):
                 self._count_gradient()  # otherwise the rounds of two servers could deadlock
-                return self._refuse("duplicate")
+                return self._refusal_reply("duplicate")
             staleness = max(0, state.version - gradient.version)
-            if self._rule.sync and staleness > self._rule.version_tolerance:
-                return self._refuse("stale")
-            self._pushed[gradient.client] = gradient.sequence
-            self._bound.arrive(gradient.worker)
+            if self._update_rule.sync and staleness > self._update_rule.version_tolerance:
+                return self._refusal_reply("stale")
+            self._last_pushes[gradient.client] = gradient.sequence
+            self._staleness_bound.finish_step(gradient.worker)
             factor = 1.0
-            if self._rule.sync:
-                self._pending.append(gradient)
+            if self._update_rule.sync:
+                self._pending_gradients.append(gradient)
                 target = state.version + 1
                 self._count_gradient()
             else:
-                factor = rate_factor(staleness, self._rule.modulate)
-                state.apply([gradient], factor)
+                factor = learning_rate_factor(staleness, self._update_rule.modulate)
+                state.apply_gradients([gradient], factor)
                 target = state.version
-            self._changed.notify_all()
+            self._condition.notify_all()
             return Message({"outcome": "applied", "version": target, "staleness": staleness, "factor": factor})
 
     def join(self, request: Message) -> Message:
         """Add a worker."""
-        with self._changed:
-            self._bound.join(request.text("worker"))
-            self._left.discard(request.text("worker"))
+        with self._condition:
+            self._staleness_bound.join(request.text("worker"))
+            self._left_workers.discard(request.text("worker"))
             return Message()
 
     def leave(self, request: Message) -> Message:
         """Remove a worker that has ended or is lost."""
-        with self._changed:
-            self._bound.leave(request.text("worker"))
-            self._left.add(request.text("worker"))
+        with self._condition:
+            self._staleness_bound.leave(request.text("worker"))
+            self._left_workers.add(request.text("worker"))
             if self._state is not None:
                 self._end_round(complete=True)
-            self._changed.notify_all()
+            self._condition.notify_all()
             return Message()
 
     def wait_turn(self, request: Message) -> Message:
         """Wait until the staleness bound permits a worker to continue."""
         worker = request.text("worker")
-        with self._changed:
-            return Message({"ready": self._wait(request, lambda: self._bound.may_continue(worker))})
+        with self._condition:
+            return Message({"ready": self._wait_until(request, lambda: self._staleness_bound.may_continue(worker))})
 
     def finish_round(self, request: Message) -> Message:
         """Apply the gradients of an incomplete round, such as at the end of an epoch."""
-        with self._changed:
+        with self._condition:
             self._require_state()
             self._end_round(complete=False)
-            self._changed.notify_all()
+            self._condition.notify_all()
             return Message()
 
     def finish_epoch(self, request: Message) -> Message:
-        """Drop the credits of a complete epoch, all of whose gradients count as applied."""
-        with self._changed:
-            self._require_state().credits.finish(request.integer("epoch"))
+        """Drop the records of a complete epoch, all of whose gradients count as applied."""
+        with self._condition:
+            self._require_state().applied_minibatches.complete_through(request.integer("epoch"))
             return Message()
 
-    def credits(self, request: Message) -> Message:
-        """Return the credits of the applied gradients."""
-        with self._changed:
-            return Message({"credits": self._require_state().credits.to_json()})
+    def applied_minibatches(self, request: Message) -> Message:
+        """Return the minibatches of the applied gradients."""
+        with self._condition:
+            return Message({"credits": self._require_state().applied_minibatches.to_json()})
 
     def hold(self, request: Message) -> Message:
-        """Hold all gradients except those with admitted credits; return the credits of the applied ones."""
-        admitted = Credits.parse(request.mapping("admitted"))
-        with self._changed:
+        """Hold all gradients except those of admitted minibatches; return the applied minibatches."""
+        admitted = AppliedMinibatches.parse(request.mapping("admitted"))
+        with self._condition:
             state = self._require_state()
-            self._held_until, self._admitted = time.monotonic() + LONGEST_HOLD, admitted
-            self._changed.notify_all()
-            return Message({"credits": state.credits.to_json(), "version": state.version})
+            self._hold_deadline, self._admitted_minibatches = time.monotonic() + MAX_HOLD_SECONDS, admitted
+            self._condition.notify_all()
+            return Message({"credits": state.applied_minibatches.to_json(), "version": state.version})
 
     def release(self, request: Message) -> Message:
         """Accept gradients again."""
-        with self._changed:
-            self._held_until = 0.0
-            self._changed.notify_all()
+        with self._condition:
+            self._hold_deadline = 0.0
+            self._condition.notify_all()
             return Message()
 
     def save_checkpoint(self, request: Message) -> Message:
         """Write the state of this server to the folder of a checkpoint; gradients must be held."""
-        folder = self._folder(request)
-        with self._changed:
+        folder = self._folder_of_checkpoint(request)
+        with self._condition:
             state = self._require_state()
-            if time.monotonic() > self._held_until:
+            if time.monotonic() > self._hold_deadline:
                 raise ConfigError("save_checkpoint: gradients are not held; call hold first")
-            write = save_state(state, self._rule, folder, request.text("save"))
-            self._saving += 1
+            write = make_state_writer(state, self._update_rule, folder, request.text("save"))
+            self._running_saves += 1
         try:
             write()
         finally:
-            with self._changed:
-                self._saving -= 1
+            with self._condition:
+                self._running_saves -= 1
         return Message({"version": state.version})
 
     def load_checkpoint(self, request: Message) -> Message:
@@ -228,23 +228,23 @@ class ParameterServer(Service):
 
         A request without a layout restores server `index` of the `servers` in the checkpoint, with its configuration.
         """
-        folder, configuration = self._folder(request), request
+        folder, configuration = self._folder_of_checkpoint(request), request
         if "layout" not in request.fields:
             configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
-        state, rule = _configure(configuration)
+        state, rule = _parse_model(configuration)
         load_state(state, folder)
-        with self._changed:
-            workers = list(self._bound.steps)
-            self._install(state, rule)
+        with self._condition:
+            workers = list(self._staleness_bound.steps)
+            self._install_model(state, rule)
             for worker in workers:
-                self._bound.join(worker)
-            self._changed.notify_all()
+                self._staleness_bound.join(worker)
+            self._condition.notify_all()
             fields = {"version": state.version, "incarnation": self._incarnation}
-            return Message({**fields, "credits": state.credits.to_json()})
+            return Message({**fields, "credits": state.applied_minibatches.to_json()})
 
     def status(self, request: Message) -> Message:
         """Return counts: version, samples, rows in use, refused gradients, workers and their steps."""
-        with self._changed:
+        with self._condition:
             state = self._state
             rows = {} if state is None else {name: table.count for name, table in state.tables.items()}
             fields = {
@@ -254,19 +254,19 @@ class ParameterServer(Service):
                 "samples": 0.0 if state is None else state.samples,
                 "bytes": 0 if state is None else state.dense.nbytes,
                 "rows": rows,
-                "refused": self._refused,
-                "pending": len(self._pending),
-                "left": len(self._left),
-                "workers": dict(self._bound.steps),
+                "refused": self._refused_count,
+                "pending": len(self._pending_gradients),
+                "left": len(self._left_workers),
+                "workers": dict(self._staleness_bound.steps),
             }
             return Message(fields)
 
-    def _install(self, state: ServerState, rule: UpdateRule) -> None:
-        self._state, self._rule = state, rule
-        self._bound = StalenessBound(None if rule.sync else rule.staleness)
+    def _install_model(self, state: ServerState, rule: UpdateRule) -> None:
+        self._state, self._update_rule = state, rule
+        self._staleness_bound = StalenessBound(None if rule.sync else rule.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending, self._counted, self._pushed, self._encoded = [], 0, {}, None
-        self._held_until = 0.0
+        self._pending_gradients, self._round_count, self._last_pushes, self._encoded_values = [], 0, {}, None
+        self._hold_deadline = 0.0
 
     def _require_state(self) -> ServerState:
         if self._state is None:
@@ -275,61 +275,63 @@ class ParameterServer(Service):
 
     def _check_model(self, request: Message) -> None:
         state = self._require_state()
-        expected = state.layout.to_json(), state.optimizer, self._rule.to_json()
+        expected = state.layout.to_json(), state.optimizer, self._update_rule.to_json()
         for part, value in zip(("layout", "optimizer", "rule"), expected, strict=True):
             if request.mapping(part) != value:
                 raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
-    def _was_pushed(self, gradient: PushedGradient) -> bool:
+    def _is_repeated_push(self, gradient: PushedGradient) -> bool:
         """Whether this push has already been received."""
-        return gradient.sequence <= self._pushed.get(gradient.client, -1)
+        return gradient.sequence <= self._last_pushes.get(gradient.client, -1)
 
-    def _has_credit(self, gradient: PushedGradient) -> bool:
-        """Whether a gradient with its credit has already been received."""
-        credit = gradient.credit
-        return credit is not None and (
-            credit in self._require_state().credits or any(pending.credit == credit for pending in self._pending)
+    def _has_minibatch(self, gradient: PushedGradient) -> bool:
+        """Whether a gradient of its minibatch has already been received."""
+        minibatch = gradient.minibatch
+        return minibatch is not None and (
+            minibatch in self._require_state().applied_minibatches
+            or any(pending.minibatch == minibatch for pending in self._pending_gradients)
         )
 
-    def _refuse(self, outcome: str) -> Message:
-        self._refused += outcome == "stale"
-        version = self._require_state().version + bool(outcome == "duplicate" and self._pending)
+    def _refusal_reply(self, outcome: str) -> Message:
+        self._refused_count += outcome == "stale"
+        version = self._require_state().version + bool(outcome == "duplicate" and self._pending_gradients)
         return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
 
-    def _is_admitted(self, gradient: PushedGradient) -> bool:
-        if time.monotonic() > self._held_until:
-            return not self._saving
-        return not self._saving and gradient.credit is not None and gradient.credit in self._admitted
+    def _may_apply(self, gradient: PushedGradient) -> bool:
+        if time.monotonic() > self._hold_deadline:
+            return not self._running_saves
+        minibatch = gradient.minibatch
+        return not self._running_saves and minibatch is not None and minibatch in self._admitted_minibatches
 
     def _count_gradient(self) -> None:
         """Count a gradient in the round, which ends once there are enough."""
-        if self._rule.sync:
-            self._counted += 1
+        if self._update_rule.sync:
+            self._round_count += 1
             self._end_round(complete=True)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _end_round(self, complete: bool) -> None:
         """Apply the gradients of the round if there are enough, or (not `complete`) any."""
-        workers = len(self._bound.steps)
-        needed = min(self._rule.grads_to_wait, workers) if workers else self._rule.grads_to_wait
-        if self._pending and (not complete or self._counted >= needed):
-            gradients, self._pending = self._pending, []
-            self._counted = 0
-            self._require_state().apply(gradients)
+        workers = len(self._staleness_bound.steps)
+        needed = min(self._update_rule.grads_to_wait, workers) if workers else self._update_rule.grads_to_wait
+        if self._pending_gradients and (not complete or self._round_count >= needed):
+            gradients, self._pending_gradients = self._pending_gradients, []
+            self._round_count = 0
+            self._require_state().apply_gradients(gradients)
 
-    def _wait(self, request: Message, condition: Callable[[], bool]) -> bool:
-        return self._changed.wait_for(condition, min(request.number("seconds"), LONGEST_WAIT))
+    def _wait_until(self, request: Message, condition: Callable[[], bool]) -> bool:
+        return self._condition.wait_for(condition, min(request.number("seconds"), MAX_WAIT_SECONDS))
 
-    def _folder(self, request: Message) -> Path:
+    def _folder_of_checkpoint(self, request: Message) -> Path:
         name = request.text("name")
-        if self._checkpoints is None:
+        if self._checkpoint_folder is None:
             raise ConfigError("the server has no checkpoint folder; start it with --checkpoint-dir")
-        if not _NAME.fullmatch(name):
+        if not _CHECKPOINT_NAME.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
-        return self._checkpoints / name
+        return self._checkpoint_folder / name
 
 
-def serve_role(
+def start_server_host(
     task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
 ) -> ServiceHost:
     """Start the server of a task of type 'ps', at its address in the cluster.
@@ -355,6 +357,6 @@ def serve_role(
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
-def _configure(request: Message) -> tuple[ServerState, UpdateRule]:
+def _parse_model(request: Message) -> tuple[ServerState, UpdateRule]:
     state = ServerState(request.mapping("layout"), request.mapping("optimizer"))
     return state, UpdateRule.parse(request.mapping("rule"))

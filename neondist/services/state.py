@@ -1,4 +1,4 @@
-"""State of a server: parameters, slots, version, and credits."""
+"""State of a server: parameters, slots, version, and applied minibatches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from .dense import DenseParameters
 from .message import Message, MessageError
 from .placement import ServerLayout, TableSpec
-from .progress import Credit, Credits, mean_weights
+from .progress import AppliedMinibatches, MinibatchId, sample_weights
 from .table import RowTable
 from .updates import make_updater
 
-IDS, ROWS = "ids/", "rows/"
+IDS_PREFIX, ROWS_PREFIX = "ids/", "rows/"
 """Prefixes of table names in the array names of messages."""
 
 
@@ -76,7 +76,7 @@ class PushedGradient:
         Weight in a mean.
     scale : float
         Factor on the learning rate, such as that of a schedule.
-    credit : Credit or None
+    minibatch : MinibatchId or None
     dense : dict of str to ndarray
         Flat arrays by dtype.
     tables : dict of str to (ids, rows)
@@ -88,7 +88,7 @@ class PushedGradient:
     version: int
     samples: float
     scale: float
-    credit: Credit | None
+    minibatch: MinibatchId | None
     dense: dict[str, np.ndarray]
     tables: dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -105,7 +105,7 @@ class ServerState:
     ----------
     version : int
         Number of updates.
-    credits : Credits
+    applied_minibatches : AppliedMinibatches
         Minibatches of the applied gradients.
     samples : float
         Total samples of the applied gradients.
@@ -117,11 +117,11 @@ class ServerState:
         self.dense = DenseParameters(self.layout, updater)
         index, servers = self.layout.index, self.layout.servers
         self.tables = {table.name: RowTable(table, updater, index, servers) for table in self.layout.tables}
-        self.version, self.samples, self.credits = 0, 0.0, Credits()
+        self.version, self.samples, self.applied_minibatches = 0, 0.0, AppliedMinibatches()
 
     def set_values(self, message: Message) -> None:
         """Set the values in a message: all dense values, and rows of tables, if any."""
-        dense, rows = self.dense.read(message), self.read_rows(message)
+        dense, rows = self.dense.read_message(message), self.read_rows(message)
         self.dense.set_values(dense)
         for name, (ids, values) in rows.items():
             self.tables[name].restore(ids, values, {})
@@ -129,14 +129,14 @@ class ServerState:
     def read_rows(self, message: Message) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return ids and rows of tables in a message; MessageError if they do not match a table."""
         rows_by_table = {}
-        for name in (key[len(ROWS) :] for key in message.arrays if key.startswith(ROWS)):
-            spec = self.table(name).spec
-            rows = message.array(ROWS + name, spec.dtype, [None, spec.dim])
-            rows_by_table[name] = message.array(IDS + name, "int64", [len(rows)]), rows
+        for name in (key[len(ROWS_PREFIX) :] for key in message.arrays if key.startswith(ROWS_PREFIX)):
+            spec = self.find_table(name).spec
+            rows = message.array(ROWS_PREFIX + name, spec.dtype, [None, spec.dim])
+            rows_by_table[name] = message.array(IDS_PREFIX + name, "int64", [len(rows)]), rows
             self._check_ids(spec, rows_by_table[name][0])
         return rows_by_table
 
-    def table(self, name: str) -> RowTable:
+    def find_table(self, name: str) -> RowTable:
         """Return a table by name; MessageError if there is none."""
         if name not in self.tables:
             raise MessageError(f"no table '{name}'")
@@ -144,7 +144,7 @@ class ServerState:
 
     def read_gradient(self, message: Message) -> PushedGradient:
         """Return the gradient in a message; MessageError if it does not match the layout."""
-        credit = message.fields.get("credit")
+        minibatch = message.fields.get("credit")
         return PushedGradient(
             message.text("worker"),
             message.text("client"),
@@ -152,15 +152,15 @@ class ServerState:
             message.integer("version"),
             message.number("samples", np.finfo(float).tiny),
             message.number("scale"),
-            None if credit is None else Credit.parse(credit),
-            self.dense.read(message),
+            None if minibatch is None else MinibatchId.parse(minibatch),
+            self.dense.read_message(message),
             self.read_rows(message),
         )
 
-    def apply(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
+    def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
         """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.sequence))
-        weights = mean_weights(gradient.samples for gradient in ordered)
+        weights = sample_weights(gradient.samples for gradient in ordered)
         scales = {gradient.scale for gradient in ordered}
         mean = sum(weight * gradient.scale for weight, gradient in zip(weights, ordered, strict=True))
         scale = factor * (scales.pop() if len(scales) == 1 else mean)
@@ -183,8 +183,8 @@ class ServerState:
         self.version += 1
         self.samples += sum(gradient.samples for gradient in ordered)
         for gradient in ordered:
-            if gradient.credit is not None:
-                self.credits.add(gradient.credit)
+            if gradient.minibatch is not None:
+                self.applied_minibatches.add(gradient.minibatch)
 
     def _check_ids(self, spec: TableSpec, ids: np.ndarray) -> None:
         invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)

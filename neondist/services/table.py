@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import DataError
-from ..optim import AVERAGE
+from ..optim import AVERAGE_SLOT
 from .message import MessageError
 from .placement import TableSpec
 from .updates import Slots, Updater
 
-_FIRST = 64
+_INITIAL_CAPACITY = 64
 """Initial capacity in rows, which is doubled as needed."""
 
 
@@ -33,14 +33,14 @@ class RowTable:
     """
 
     def __init__(self, spec: TableSpec, updater: Updater, index: int, servers: int) -> None:
-        self.spec, self._updater, self._index, self._servers = spec, updater, index, servers
+        self.spec, self._updater, self._server_index, self._server_count = spec, updater, index, servers
         self._positions: dict[int, int] = {}
-        self._ids = np.empty(_FIRST, np.int64)
-        self._values = np.empty((_FIRST, spec.dim), spec.dtype)
+        self._ids = np.empty(_INITIAL_CAPACITY, np.int64)
+        self._values = np.empty((_INITIAL_CAPACITY, spec.dim), spec.dtype)
         self._slots: Slots = {}
-        self._fills = updater.initial_slots()
-        self._touched_only = spec.lazy or updater.skips_zero_gradients()
-        updater.check_parts(whole=False)
+        self._initial_slot_values = updater.initial_slots()
+        self._updates_touched_rows_only = spec.lazy or updater.skips_zero_gradients()
+        updater.check_partial_updates(whole=False)
 
     @property
     def count(self) -> int:
@@ -64,27 +64,27 @@ class RowTable:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return copies of rows (n, dim); missing rows are created."""
-        positions = self._locate(ids)  # may reallocate the values
+        positions = self._positions_of(ids)  # may reallocate the values
         return self._values[positions]
 
     def update(self, ids: np.ndarray, grads: np.ndarray, step: int, scale: float) -> None:
         """Apply gradients (n, dim) of rows; those with the same id are summed."""
-        ids, grads = combine(ids, grads)
-        positions: np.ndarray | slice = self._locate(ids)
-        if not self._touched_only:
+        ids, grads = sum_duplicates(ids, grads)
+        positions: np.ndarray | slice = self._positions_of(ids)
+        if not self._updates_touched_rows_only:
             whole = np.zeros((self.count, self.spec.dim), self.spec.dtype)
             whole[positions] = grads
             positions, grads = slice(0, self.count), whole  # a slice selects views
         values = self._values[positions]
         slots = {name: array[positions].reshape(-1) if array.ndim else array for name, array in self._slots.items()}
         self._updater.update(values.reshape(-1), grads.reshape(-1), slots, step, scale)
-        self._put(positions, values, slots)
+        self._set_rows(positions, values, slots)
 
     def restore(self, ids: np.ndarray, values: np.ndarray, slots: Slots) -> None:
         """Set rows and their slots, such as from a checkpoint."""
-        self._put(self._locate(ids), values, slots)
+        self._set_rows(self._positions_of(ids), values, slots)
 
-    def _put(self, positions: np.ndarray | slice, values: np.ndarray, slots: Slots) -> None:
+    def _set_rows(self, positions: np.ndarray | slice, values: np.ndarray, slots: Slots) -> None:
         self._values[positions] = values
         for name, array in slots.items():
             if not array.ndim:
@@ -94,27 +94,27 @@ class RowTable:
                 self._slots[name] = self._new_slot(name, len(self._values))
             self._slots[name][positions] = array.reshape(values.shape)
 
-    def _locate(self, ids: np.ndarray) -> np.ndarray:
+    def _positions_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the positions of rows; missing rows are created."""
         keys = ids.tolist()
         missing = [id_ for id_ in dict.fromkeys(keys) if id_ not in self._positions]
         if missing:
-            self._create(np.array(missing, np.int64))
+            self._create_rows(np.array(missing, np.int64))
         return np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
 
-    def _create(self, ids: np.ndarray) -> None:
+    def _create_rows(self, ids: np.ndarray) -> None:
         if ids.min() < 0 or ids.max() >= self.spec.rows:
             invalid = ids[(ids < 0) | (ids >= self.spec.rows)][0]
             raise DataError(f"table '{self.spec.name}': id {invalid} is not in the table of {self.spec.rows} rows")
-        if (ids % self._servers != self._index).any():
+        if (ids % self._server_count != self._server_index).any():
             raise MessageError(f"table '{self.spec.name}': an id that belongs to another server")
         start, stop = self.count, self.count + len(ids)
         if stop > len(self._values):
             self._grow(max(stop, 2 * len(self._values)))
         self._ids[start:stop] = ids
-        self._values[start:stop] = first_rows(self.spec, ids)
-        if AVERAGE in self._slots:
-            self._slots[AVERAGE][start:stop] = self._values[start:stop]
+        self._values[start:stop] = initial_rows(self.spec, ids)
+        if AVERAGE_SLOT in self._slots:
+            self._slots[AVERAGE_SLOT][start:stop] = self._values[start:stop]
         self._positions.update(zip(ids.tolist(), range(start, stop), strict=True))
 
     def _grow(self, capacity: int) -> None:
@@ -129,16 +129,16 @@ class RowTable:
                 self._slots[name][:count] = array[:count]
 
     def _new_slot(self, name: str, capacity: int) -> np.ndarray:
-        return np.full((capacity, self.spec.dim), self._fills[name], self.spec.dtype)
+        return np.full((capacity, self.spec.dim), self._initial_slot_values[name], self.spec.dtype)
 
 
-def first_rows(spec: TableSpec, ids: np.ndarray) -> np.ndarray:
+def initial_rows(spec: TableSpec, ids: np.ndarray) -> np.ndarray:
     """Return the initial values of rows (n, dim), which depend only on the table's stream and the ids."""
     index = ids.astype(np.uint64)[:, None] * np.uint64(spec.dim) + np.arange(spec.dim, dtype=np.uint64)
     return spec.initializer.values(spec.stream, index, spec.rows, spec.dim).astype(spec.dtype)
 
 
-def combine(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_duplicates(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return sorted unique ids, and the sums of their rows (n, dim), a new array."""
     order = np.argsort(ids, kind="stable")
     ids, starts = np.unique(ids[order], return_index=True)

@@ -17,7 +17,7 @@ from ..models import RemoteUpdate
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
-from .placement import place
+from .placement import place_parameters
 from .state import UpdateRule
 from .wire import read_token
 from .worker_tasks import PATIENCE, WorkerTasks
@@ -29,7 +29,7 @@ RULE = "NEONDIST_UPDATE_RULE"
 
 
 @dataclass(frozen=True)
-class WorkerPlace:
+class WorkerAssignment:
     """Place of the replica of this process in an asynchronous job.
 
     Attributes
@@ -51,7 +51,7 @@ class WorkerPlace:
     rule: UpdateRule | None = None
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
+    def read(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
         """Return the place described by the environment; None if the process is not a worker."""
         if not environ.get(SERVERS):
             return None
@@ -92,7 +92,7 @@ class ServerUpdate(RemoteUpdate):
 
     Parameters
     ----------
-    worker : WorkerPlace
+    worker : WorkerAssignment
     strategy : StrategyBuilder or Strategy
         Asynchronous strategy of all parameters.
     parameters : Parameters
@@ -101,7 +101,7 @@ class ServerUpdate(RemoteUpdate):
     world : Transport
         The ranks of this worker.
     tasks : WorkerTasks, optional
-        Provide the minibatch of a gradient. Default: gradients have no credits.
+        Provide the minibatch of a gradient. Default: gradients name no minibatch.
 
     Raises
     ------
@@ -113,7 +113,7 @@ class ServerUpdate(RemoteUpdate):
 
     def __init__(
         self,
-        worker: WorkerPlace,
+        worker: WorkerAssignment,
         strategy: StrategyBuilder | Strategy,
         parameters: Parameters,
         optimizer: Any,
@@ -125,41 +125,42 @@ class ServerUpdate(RemoteUpdate):
             raise ConfigError("ema: the running mean would stay on the servers; leave it out")
         count = len(worker.servers)
         specs = [
-            ParameterSpec(one.full_name, one.parameter.shape, str(parameters.values.dtype), bool(one.parameter.sparse))
-            for one in parameters.trained
+            ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
+            for shard in parameters.trained
+            for layout in [shard.parameter]
         ]
         self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
         self.strategy.check_model(specs)
         decays = [shard.full_name for shard in parameters.trained if shard.decays]
-        layouts = place(self.strategy, count, decays=decays)
-        self._values = self._gather(parameters.values)
+        layouts = place_parameters(self.strategy, count, decays=decays)
+        self._values = self._gather_parameters(parameters.values)
         self._client: ParameterClient | None = None
         self.version = 0
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
-                client, rule = self._client, worker.rule or _update_rule(self.strategy)
+                client, rule = self._client, worker.rule or _rule_of_strategy(self.strategy)
                 client.initialize(self._values, optimizer, rule)
                 if tasks is not None:
-                    tasks.when_idle(client.leave)
-                    tasks.when_blank(lambda: client.initialize(self._values, optimizer, rule))
-        self._pull()
+                    tasks.set_idle_callback(client.leave)
+                    tasks.set_blank_callback(lambda: client.initialize(self._values, optimizer, rule))
+        self._pull_values()
 
     def update(self, scale: float) -> None:
         """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
-        gradients, tasks = self._gather(self._parameters.grads), self._tasks
+        gradients, tasks = self._gather_parameters(self._parameters.grads), self._tasks
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
-                samples, credit = (1, None) if tasks is None else (tasks.samples, tasks.credit)
-                refused = self._client.push(gradients, samples, credit, scale).stale
+                samples, minibatch = (1, None) if tasks is None else (tasks.samples, tasks.minibatch)
+                refused = self._client.push(gradients, samples, minibatch, scale).stale
                 if refused and tasks is None:
                     raise ServiceError("a parameter server has lost its values; start the command again")
                 if tasks is not None:
-                    tasks.refused = refused
+                    tasks.was_refused = refused
                 self._client.wait_turn()
         if tasks is not None:
-            tasks.updated = True
-        self._pull()
+            tasks.was_pushed = True
+        self._pull_values()
 
     def wait_for_others(self, workers: int, patience: float) -> None:
         """Leave the job; on the first worker, wait up to `patience` seconds until all `workers` have left."""
@@ -167,13 +168,13 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.leave()
-                while not self._worker.index and self._client.left() < workers and time.monotonic() < end:
+                while not self._worker.index and self._client.count_left_workers() < workers and time.monotonic() < end:
                     time.sleep(0.05)
 
     def finish(self) -> None:
         """Pull the final values on the first worker."""
         if not self._worker.index:
-            self._pull()
+            self._pull_values()
 
     def close(self) -> None:
         """Close the connections."""
@@ -182,26 +183,27 @@ class ServerUpdate(RemoteUpdate):
         if self._client is not None:
             self._client.close()
 
-    def _gather(self, flat: Any) -> dict[str, np.ndarray]:
+    def _gather_parameters(self, flat: Any) -> dict[str, np.ndarray]:
         shards = self._parameters.trained
         return {
             shard.full_name: np.ascontiguousarray(shard.gather(array))
-            for shard, array in zip(shards, self._parameters.cut(flat), strict=True)
+            for shard, array in zip(shards, self._parameters.split_flat(flat), strict=True)
         }
 
-    def _pull(self) -> None:
+    def _pull_values(self) -> None:
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.pull(self._values)
                 self.version = self._client.versions[0]
         if self._world.size > 1:
             self._values, self.version = self._world.bcast((self._values, self.version))
-        for shard, array in zip(self._parameters.trained, self._parameters.cut(self._parameters.values), strict=True):
-            array[...] = namespace(array).asarray(shard.part_of(self._values[shard.full_name])).reshape(array.shape)
-        self._parameters.version += 1
+        parameters = self._parameters
+        for shard, array in zip(parameters.trained, parameters.split_flat(parameters.values), strict=True):
+            array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
+        parameters.version += 1
 
 
-def _update_rule(strategy: Strategy) -> UpdateRule:
+def _rule_of_strategy(strategy: Strategy) -> UpdateRule:
     modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
     if len(modes) > 1:
         raise strategy.error("has parameters with different sync or staleness; use the same for all")

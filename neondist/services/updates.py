@@ -12,9 +12,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..optim import FlatLayout, Optimizer, Scheduled
-from ..registry import registered, suggest
+from ..registry import registered_classes, suggest
 from .message import MessageError
-from .placement import construct
+from .placement import construct_from_message
 
 if TYPE_CHECKING:
     from ..torch.training.by_name import TorchOptimizer
@@ -57,7 +57,7 @@ class Updater(ABC):
         """Return the initial value of each slot of the length of the values."""
 
     @abstractmethod
-    def check_parts(self, whole: bool) -> None:
+    def check_partial_updates(self, whole: bool) -> None:
         """Raise ConfigError if parameters cannot be updated independently, or (not `whole`) in parts."""
 
     def skips_zero_gradients(self) -> bool:
@@ -69,7 +69,7 @@ class Updater(ABC):
         return bool(values[0] == before[0])
 
 
-class LayerUpdater(Updater):
+class NeondistUpdater(Updater):
     """Updater by an optimiser of neondist."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -86,19 +86,19 @@ class LayerUpdater(Updater):
     ) -> None:
         """Change values and slots in place by one step."""
         if not slots:
-            slots.update(self.optimizer.slots(values))
+            slots.update(self.optimizer.create_slots(values))
         with np.errstate(all="ignore"):  # workers push no gradients that are not finite
             self.optimizer.update(values, grads, slots, step, scale, layout)
 
     def initial_slots(self) -> dict[str, float]:
         """Return zeros."""
-        return dict.fromkeys(self.optimizer.kept, 0.0)
+        return dict.fromkeys(self.optimizer.state_names, 0.0)
 
-    def check_parts(self, whole: bool) -> None:
+    def check_partial_updates(self, whole: bool) -> None:
         """Reject norms over all parameters, or of partitioned ones."""
         if self.optimizer.clip_norm is not None:
             raise ConfigError("clip_norm: needs a norm over all servers; leave it out, and clip on the workers")
-        if not whole and self.optimizer.norms_for(1):
+        if not whole and self.optimizer.num_reduced_norms(1):
             name = type(self.optimizer).__name__
             raise ConfigError(f"optimizer: {name} updates whole parameters; choose a strategy without partitions")
 
@@ -139,7 +139,7 @@ class TorchUpdater(Updater):
         self.update(values, np.zeros(1), slots, 0, 1.0)
         return {name: float(array[0]) for name, array in slots.items() if array.shape}
 
-    def check_parts(self, whole: bool) -> None:
+    def check_partial_updates(self, whole: bool) -> None:
         """Reject optimisers that need whole parameters."""
         if not self._optimizer.elementwise:
             name = self._optimizer.constructor.__name__
@@ -202,10 +202,10 @@ def make_updater(description: Mapping[str, Any]) -> Updater:
     if kind not in ("neondist", "torch") or not isinstance(name, str) or not isinstance(arguments, dict):
         raise MessageError("invalid optimizer")
     if kind == "neondist":
-        optimizers = registered(Optimizer)
+        optimizers = registered_classes(Optimizer)
         if name not in optimizers or arguments.get("schedule") is not None:
             raise ConfigError(f"optimizer: servers have no optimiser named '{name}'{suggest(name, optimizers)}")
-        return LayerUpdater(construct("optimizer", optimizers[name], arguments))
+        return NeondistUpdater(construct_from_message("optimizer", optimizers[name], arguments))
     from ..torch.training.by_name import TorchOptimizer
 
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}

@@ -39,7 +39,7 @@ from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
 from ..version import __version__
-from .message import CHUNK, Arrays, Message, MessageError, ProtocolError, decode, encode
+from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolError, decode, encode
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its messages are also raised as errors
 import grpc
@@ -48,24 +48,24 @@ TOKEN = "NEONDIST_TOKEN"
 """Environment variable with the token of the job."""
 LIMIT = 4 << 30
 """Default limit of a message's arrays in bytes."""
-LONGEST_CALL = 3600.0
+MAX_CALL_SECONDS = 3600.0
 """Longest deadline of a call in seconds; calls without a deadline are rejected."""
-_KEY = "neondist-token"
-_DETAILS = 1500
-_COMMON = [
-    ("grpc.max_receive_message_length", CHUNK + 4096),
-    ("grpc.max_send_message_length", CHUNK + 4096),
+_TOKEN_METADATA_KEY = "neondist-token"
+_MAX_DETAIL_LENGTH = 1500
+_COMMON_OPTIONS = [
+    ("grpc.max_receive_message_length", CHUNK_BYTES + 4096),
+    ("grpc.max_send_message_length", CHUNK_BYTES + 4096),
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
     ("grpc.http2.lookahead_bytes", 64 << 20),
 ]
-_HOST = [
-    *_COMMON,
+_HOST_OPTIONS = [
+    *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # two servers on one port would share calls
     ("grpc.http2.max_ping_strikes", 0),  # a loaded machine delays pings, which then arrive in bursts
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-_CLIENT = [
-    *_COMMON,
+_CLIENT_OPTIONS = [
+    *_COMMON_OPTIONS,
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 20_000),
@@ -80,7 +80,7 @@ _RETRIABLE = *_UNAVAILABLE, grpc.StatusCode.ABORTED
 
 Reply = Message | list[bytes]
 """Reply of a method, or its chunks if several callers receive the same."""
-Method = Callable[[Message], Reply]
+ServiceMethod = Callable[[Message], Reply]
 
 
 class Service(ABC):
@@ -95,7 +95,7 @@ class Service(ABC):
     name: str
 
     @abstractmethod
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods by name; 'hello' is predefined."""
 
 
@@ -150,16 +150,16 @@ class ServiceHost:
     def __init__(
         self, services: Iterable[Service], address: str, token: str, limit: int = LIMIT, threads: int = 256
     ) -> None:
-        host = _check_free(address)
+        host = _require_free_address(address)
         self._server = grpc.server(
-            ThreadPoolExecutor(threads, "service"), options=_HOST, maximum_concurrent_rpcs=threads
+            ThreadPoolExecutor(threads, "service"), options=_HOST_OPTIONS, maximum_concurrent_rpcs=threads
         )
         methods = {
             f"/neondist.{service.name}/{name}": _StreamHandler(method, limit)
             for service in services
             for name, method in {"hello": _hello, **service.methods()}.items()
         }
-        self._server.add_generic_rpc_handlers((_Methods(methods, token),))
+        self._server.add_generic_rpc_handlers((_AuthenticatedMethods(methods, token),))
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError:  # taken since the check
@@ -204,17 +204,11 @@ class ServiceClient:
     """
 
     def __init__(
-        self,
-        address: str,
-        service: str,
-        token: str,
-        timeout: float = 300.0,
-        patience: float = 30.0,
-        limit: int = LIMIT,
+        self, address: str, service: str, token: str, timeout: float = 300.0, patience: float = 30.0, limit: int = LIMIT
     ) -> None:
         self.address, self.service, self.timeout, self.patience = address, service, timeout, patience
-        self._limit, self._metadata = limit, ((_KEY, token),)
-        self._channel = grpc.insecure_channel(address, options=_CLIENT)
+        self._limit, self._metadata = limit, ((_TOKEN_METADATA_KEY, token),)
+        self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
         self._threads = ThreadPoolExecutor(4, f"{service}-client")
         self._closed = threading.Event()
 
@@ -222,7 +216,7 @@ class ServiceClient:
         self,
         method: str,
         fields: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, Arrays] | None = None,
+        arrays: Mapping[str, MessageArray] | None = None,
         timeout: float | None = None,
     ) -> Message:
         """Call a method and return its reply.
@@ -238,7 +232,7 @@ class ServiceClient:
         deadline, pause = time.monotonic() + self.patience, 0.02
         while True:
             try:
-                return self._attempt(method, message, timeout)
+                return self._call_once(method, message, timeout)
             except grpc.RpcError as error:
                 if error.code() not in _RETRIABLE or time.monotonic() + pause > deadline or self._closed.is_set():
                     raise self._translate_error(method, error) from None
@@ -248,18 +242,13 @@ class ServiceClient:
                 raise ServiceError(f"{self.service} at {self.address}: {method}: invalid reply: {error}") from None
 
     def submit(
-        self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, Arrays] | None = None
+        self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, MessageArray] | None = None
     ) -> Future[Message]:
         """Call a method in a thread; the arrays must not change until the future is done."""
         return self._threads.submit(self.call, method, fields, arrays)
 
-    def hello(self) -> None:
-        """Check that the service is reachable and has this version.
-
-        Raises
-        ------
-        ServiceError
-        """
+    def check_version(self) -> None:
+        """Check that the service is reachable and has this version; ServiceError otherwise."""
         version = self.call("hello").text("version")
         if version != __version__:
             remedy = f"this process {__version__}; install one version"
@@ -279,7 +268,7 @@ class ServiceClient:
     ) -> None:
         self.close()
 
-    def _attempt(self, method: str, message: Message, timeout: float) -> Message:
+    def _call_once(self, method: str, message: Message, timeout: float) -> Message:
         path, chunks = f"/neondist.{self.service}/{method}", encode(message)
         first, second = next(chunks), next(chunks, None)
         if second is None:  # avoids a thread to send a stream
@@ -308,19 +297,14 @@ class ServiceClient:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of 'HOST:PORT'.
-
-    Raises
-    ------
-    ConfigError
-    """
+    """Return the host and the port of 'HOST:PORT'; ConfigError if it is invalid."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"address '{address}': expected HOST:PORT, such as 10.0.0.1:7001")
     return host, int(port)
 
 
-def _check_free(address: str) -> str:
+def _require_free_address(address: str) -> str:
     """Return the host of an address; ConfigError unless it is free."""
     host, port = split_address(address)
     try:
@@ -339,7 +323,7 @@ def _hello(request: Message) -> Message:
     return Message({"version": __version__, "process": os.getpid()})
 
 
-class _Methods(grpc.GenericRpcHandler):
+class _AuthenticatedMethods(grpc.GenericRpcHandler):
     """Table of methods, for calls with the token only."""
 
     def __init__(self, methods: Mapping[str, Any], token: str) -> None:
@@ -348,7 +332,7 @@ class _Methods(grpc.GenericRpcHandler):
     def service(self, details: Any) -> Any:
         token = b""
         for key, value in details.invocation_metadata or ():
-            if key == _KEY:
+            if key == _TOKEN_METADATA_KEY:
                 token = value.encode() if isinstance(value, str) else value
         if not hmac.compare_digest(token, self._token):
             return grpc.stream_stream_rpc_method_handler(_reject)
@@ -367,15 +351,15 @@ class _StreamHandler(grpc.RpcMethodHandler):
     request_deserializer = response_serializer = None
     unary_unary = unary_stream = stream_unary = None
 
-    def __init__(self, method: Method, limit: int) -> None:
+    def __init__(self, method: ServiceMethod, limit: int) -> None:
         self._method, self._limit = method, limit
 
     def stream_stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Yield the reply."""
         code, text = grpc.StatusCode.INVALID_ARGUMENT, ""
         remaining = context.time_remaining()
-        if remaining is None or remaining > LONGEST_CALL:
-            context.abort(code, f"a deadline of at most {LONGEST_CALL:g} s is needed")
+        if remaining is None or remaining > MAX_CALL_SECONDS:
+            context.abort(code, f"a deadline of at most {MAX_CALL_SECONDS:g} s is needed")
         try:
             reply = self._method(decode(requests, self._limit))
             chunks = encode(reply) if isinstance(reply, Message) else reply
@@ -394,5 +378,5 @@ class _StreamHandler(grpc.RpcMethodHandler):
             traceback.print_exc(file=sys.stderr)
             code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
         if text:
-            context.abort(code, text[:_DETAILS])
+            context.abort(code, text[:_MAX_DETAIL_LENGTH])
         yield from chunks

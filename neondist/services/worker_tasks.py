@@ -12,7 +12,7 @@ import numpy as np
 from ..comm import Transport, all_or_none
 from ..errors import ServiceError
 from .master import Master
-from .progress import Credit
+from .progress import MinibatchId
 from .queue import Task
 from .wire import ServiceClient
 
@@ -33,20 +33,20 @@ class WorkerTasks:
         The ranks of this worker.
     is_first : bool
         Whether it writes the records of the job.
-    facts : dict of str to int
+    parameters : dict of str to int
         records, batch_size, epochs and seed, equal on all workers.
 
     Attributes
     ----------
-    credit : Credit
+    minibatch : MinibatchId
         Current minibatch.
     samples : int
         Samples of the current minibatch.
-    updated : bool
+    was_pushed : bool
         Whether its gradient was pushed.
-    refused : bool
+    was_refused : bool
         Whether a server has refused it as too old; set on the first rank.
-    interrupted : bool
+    wait_interrupted : bool
         Whether the last wait for a task was interrupted.
 
     Raises
@@ -61,59 +61,61 @@ class WorkerTasks:
         token: str,
         worker: str,
         world: Transport,
-        facts: Mapping[str, int],
+        parameters: Mapping[str, int],
         is_first: bool = True,
     ) -> None:
-        self.worker, self.world, self.is_first, self._size = worker, world, is_first, facts["batch_size"]
-        self.credit, self.samples, self.updated, self.refused = Credit(0, 0, 0), 0, False, False
+        self.worker, self.world, self.is_first, self._batch_size = worker, world, is_first, parameters["batch_size"]
+        self.minibatch, self.samples = MinibatchId(0, 0, 0), 0
+        self.was_pushed = self.was_refused = False
         self._next_task: Task | None = None
         self._task: Task | None = None
-        self._upto = self._per_task = 0
+        self._upto = self._records_per_task = 0
         self._master: ServiceClient | None = None
         self._closed = threading.Event()
-        self.interrupted = False
-        self._idle: Callable[[], object] = lambda: None
-        self._blank: Callable[[], object] = lambda: None
+        self.wait_interrupted = False
+        self._idle_callback: Callable[[], object] = lambda: None
+        self._blank_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._master = ServiceClient(address, Master.name, token, patience=PATIENCE)
-                self._master.hello()
-                reply = self._master.call("report_training_params", facts)
-                self._per_task = reply.integer("records_per_task", 1)
+                self._master.check_version()
+                reply = self._master.call("report_training_params", parameters)
+                self._records_per_task = reply.integer("records_per_task", 1)
                 pause = reply.number("lease") / 3
                 threading.Thread(target=self._send_heartbeats, args=(pause,), name="heartbeat", daemon=True).start()
-        self._per_task = world.bcast(self._per_task)
+        self._records_per_task = world.bcast(self._records_per_task)
 
-    def next_epoch(self, stops: Callable[[], bool] = lambda: False) -> int | None:
+    def next_epoch(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for the next task and return its epoch; None if all are done or the wait was interrupted; collective.
 
         Parameters
         ----------
-        stops : callable
+        should_stop : callable
             Returns whether to interrupt the wait; called on the first rank.
         """
-        self._next_task = self._next_task or self._wait_for_task(stops)
+        self._next_task = self._next_task or self._wait_for_task(should_stop)
         return None if self._next_task is None else self._next_task.epoch
 
-    def of_epoch(self, epoch: int, stops: Callable[[], bool] = lambda: False) -> Iterator[Task]:
+    def tasks_through_epoch(self, epoch: int, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Task]:
         """Yield tasks until the next one is of a later epoch, all are done, or the wait is interrupted; collective.
 
         They may include lost tasks of earlier epochs.
         """
         while True:
-            task, self._next_task = self._next_task or self._wait_for_task(stops), None
+            task, self._next_task = self._next_task or self._wait_for_task(should_stop), None
             if task is None or task.epoch > epoch:
                 self._next_task = task
                 return
             self._task = task
             yield task
 
-    def begin(self, first: int, upto: int, samples: int) -> None:
+    def begin_minibatch(self, first: int, upto: int, samples: int) -> None:
         """Set the minibatch of the current task that is trained next."""
         assert self._task is not None
-        number = first // self._per_task
-        self.credit = Credit(self._task.epoch, number, (first - number * self._per_task) // self._size)
-        self._upto, self.samples, self.updated, self.refused = upto, samples, False, False
+        number = first // self._records_per_task
+        index = (first - number * self._records_per_task) // self._batch_size
+        self.minibatch = MinibatchId(self._task.epoch, number, index)
+        self._upto, self.samples, self.was_pushed, self.was_refused = upto, samples, False, False
 
     def finish_minibatch(self) -> bool:
         """Report that the minibatch was trained; return False if it was refused or the lease has expired; collective.
@@ -124,19 +126,19 @@ class WorkerTasks:
         credited, fields = True, {"task_id": self._task.id}
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
-                progress = {"upto": self._upto, "updated": self.updated, "credit": list(self.credit)}
-                credited = not self.refused and self._master.call("applied", {**fields, **progress}).flag("credited")
+                progress = {"upto": self._upto, "updated": self.was_pushed, "credit": list(self.minibatch)}
+                credited = not self.was_refused and self._master.call("applied", fields | progress).flag("credited")
                 if credited and self._upto == self._task.end:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
         return bool(self.world.bcast(credited))
 
-    def when_idle(self, function: Callable[[], object]) -> None:
+    def set_idle_callback(self, function: Callable[[], object]) -> None:
         """Set a function to call on the first rank before it waits for a task, and when none is left."""
-        self._idle = function
+        self._idle_callback = function
 
-    def when_blank(self, function: Callable[[], object]) -> None:
+    def set_blank_callback(self, function: Callable[[], object]) -> None:
         """Set a function to call on the first rank while servers wait for the model."""
-        self._blank = function
+        self._blank_callback = function
 
     def close(self) -> None:
         """Close the connection."""
@@ -144,29 +146,29 @@ class WorkerTasks:
         if self._master is not None:
             self._master.close()
 
-    def _wait_for_task(self, stops: Callable[[], bool]) -> Task | None:
+    def _wait_for_task(self, should_stop: Callable[[], bool]) -> Task | None:
         """Wait for the next task and return it; None if all are done or the wait was interrupted."""
         task = None
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
-                task = self._request_task(self._master, stops)
-        task, self.interrupted = self.world.bcast((task, self.interrupted))
+                task = self._request_task(self._master, should_stop)
+        task, self.wait_interrupted = self.world.bcast((task, self.wait_interrupted))
         return task
 
-    def _request_task(self, master: ServiceClient, stops: Callable[[], bool]) -> Task | None:
+    def _request_task(self, master: ServiceClient, should_stop: Callable[[], bool]) -> Task | None:
         pause = 0.0
         while (reply := master.call("get_task", {"worker": self.worker})).text("type") == "WAIT":
             if not pause:
-                self._idle()
+                self._idle_callback()
             if reply.fields.get("blank"):
-                self._blank()
-            if stops():
-                self.interrupted = True
+                self._blank_callback()
+            if should_stop():
+                self.wait_interrupted = True
                 return None
             pause = min(2 * pause + 0.02, 0.5)
             time.sleep(pause)
         if reply.text("type") == "NONE":
-            self._idle()
+            self._idle_callback()
             return None
         task_id, epoch, start, end = (reply.integer(name) for name in ("task_id", "epoch", "start", "end"))
         indices, positions = (reply.array(name, np.int64, [None]) for name in ("indices", "positions"))

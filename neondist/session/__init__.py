@@ -7,8 +7,8 @@ single-process scripts.
 """
 
 from .autodist import AutoDist, scope
+from .checkpoint_follower import follow_checkpoints
 from .distributed_session import DistributedSession
-from .follow import follow_checkpoints
 from .hooks import LoadCheckpoint, StopAtStepHook, StopAtTimeHook
 
 __all__ = [

@@ -23,13 +23,13 @@ from ..models import Model
 from ..models.whole_batches import model_scope
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..strategies.auto import of_grid
-from ..system.job import detect
+from ..strategies.auto import resolve_grid
+from ..system.job import detect_job
 from ..train import Hook
 from .distributed_session import DistributedSession
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_FACTORS = "replicas", "rows", "cols", "planes"
+_GRID_KEYS = "replicas", "rows", "cols", "planes"
 
 
 class AutoDist:
@@ -79,38 +79,38 @@ class AutoDist:
         if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
             resource_spec = ResourceSpec(resource_spec)
         self.resources = resource_spec
-        self._chosen = as_strategy(strategy)
-        if not isinstance(self._chosen, StrategyBuilder | Strategy):
+        self._given_strategy = as_strategy(strategy)
+        if not isinstance(self._given_strategy, StrategyBuilder | Strategy):
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
-        factors = None if isinstance(grid, ProcessGrid) else _factors(grid, self._chosen)
-        job = detect(os.environ)
+        factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._given_strategy)
+        job = detect_job(os.environ)
         standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
         if standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
                 grid_shape(self.resources.replicas, **factors)
-            _launch(self.resources)
+            _relaunch_script(self.resources)
         if isinstance(grid, ProcessGrid):
             self.grid = grid
         else:
             self.grid = ProcessGrid(SingleTransport() if job is None else None, **(factors or {}))
         self._layer_models: list[Model] = []
-        self._modules: Any = None
-        self._owners: Any = None
-        self._entered = self._ready = self._running = False
-        if self.grid.rank and not self.grid.world.one_process:
+        self._module_scope: Any = None
+        self._owner_steps: Any = None
+        self._scope_entered = self._steps_divided = self._inside_function = False
+        if self.grid.rank and not self.grid.world.shares_process:
             self.grid.on_close(_mute_stdout())
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Distribute the models created in this context: PyTorch modules or serial neondist models."""
-        self._entered = True
+        self._scope_entered = True
         with ExitStack() as stack:
             if importlib.util.find_spec("torch") is not None:
                 from ..torch.module.module_scope import ModuleScope
 
-                self._modules = self._modules or ModuleScope(self.grid)
-                stack.enter_context(self._modules.collect())
-            stack.enter_context(model_scope(self.grid, self._chosen, self._layer_models))
+                self._module_scope = self._module_scope or ModuleScope(self.grid)
+                stack.enter_context(self._module_scope.collect())
+            stack.enter_context(model_scope(self.grid, self._given_strategy, self._layer_models))
             self._share_random_states()
             yield
 
@@ -127,27 +127,27 @@ class AutoDist:
             outside the scope, or the strategy cannot be executed.
         """
         name = getattr(function, "__name__", type(function).__name__)
-        if not self._entered:
+        if not self._scope_entered:
             raise ConfigError(
                 f"{_source_line(function)}: {name}: function() outside of a scope; decorate it inside of, or after, the"
                 " `with d.scope():` in which its models are created"
             ).on_all_ranks()
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
-            raise ConfigError(f"{_source_line(function)}: {name}: expected a function that returns its results")
+            raise ConfigError(f"{_source_line(function)}: {name}: expected a function, not a generator or coroutine")
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._running or self._modules is None:
+            if self._inside_function or self._module_scope is None:
                 return function(*args, **kwargs)
-            return self._call(function, args, kwargs)
+            return self._call_distributed(function, args, kwargs)
 
         return call  # type: ignore[return-value]
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
         """The strategy built for the models of the scopes so far; the builder itself if there are none."""
-        planned = self._planned()
-        return self._chosen if planned is None else planned.strategy
+        planned = self._plan_module_parameters()
+        return self._given_strategy if planned is None else planned.strategy
 
     def session(
         self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
@@ -164,42 +164,42 @@ class AutoDist:
             If the scope has no model, or several models or optimisers of modules.
         """
         parts: list[Any] = list(self._layer_models)
-        if self._modules is not None and self._modules.models:
+        if self._module_scope is not None and self._module_scope.models:
             from ..torch.training.scope_script import ScopeScript
 
-            self._divide_steps()
-            parts += ScopeScript.create(self._modules, self._owners)
+            self._divide_optimizer_steps()
+            parts += ScopeScript.create(self._module_scope, self._owner_steps)
         if not parts:
             raise ConfigError("session: there is no model; create one inside of `with d.scope():` first").on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_distributed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from ..torch.module.module_scope import whole
 
-        self._divide_steps()
-        self._running = True
+        self._divide_optimizer_steps()
+        self._inside_function = True
         try:
-            with self._modules.distribute(function):
+            with self._module_scope.distribute(function):
                 return whole(function(*args, **kwargs))
         finally:
-            self._running = False
+            self._inside_function = False
 
-    def _planned(self) -> Any:
+    def _plan_module_parameters(self) -> Any:
         """Return the plan of the modules' parameters; None if there are none."""
-        parameters = {} if self._modules is None else self._modules.parameters
+        parameters = {} if self._module_scope is None else self._module_scope.parameters
         if not parameters:
             return None
         from ..torch.module.parameters import plan_parameters
 
-        return plan_parameters(parameters, self.grid.shape, self._chosen)
+        return plan_parameters(parameters, self.grid.shape, self._given_strategy)
 
-    def _divide_steps(self) -> None:
+    def _divide_optimizer_steps(self) -> None:
         """Divide optimiser steps among owners if the strategy requires it; at the first call of a function."""
-        if self._ready:
+        if self._steps_divided:
             return
-        self._ready = True
-        plan = self._planned()
+        self._steps_divided = True
+        plan = self._plan_module_parameters()
         if plan is None:
             return
         if plan.compressors:
@@ -210,12 +210,12 @@ class AutoDist:
         if plan.shares and self.grid.size > 1:
             from ..torch.training.owner_steps import OwnerSteps
 
-            self._owners = OwnerSteps(self._modules.parameters, self.grid, plan)
+            self._owner_steps = OwnerSteps(self._module_scope.parameters, self.grid, plan)
 
     def _share_random_states(self) -> None:
         """Broadcast the random states of rank 0, so that weights and shuffles are the same on every rank."""
         world = self.grid.world
-        if world.size == 1 or world.one_process:
+        if world.size == 1 or world.shares_process:
             return
         torch = sys.modules.get("torch")
         states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state().numpy()
@@ -262,17 +262,17 @@ def scope(
         yield d
 
 
-def _factors(grid: Any, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
+def _grid_factors(grid: object, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
     """Return the factors of a grid; default: one replica per rank."""
     if not (grid is None or isinstance(grid, Mapping)):
         raise ConfigError(f"grid: expected a ProcessGrid or a mapping such as {{'replicas': 2}}, got {grid!r}")
     for name in grid or {}:
-        if name not in _FACTORS:
-            raise ConfigError(f"grid: unknown key '{name}'{suggest(str(name), _FACTORS)}")
-    return of_grid(strategy, dict(grid or {})) or {"replicas": None}
+        if name not in _GRID_KEYS:
+            raise ConfigError(f"grid: unknown key '{name}'{suggest(str(name), _GRID_KEYS)}")
+    return resolve_grid(strategy, dict(grid or {})) or {"replicas": None}
 
 
-def _source_line(function: Any) -> str:
+def _source_line(function: object) -> str:
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "function"
 
@@ -285,7 +285,7 @@ def _mute_stdout() -> Callable[[], None]:
         return stack.pop_all().close
 
 
-def _launch(resources: ResourceSpec) -> None:
+def _relaunch_script(resources: ResourceSpec) -> None:
     """Replace this process by `neondist launch RESOURCES.yaml` with this script and its arguments."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):

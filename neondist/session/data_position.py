@@ -11,7 +11,7 @@ import numpy as np
 from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
-from ..train.loop import close_epoch, losses_so_far, set_schedule
+from ..train.loop import apply_schedule, close_epoch, selection_losses
 from ..train.state import Record
 from .state import SessionState
 
@@ -33,25 +33,25 @@ class DataPosition:
     def __init__(self, state: SessionState, dataset: Dataset, batch_size: int, seed: int) -> None:
         self.state, self.dataset, self.batch_size, self.seed = state, dataset, batch_size, seed
         #: number of samples, over all replicas, of the current batch, and of those not yet counted by a step
-        self.size = self.pending = 0
+        self.current_batch_size = self.uncounted_samples = 0
         replicas = state.grid.replicas
         #: whether each replica reads a shard of its own
-        self.own_shards = replicas > 1 and dataset.num_shards == replicas
-        if self.own_shards and batch_size % replicas:
+        self.reads_own_shard = replicas > 1 and dataset.num_shards == replicas
+        if self.reads_own_shard and batch_size % replicas:
             raise ConfigError(
-                f"batch_size: {batch_size}, but {replicas} replicas read shards of the data; give a multiple"
+                f"batch_size: {batch_size}, but {replicas} replicas read shards; give a multiple of {replicas}"
             )
-        samples = dataset.least_shard * replicas if self.own_shards else len(dataset.train)
-        state.use_data(dataset, samples)
+        samples = dataset.smallest_shard_size * replicas if self.reads_own_shard else len(dataset.train)
+        state.set_dataset(dataset, samples)
         state.batch_size = batch_size
 
-    def parts(self) -> list[tuple[int, np.ndarray]]:
+    def remaining_batches(self) -> list[tuple[int, np.ndarray]]:
         """Return, for each remaining batch of the epoch, its size over all replicas and this rank's sample numbers."""
         state, grid = self.state, self.state.grid
         numbers = self.dataset.train.order(self.seed, state.epoch)
-        starts = range(state.samples_seen, state.samples, self.batch_size)
-        sizes = [min(self.batch_size, state.samples - start) for start in starts]
-        if self.own_shards:
+        starts = range(state.samples_seen, state.epoch_size, self.batch_size)
+        sizes = [min(self.batch_size, state.epoch_size - start) for start in starts]
+        if self.reads_own_shard:
             of = grid.replicas
             return [(n, numbers[start // of : (start + n) // of]) for start, n in zip(starts, sizes, strict=True)]
         batches = [numbers[start : start + n] for start, n in zip(starts, sizes, strict=True)]
@@ -64,27 +64,27 @@ class DataPosition:
         model = state.model if isinstance(state.model, TrainableModel) else None
         if model is not None:
             model.begin_epoch(state.epoch, state.samples_seen)
-        losses = [] if model is None else losses_so_far(state)
-        parts = self.parts()
-        lazily = model is not None and model.streams
-        with closing(split.batches((part for _, part in parts), state.model.dtype, lazily)) as read:
+        losses = [] if model is None else selection_losses(state)
+        parts = self.remaining_batches()
+        lazy = model is not None and model.streams
+        with closing(split.batches((part for _, part in parts), state.model.dtype, lazy)) as read:
             for (size, _), (x, targets) in zip(parts, read, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
-                    set_schedule(state, losses)
-                self.size = self.pending = size
+                    apply_schedule(state, losses)
+                self.current_batch_size = self.uncounted_samples = size
                 yield x, targets
                 if state.stop is not None:
                     return
 
-    def take(self) -> int:
+    def count_batch(self) -> int:
         """Advance past the current batch; return its number of samples, 0 if it is already counted."""
-        size, self.pending = self.pending, 0
+        size, self.uncounted_samples = self.uncounted_samples, 0
         self.state.samples_seen += size
         return size
 
-    def ends(self) -> bool:
+    def is_epoch_complete(self) -> bool:
         """Whether all samples of the epoch have been used."""
-        return self.state.samples_seen >= self.state.samples
+        return self.state.samples_seen >= self.state.epoch_size
 
     def close_epoch(self) -> None:
         """Complete the epoch; collective."""

@@ -13,13 +13,13 @@ from ..cluster import TaskSpec, TaskSpecDef
 from ..data import Dataset
 from ..errors import ConfigError, NotReadyError
 from ..models import ScriptModel
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..train import Hook
 from ..train.callbacks.checkpoint import CheckpointSchedule
 from .evaluation import EvaluatorRole
-from .state import state_of
-from .training import KEEP, TrainingRole
+from .state import create_session_state
+from .training import KEPT_CHECKPOINTS, TrainingRole
 
 
 class DistributedSession:
@@ -82,7 +82,7 @@ class DistributedSession:
     ...         loss = session.run(model.train_batch, x, y)  # doctest: +SKIP
     """
 
-    @checked
+    @type_checked
     def __init__(
         self,
         task_spec: TaskSpecDef | None = None,
@@ -103,29 +103,29 @@ class DistributedSession:
                 raise ConfigError(f"{name}: expected a list of hooks; write {name}=[{type(argument).__name__}(...)]")
         if self.task_spec.is_ps():
             raise ConfigError("task_spec: a parameter server has no session; call task_spec.create_server() alone")
-        state = self.state = state_of(model)
+        state = self.state = create_session_state(model)
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._inside = False
+        self._is_open = False
         self._role: TrainingRole | EvaluatorRole
         if self.task_spec.is_evaluator():
             self._role = EvaluatorRole(state, folder, hooks)
             return
         if isinstance(state.model, ScriptModel):
-            state.model.check_trains()
-        writes = bool(state.grid.world.bcast(self.task_spec.is_master()))
-        chief = writes and state.first_rank
+            state.model.check_checkpointable()
+        writes_checkpoints = bool(state.grid.world.bcast(self.task_spec.is_master()))
+        chief = writes_checkpoints and state.first_rank
         minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
-        schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEEP)
+        schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEPT_CHECKPOINTS)
         self._warn_single_worker()
         servers = None
         if self.task_spec.num_ps:
-            from .servers import JobServers  # gRPC
+            from .servers import JobServersClient  # gRPC
 
-            servers = JobServers(self.task_spec, state, stop_grace_period_secs, os.environ)
+            servers = JobServersClient(self.task_spec, state, stop_grace_period_secs, os.environ)
         self._role = TrainingRole(
             state,
             folder,
-            writes,
+            writes_checkpoints,
             [*hooks, *(chief_only_hooks if chief else ())],
             schedule,
             log_step_count_steps,
@@ -145,13 +145,13 @@ class DistributedSession:
 
     def __enter__(self) -> DistributedSession:
         self._role.enter()
-        self._inside = True
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._inside = False
+        self._is_open = False
         self._role.exit(error)
 
     @property
@@ -172,7 +172,7 @@ class DistributedSession:
 
         In an evaluator: waits for the next checkpoint and loads it; collective.
         """
-        self._check_inside()
+        self._require_open()
         return self._role.should_stop()
 
     def request_stop(self, reason: str = "the script has asked for it") -> None:
@@ -194,7 +194,7 @@ class DistributedSession:
             A training step such as `model.train_batch`. A returned number is the loss for hooks and logs. In an
             evaluator: an evaluation function that returns a number or a mapping of names to numbers.
         """
-        self._check_inside()
+        self._require_open()
         return self._role.run(function, *args, **kwargs)
 
     def batches(
@@ -221,7 +221,7 @@ class DistributedSession:
         x : array (n, *tile, C), local
         targets : array
         """
-        self._check_inside()
+        self._require_open()
         return self._require_training().batches(dataset, batch_size, epochs, seed)
 
     def _require_training(self) -> TrainingRole:
@@ -229,6 +229,6 @@ class DistributedSession:
             raise ConfigError("batches: are for training; an evaluator reads its data in the function passed to run")
         return self._role
 
-    def _check_inside(self) -> None:
-        if not self._inside:
+    def _require_open(self) -> None:
+        if not self._is_open:
             raise NotReadyError("the session is not open: use `with nd.DistributedSession(...) as session:`")

@@ -12,11 +12,11 @@ from ..errors import ConfigError, NotReadyError
 from ..io.checkpoint.read import CheckpointReader
 from ..terminal.console import emit
 from ..train import Hook
-from ..train.callbacks.checkpoint import Progress
-from ..train.callbacks.hook import opened
-from ..train.callbacks.metrics_log import line
-from ..train.weights import take_weights
-from .follow import FOLDER, Evaluation, Follower
+from ..train.callbacks.checkpoint import RunProgress
+from ..train.callbacks.hook import open_hooks
+from ..train.callbacks.metrics_log import json_line
+from ..train.weights import load_inference_weights
+from .checkpoint_follower import EVALUATION_FOLDER, CheckpointFollower, EvaluationRecorder
 from .hooks import StopAtTimeHook
 from .state import SessionState
 
@@ -30,40 +30,40 @@ class EvaluatorRole:
     folder : path
         Folder of the job's checkpoints.
     hooks : sequence of Hook
-    every : float
+    interval : float
         Polling interval in seconds.
     """
 
-    def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], every: float = 1.0) -> None:
+    def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], interval: float = 1.0) -> None:
         if folder is None:
             raise ConfigError("checkpoint_dir: an evaluator needs the folder of the job's checkpoints")
         self.state, self.hooks = state, list(hooks)
-        self.evaluation = Evaluation(state, folder / FOLDER, self.hooks)
+        self.evaluation = EvaluationRecorder(state, folder / EVALUATION_FOLDER, self.hooks)
         limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
-        self.follower = Follower(folder, state.grid.world, self.evaluation.done, every, limit)
+        self.follower = CheckpointFollower(folder, state.grid.world, self.evaluation.last_step, interval, limit)
         #: position of the checkpoint that is loaded, but not yet evaluated
-        self.loaded: Progress | None = None
+        self.loaded_position: RunProgress | None = None
         self._stack = ExitStack()
 
     def enter(self) -> None:
         """Call the hooks; collective."""
         with ExitStack() as stack:
-            stack.enter_context(opened(self.hooks))
+            stack.enter_context(open_hooks(self.hooks))
             self.evaluation.begin()
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
         """Wait for the next checkpoint and load it; True if the job is complete and none is left; collective."""
-        while self.state.stop is None and self.loaded is None:
-            checkpoint = self.follower.next()
+        while self.state.stop is None and self.loaded_position is None:
+            checkpoint = self.follower.wait_for_next()
             if checkpoint is None:
                 return True
-            self.follower.visit(checkpoint, self._load)
+            self.follower.process(checkpoint, self._load)
         return self.state.stop is not None
 
-    def _load(self, file: CheckpointReader, progress: Progress) -> None:
-        take_weights(file, self.state.model)
-        self.state.model.step, self.loaded = progress.step, progress
+    def _load(self, file: CheckpointReader, progress: RunProgress) -> None:
+        load_inference_weights(file, self.state.model)
+        self.state.model.step, self.loaded_position = progress.step, progress
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function with the weights of the next checkpoint, and write its result; collective.
@@ -73,19 +73,21 @@ class EvaluatorRole:
         function : callable
             Returns a number, written as 'loss', or a mapping of names to numbers.
         """
-        if self.should_stop() or self.loaded is None:
-            raise NotReadyError("the job is complete, and all its checkpoints are evaluated; ask session.should_stop()")
+        if self.should_stop() or self.loaded_position is None:
+            raise NotReadyError(
+                "the job is complete, and all its checkpoints are evaluated; end the loop with session.should_stop()"
+            )
         begun = time.perf_counter()
         result = function(*args, **kwargs)
         numbers = dict(result) if isinstance(result, Mapping) else {"loss": result}
         numbers = {name: float(value) for name, value in numbers.items()}
-        record = self.evaluation.add(self.loaded, numbers, time.perf_counter() - begun)
-        self.loaded = None
+        record = self.evaluation.add_result(self.loaded_position, numbers, time.perf_counter() - begun)
+        self.loaded_position = None
         if self.state.first_rank:
-            emit(line(record).rstrip())
+            emit(json_line(record).rstrip())
         for hook in self.hooks:
             hook.after_step(self.state)
-        self.state.agree()
+        self.state.share_stop_requests()
         return result
 
     def exit(self, error: BaseException | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..io.checkpoint import load_weights, open_checkpoint
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from ..registry.ranges import Count, NotNegative
 from ..train import Hook, Stop, TrainState
 
@@ -21,7 +21,7 @@ class StopAtStepHook(Hook):
         Number of the last step, counted from 1.
     """
 
-    @checked
+    @type_checked
     def __init__(self, last_step: Count) -> None:
         self.last_step = last_step
 
@@ -32,7 +32,7 @@ class StopAtStepHook(Hook):
     def after_step(self, run: TrainState) -> None:
         """Stop, if this was the last step."""
         if run.stop is None and run.step >= self.last_step:
-            run.stop = Stop(f"step {self.last_step} was the last", code=0)
+            run.stop = Stop(f"step {self.last_step} was the last", exit_code=0)
 
 
 class StopAtTimeHook(Hook):
@@ -48,19 +48,19 @@ class StopAtTimeHook(Hook):
         Returns seconds; default time.monotonic.
     """
 
-    @checked
+    @type_checked
     def __init__(self, seconds: NotNegative, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock = seconds, clock
-        self.begun = clock()
+        self.start_time = clock()
 
     def before_run(self, run: TrainState) -> None:
         """Start the clock."""
-        self.begun = self.clock()
+        self.start_time = self.clock()
 
     def after_step(self, run: TrainState) -> None:
         """Stop if a rank requested it; request a stop if the time is over."""
-        run.read_requests()
-        if run.stop is None and self.clock() - self.begun >= self.seconds:
+        run.receive_stop_requests()
+        if run.stop is None and self.clock() - self.start_time >= self.seconds:
             run.request_stop(f"{self.seconds:g} s are over")
 
 
@@ -87,5 +87,5 @@ class LoadCheckpoint(Hook):
         """Load the weights; collective."""
         if run.step == 0 and run.epoch == 0:
             with open_checkpoint(self.path, run.grid.world) as file:
-                taken = load_weights(file, run.model.kept_arrays()["model"])
-            run.notes.append(f"weights from {self.path}: {taken}")
+                taken = load_weights(file, run.model.checkpoint_arrays()["model"])
+            run.start_messages.append(f"weights from {self.path}: {taken}")

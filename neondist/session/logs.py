@@ -8,34 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm import all_or_none
-from ..io.files import append, write_text
+from ..io.files import append_text, write_text
 from ..terminal.console import say
 from ..train import Hook, Record, TrainState
 from ..train.callbacks.loggers import Logger
-from ..train.callbacks.metrics_log import line
+from ..train.callbacks.metrics_log import json_line
 from ..train.html_report import read_records
 
-SUMMARIES = "summaries.jsonl"
+SUMMARIES_FILE = "summaries.jsonl"
 
 
 class StepLog(Hook):
-    """Print step, loss and steps per second on rank 0, every `every` steps."""
+    """Print step, loss and steps per second on rank 0, every `every_steps` steps."""
 
-    def __init__(self, every: int) -> None:
-        self.every, self.step, self.time = every, 0, 0.0
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps, self.last_step, self.last_time = every_steps, 0, 0.0
 
     def before_run(self, run: TrainState) -> None:
         """Start counting."""
-        self.step, self.time = run.step, time.perf_counter()
+        self.last_step, self.last_time = run.step, time.perf_counter()
 
     def after_step(self, run: TrainState) -> None:
         """Print if due."""
-        if run.first_rank and run.step - self.step >= self.every:
+        if run.first_rank and run.step - self.last_step >= self.every_steps:
             now = time.perf_counter()
-            speed = (run.step - self.step) / max(now - self.time, 1e-9)
+            speed = (run.step - self.last_step) / max(now - self.last_time, 1e-9)
             loss = f"loss {run.loss:.6f}, " if math.isfinite(run.loss) else ""
             say(f"step {run.step}: {loss}{speed:,.1f} steps/s")
-            self.step, self.time = run.step, now
+            self.last_step, self.last_time = run.step, now
 
 
 class SummaryLog(Hook):
@@ -58,20 +58,20 @@ class SummaryLog(Hook):
         every_seconds: float | None,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.path = None if folder is None else folder / SUMMARIES
+        self.path = None if folder is None else folder / SUMMARIES_FILE
         self.every_steps, self.every_seconds, self.loggers = every_steps, every_seconds, loggers
-        self._begin(0)
+        self._start_interval(0)
 
-    def _begin(self, step: int) -> None:
-        self.step, self.time, self.losses = step, time.perf_counter(), list[float]()
+    def _start_interval(self, step: int) -> None:
+        self.last_step, self.last_time, self.losses = step, time.perf_counter(), list[float]()
 
     def before_run(self, run: TrainState) -> None:
         """Keep the summaries up to the step from which the session resumes."""
         with all_or_none(run.grid.world):
             if run.first_rank and self.path is not None:
                 kept = [old for old in read_records(self.path, continued=True) if old.get("step", 0) <= run.step]
-                write_text(self.path, "".join(map(line, kept)))
-        self._begin(run.step)
+                write_text(self.path, "".join(map(json_line, kept)))
+        self._start_interval(run.step)
 
     def after_step(self, run: TrainState) -> None:
         """Write a summary if due."""
@@ -79,7 +79,7 @@ class SummaryLog(Hook):
             return
         if math.isfinite(run.loss):
             self.losses.append(run.loss)
-        steps, seconds = run.step - self.step, time.perf_counter() - self.time
+        steps, seconds = run.step - self.last_step, time.perf_counter() - self.last_time
         due = self.every_steps is not None and steps >= self.every_steps
         if due or (self.every_seconds is not None and seconds >= self.every_seconds):
             loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
@@ -87,7 +87,7 @@ class SummaryLog(Hook):
                 epoch=run.epoch, step=run.step, train_loss=loss, steps_per_second=steps / max(seconds, 1e-9)
             )
             if self.path is not None:
-                append(self.path, line(record))
+                append_text(self.path, json_line(record))
             for logger in self.loggers:
-                logger.write(record)
-            self._begin(run.step)
+                logger.write_record(record)
+            self._start_interval(run.step)

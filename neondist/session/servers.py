@@ -11,19 +11,19 @@ from ..cluster import TaskSpecDef
 from ..comm import all_or_none
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError
 from ..models import TrainableModel
-from ..services.training import ServerUpdate, WorkerPlace
+from ..services.training import ServerUpdate, WorkerAssignment
 from ..services.wire import ServiceClient, read_token
 from ..strategies import PSLoadBalancing
 from .state import SessionState
 
-START_WAIT = 600.0
+START_TIMEOUT = 600.0
 """Seconds that a worker waits for the servers, and for the master to begin."""
-PATIENCE = 30.0
+CALL_TIMEOUT = 30.0
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats of a worker."""
 
 
-class JobServers:
+class JobServersClient:
     """Client of a job's parameter servers; methods are collective over this worker's ranks, the first one calls.
 
     Parameters
@@ -57,9 +57,9 @@ class JobServers:
         with all_or_none(world):
             if world.rank == 0:
                 token = read_token(environ)
-        self._state, self._grace, self._is_master = state, grace, task.is_master()
-        self._place = WorkerPlace(task.shard_index or 0, tuple(task.ps_hosts), "", token)
-        self._workers = task.num_workers
+        self._state, self._grace_seconds, self._is_master = state, grace, task.is_master()
+        self._assignment = WorkerAssignment(task.shard_index or 0, tuple(task.ps_hosts), "", token)
+        self._num_workers = task.num_workers
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
         self._remote: ServerUpdate | None = None
         self._clients: list[ServiceClient] = []
@@ -67,7 +67,7 @@ class JobServers:
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._first_step = 0
 
-    def join(self) -> None:
+    def join_job(self) -> None:
         """Load the servers' values; on the master, initialise the servers first if needed.
 
         Raises
@@ -81,36 +81,36 @@ class JobServers:
                 self._connect()
                 if not self._is_master:
                     self._first_step = self._wait_for_master()
-        self._remote = ServerUpdate(self._place, self._strategy, model.built, model.optimizer, world)
+        self._remote = ServerUpdate(self._assignment, self._strategy, model.built_parameters, model.optimizer, world)
         with all_or_none(world):
             if world.rank == 0 and self._is_master:
                 reply = self._clients[0].call("begin", {"first_step": self._state.step})
                 self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
-        model.remote = self._remote
-        self.count()
+        model.remote_update = self._remote
+        self.update_step()
 
-    def count(self) -> None:
+    def update_step(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has."""
         assert self._remote is not None
         model = self._state.model
         model.step = self._first_step + self._remote.version
-        model.uncounted = model.step  # none is by its own optimiser, which a job without servers would resume
+        model.uncounted_steps = model.step  # none is by its own optimiser, which a job without servers would resume
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
-    def leave(self) -> None:
+    def leave_job(self) -> None:
         """Leave the job; on the master, stop all other workers and load the final values."""
         assert self._remote is not None
         world = self._state.grid.world
         with all_or_none(world):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
-        self._remote.wait_for_others(self._workers, self._grace)
+        self._remote.wait_for_others(self._num_workers, self._grace_seconds)
         self._remote.finish()
-        self.count()
+        self.update_step()
 
-    def end(self) -> None:
+    def stop_servers(self) -> None:
         """Stop the servers, on the master."""
         for client in self._clients if self._is_master else ():
             with suppress(ServiceUnavailableError):
@@ -118,7 +118,7 @@ class JobServers:
 
     def close(self) -> None:
         """Close the connections; after an error, servers detect the loss of this worker by its missing heartbeats."""
-        self._state.model.remote = None
+        self._state.model.remote_update = None
         self._closed.set()
         if self._remote is not None:
             self._remote.close()
@@ -128,24 +128,26 @@ class JobServers:
             self._thread.join()
 
     def _connect(self) -> None:
-        place = self._place
-        self._clients = [ServiceClient(address, "Job", place.token, patience=START_WAIT) for address in place.servers]
+        worker = self._assignment
+        self._clients = [
+            ServiceClient(address, "Job", worker.token, patience=START_TIMEOUT) for address in worker.servers
+        ]
         for client in self._clients:
-            client.hello()
-            client.patience = PATIENCE
+            client.check_version()
+            client.patience = CALL_TIMEOUT
         self._thread.start()
 
     def _wait_for_master(self) -> int:
-        deadline = time.monotonic() + START_WAIT
+        deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
             reply = self._clients[0].call("begun", {"seconds": 10.0})
             if reply.fields.get("first_step") is not None:
                 return reply.integer("first_step")
-        raise ServiceUnavailableError(f"the master has not begun within {START_WAIT:g} s; start it")
+        raise ServiceUnavailableError(f"the master has not begun within {START_TIMEOUT:g} s; start it")
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_INTERVAL):
             for client in self._clients:
                 with suppress(ServiceError, ValueError):  # the client is closed
-                    if client.call("alive", {"worker": self._place.name}, timeout=10.0).flag("stopping"):
+                    if client.call("alive", {"worker": self._assignment.name}, timeout=10.0).flag("stopping"):
                         self._stop_requested.set()

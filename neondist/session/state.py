@@ -12,30 +12,30 @@ from ..comm import ProcessGrid
 from ..data import Dataset, Split
 from ..errors import ConfigError, NotReadyError
 from ..io.checkpoint import from_plain, to_plain
-from ..io.checkpoint.texts import parse_json, require_type
+from ..io.checkpoint.texts import parse_json, require_json_type
 from ..models import ScriptModel, TrainableModel
 from ..train import Stop, TrainState
 
-TEXT = "session"
+TEXT_NAME = "session"
 """Name of the entry in checkpoint files."""
 
 
-class _NoData(Dataset):
+class _MissingDataset(Dataset):
     """Placeholder for the data set of a session that has none."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _no_data(name)
+        raise _missing_data_error(name)
 
     def check(self) -> None:
         """Raise NotReadyError."""
-        raise _no_data("check")
+        raise _missing_data_error("check")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Raise NotReadyError."""
-        raise _no_data("load")
+        raise _missing_data_error("load")
 
 
-def _no_data(name: str) -> NotReadyError:
+def _missing_data_error(name: str) -> NotReadyError:
     return NotReadyError(
         f"the session has no data set, and so no '{name}': read batches from session.batches(dataset, batch_size), or"
         " remove the hook that needs it"
@@ -49,57 +49,57 @@ class SessionState(TrainState):
     ----------
     stateful : list
         Further objects stored in checkpoints by `state_dict` and `load_state_dict`, such as schedulers.
-    requested : str
+    stop_reason : str
         Reason of this rank's stop request since the last step; '' if none.
     """
 
     model: Any
 
     def __init__(self, model: Any, stateful: Iterable[Any] = ()) -> None:
-        super().__init__(model, _NoData(), sys.maxsize, getattr(model, "batch_size", model.grid.replicas))
-        self.stateful, self.requested = list(stateful), ""
+        super().__init__(model, _MissingDataset(), sys.maxsize, getattr(model, "batch_size", model.grid.replicas))
+        self.stateful, self.stop_reason = list(stateful), ""
         self._samples = 0
 
     @property
     def has_data(self) -> bool:
         """Whether the session reads a data set."""
-        return not isinstance(self.dataset, _NoData)
+        return not isinstance(self.dataset, _MissingDataset)
 
     @property
-    def samples(self) -> int:
+    def epoch_size(self) -> int:
         """Number of samples of an epoch; without a data set, that of the restored checkpoint, or 0."""
         return self._samples
 
-    def use_data(self, dataset: Dataset, samples: int) -> None:
+    def set_dataset(self, dataset: Dataset, samples: int) -> None:
         """Set the data set and its number of samples; DataError if an epoch cannot be resumed with that number."""
         if self.samples_seen and self._samples != samples:
             previous, self._samples = self._samples, samples
-            super().check_samples(previous)
+            super().check_epoch_samples(previous)
         self.dataset, self._samples = dataset, samples
 
-    def check_samples(self, samples: int) -> None:
+    def check_epoch_samples(self, samples: int) -> None:
         """Record the number of samples of an epoch; DataError if the data set, if any, has a different number."""
         if self.has_data:
-            super().check_samples(samples)
+            super().check_epoch_samples(samples)
         self._samples = samples
 
     def request_stop(self, reason: str) -> None:
         """Request, on one or several ranks, that all ranks stop after the current step."""
-        self.requested = self.requested or reason
+        self.stop_reason = self.stop_reason or reason
 
-    def read_requests(self) -> None:
-        """Do nothing: `agree` shares the requests."""
+    def receive_stop_requests(self) -> None:
+        """Do nothing: `share_stop_requests` shares the requests."""
 
-    def agree(self) -> None:
+    def share_stop_requests(self) -> None:
         """Stop on all ranks if a rank or its hooks have requested it; collective."""
-        stop = Stop(self.requested, code=0) if self.requested and self.stop is None else self.stop
+        stop = Stop(self.stop_reason, exit_code=0) if self.stop_reason and self.stop is None else self.stop
         consistent = self.grid.check("DistributedSession.run", {"step": self.step}, versions=(int(stop is not None),))
         if stop is not None or not consistent:
-            requests = [(stop.reason, stop.code) for stop in self.grid.world.allgather(stop) if stop is not None]
+            requests = [(stop.reason, stop.exit_code) for stop in self.grid.world.allgather(stop) if stop is not None]
             self.stop = Stop(*requests[0])
-        self.requested = ""
+        self.stop_reason = ""
 
-    def texts(self) -> dict[str, str]:
+    def checkpoint_texts(self) -> dict[str, str]:
         """Return the model's settings and the states of further objects as text; collective."""
         if isinstance(self.model, ScriptModel):
             settings = self.model.settings()
@@ -107,27 +107,27 @@ class SessionState(TrainState):
             settings = {"learning_rate_scale": self.model.learning_rate_scale, "momentum": self.model.momentum}
         states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict()) for part in self.stateful]
         kinds = [type(part).__name__ for part in self.stateful]
-        texts = {TEXT: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
-        return texts | (super().texts() if self.has_data else {})
+        texts = {TEXT_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
+        return texts | (super().checkpoint_texts() if self.has_data else {})
 
-    def take_texts(self, texts: Mapping[str, str]) -> None:
-        """Restore the result of `texts`, if present; checkpoints of experiments have none."""
-        if TEXT not in texts:
+    def restore_texts(self, texts: Mapping[str, str]) -> None:
+        """Restore the result of `checkpoint_texts`, if present; checkpoints of experiments have none."""
+        if TEXT_NAME not in texts:
             return
-        content = parse_json(texts[TEXT], dict)
-        settings = require_type("'settings'", content.get("settings"), dict)
-        states, kinds = (require_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
+        content = parse_json(texts[TEXT_NAME], dict)
+        settings = require_json_type("'settings'", content.get("settings"), dict)
+        states, kinds = (require_json_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
         expected = [type(part).__name__ for part in self.stateful]
         if kinds != expected or len(states) != len(kinds):
-            raise ValueError(f"has states of {kinds or 'no objects'}, the session's model has {expected or 'no such'}")
+            raise ValueError(f"has states of {kinds or 'no objects'}, but the session has {expected or 'none'}")
         if isinstance(self.model, ScriptModel):
-            self.model.take_settings(settings)
+            self.model.restore_settings(settings)
         else:
             self.model.learning_rate_scale = _number(settings.get("learning_rate_scale", 1.0)) or 0.0
             self.model.momentum = _number(settings.get("momentum"))
         for part, state in zip(self.stateful, states, strict=True):
             part.load_state_dict(
-                from_plain(part.state_dict(), require_type(f"the state of {type(part).__name__}", state, dict))
+                from_plain(part.state_dict(), require_json_type(f"the state of {type(part).__name__}", state, dict))
             )
 
 
@@ -137,15 +137,13 @@ def _number(value: Any) -> float | None:
     return value
 
 
-def state_of(model: Any, grid: ProcessGrid | None = None) -> SessionState:
+def create_session_state(model: Any) -> SessionState:
     """Return the state of a session that trains `model`.
 
     Parameters
     ----------
     model : model, script, distributed module or its optimiser, None, or a sequence
         A sequence may contain further objects with `state_dict` and `load_state_dict`.
-    grid : ProcessGrid, optional
-        Grid of a session without a model; default: this process alone.
 
     Raises
     ------
@@ -157,7 +155,7 @@ def state_of(model: Any, grid: ProcessGrid | None = None) -> SessionState:
     rest = [part for part in parts if not isinstance(part, TrainableModel | ScriptModel)]
     for part in parts:
         if isinstance(part, TrainableModel):
-            _ = part.built
+            _ = part.built_parameters
     if rest and "torch" in sys.modules:
         with suppress(ImportError):
             from ..torch.training.script import ModuleScript
@@ -172,4 +170,4 @@ def state_of(model: Any, grid: ProcessGrid | None = None) -> SessionState:
             )
     if len(models) > 1:
         raise ConfigError("model: a session trains one model; combine them into one, or use one session for each")
-    return SessionState(models[0] if models else ScriptModel(grid or ProcessGrid.serial()), rest)
+    return SessionState(models[0] if models else ScriptModel(ProcessGrid.serial()), rest)

@@ -12,27 +12,28 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comm import Transport
 from ..data import Dataset
 from ..io.output import CHECKPOINT, COMPLETE, lock_folder
 from ..models import ScriptModel
-from ..system.heartbeat import descriptor, send
-from ..system.signals import STOPPED, Signals, active_handler
+from ..system.heartbeat import connection_descriptor, send_to_supervisor
+from ..system.signals import STOPPED_EXIT_CODE, Signals, get_active_signals
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from ..train.callbacks.completion import CompletionMark
-from ..train.callbacks.hook import opened
+from ..train.callbacks.hook import open_hooks
 from ..train.callbacks.loggers import Logger
 from .data_position import DataPosition
 from .logs import StepLog, SummaryLog
 from .state import SessionState
 
 if TYPE_CHECKING:
-    from .servers import JobServers
+    from .servers import JobServersClient
 
-KEEP = 5
+KEPT_CHECKPOINTS = 5
 """Number of older checkpoints kept by step, so that an evaluator can lag behind."""
-REMEDY = "start the script again to continue from here"
+RESUME_REMEDY = "start the script again to continue from here"
 
 
 class TrainingRole:
@@ -43,14 +44,14 @@ class TrainingRole:
     state : SessionState
     folder : path, optional
         Folder of the checkpoints.
-    writes : bool
+    writes_checkpoints : bool
         Whether the ranks of this grid write checkpoints; others only read them.
     hooks : sequence of Hook
     schedule : CheckpointSchedule
     log_every, summaries : as in DistributedSession
-    grace : float
+    grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.
-    servers : JobServers, optional
+    servers : JobServersClient, optional
         Parameter servers, which update the parameters and count the steps.
     """
 
@@ -58,27 +59,27 @@ class TrainingRole:
         self,
         state: SessionState,
         folder: Path | None,
-        writes: bool,
+        writes_checkpoints: bool,
         hooks: Iterable[Hook],
         schedule: CheckpointSchedule,
         log_every: int | None,
         summaries: tuple[int | None, float | None],
-        grace: float,
-        servers: JobServers | None = None,
+        grace_seconds: float,
+        servers: JobServersClient | None = None,
     ) -> None:
-        self.state, self.folder, self.writes, self.grace = state, folder, writes, grace
+        self.state, self.folder, self.grace_seconds = state, folder, grace_seconds
         self.hooks, self.schedule = list(hooks), schedule
-        self.servers = servers
+        self.servers, self.writes_checkpoints = servers, writes_checkpoints
         self.position: DataPosition | None = None
-        self.supervised = False
+        self.is_supervised = False
         self._stack = ExitStack()
         loggers = [hook for hook in self.hooks if isinstance(hook, Logger)]
         for logger in loggers:
-            logger.within(folder)
-            logger.axis = "step"
-        if log_every is not None and writes:
+            logger.set_run_folder(folder)
+            logger.step_field = "step"
+        if log_every is not None and writes_checkpoints:
             self.hooks.append(StepLog(log_every))
-        if any(due is not None for due in summaries) and writes:
+        if any(due is not None for due in summaries) and writes_checkpoints:
             self.hooks.append(SummaryLog(folder, *summaries, loggers))
 
     def enter(self) -> None:
@@ -86,58 +87,58 @@ class TrainingRole:
         state, folder, world = self.state, self.folder, self.state.grid.world
         with ExitStack() as stack:
             if folder is not None:
-                self._enable_supervisor(stack)
-            stack.enter_context(opened(self.hooks))
+                self._stop_on_supervisor_signal(stack)
+            stack.enter_context(open_hooks(self.hooks))
             if folder is not None:
-                if self.writes:
+                if self.writes_checkpoints:
                     stack.enter_context(lock_folder(world, folder, "auto"))
-                begins = self.servers is None or self.writes  # others use the servers' values and their own shards
-                if begins and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
-                    restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
-                    state.notes.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
-                if self.writes:
+                restores = self.servers is None or self.writes_checkpoints  # others use the values of the servers
+                if restores and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
+                    restore(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
+                    state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
+                if self.writes_checkpoints:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
-            self._call(lambda hook: hook.before_run(state))
+            self._call_hooks(lambda hook: hook.before_run(state))
             if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)
-                self.servers.join()
-            for note in state.notes if state.first_rank and self.writes else ():
+                self.servers.join_job()
+            for note in state.start_messages if state.first_rank and self.writes_checkpoints else ():
                 say(note)
-            self.state.agree()
+            self.state.share_stop_requests()
             self._stack = stack.pop_all()
 
-    def _enable_supervisor(self, stack: ExitStack) -> None:
+    def _stop_on_supervisor_signal(self, stack: ExitStack) -> None:
         """Let the job's supervisor, if any, stop it with a checkpoint for a restart.
 
         The signal handlers stay for the life of the process, so that a late signal does not kill it.
         """
-        if self.servers is not None or descriptor(os.environ) is None:
+        if self.servers is not None or connection_descriptor(os.environ) is None:
             return
-        signals = active_handler("SIGUSR1") or Signals().listen()
-        if active_handler("SIGUSR1") is signals:  # not in a thread
-            self.hooks.append(StopOnSignal(signals, REMEDY))
-            self.supervised = True
-            send(os.environ, "listens")
-            stack.callback(send, os.environ, "ignores")
+        signals = get_active_signals("SIGUSR1") or Signals().install_handlers()
+        if get_active_signals("SIGUSR1") is signals:  # not in a thread
+            self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
+            self.is_supervised = True
+            send_to_supervisor(os.environ, "listens")
+            stack.callback(send_to_supervisor, os.environ, "ignores")
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, count its step, and call the hooks; collective."""
         state, begun, previous = self.state, time.perf_counter(), self.state.step
         result = function(*args, **kwargs)
         if isinstance(state.model, ScriptModel):
-            state.model.count()
+            state.model.count_step()
         state.loss = _to_loss(result)
         stepped = state.step != previous
         if self.servers is not None:
-            self.servers.count()
+            self.servers.update_step()
         if stepped:
-            if self.position is not None and (size := self.position.take()):
+            if self.position is not None and (size := self.position.count_batch()):
                 totals = state.totals
                 totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
                 totals.skipped += 0 if math.isfinite(state.loss) else size
                 totals.seconds += time.perf_counter() - begun
-            self._call(lambda hook: hook.after_step(state))
-        state.agree()
+            self._call_hooks(lambda hook: hook.after_step(state))
+        state.share_stop_requests()
         return result
 
     def should_stop(self) -> bool:
@@ -147,7 +148,7 @@ class TrainingRole:
     @property
     def batch_size(self) -> int:
         """Number of samples of the current batch, over all replicas."""
-        return self.state.batch_size if self.position is None else self.position.size
+        return self.state.batch_size if self.position is None else self.position.current_batch_size
 
     def batches(
         self, dataset: Dataset, batch_size: int, epochs: int | None, seed: int | None
@@ -160,10 +161,10 @@ class TrainingRole:
         state.epochs = sys.maxsize if epochs is None else epochs
         while state.stop is None and state.epoch < state.epochs:
             yield from position.batches()
-            if state.stop is None and position.ends():
+            if state.stop is None and position.is_epoch_complete():
                 position.close_epoch()
-                self._call(lambda hook: hook.after_epoch(state))
-                self.state.agree()
+                self._call_hooks(lambda hook: hook.after_epoch(state))
+                self.state.share_stop_requests()
 
     def exit(self, error: BaseException | None) -> None:
         """Call the final hooks, which write the last checkpoint; collective unless there is an error.
@@ -175,27 +176,27 @@ class TrainingRole:
         """
         with self._stack:
             if error is not None:
-                self._fail(error)
+                self._call_error_hooks(error)
                 return
             try:
                 self._wait_for_ranks()
                 if self.servers is not None:
-                    self.servers.leave()
-                self._call(
+                    self.servers.leave_job()
+                self._call_hooks(
                     lambda hook: hook.after_run(self.state) if self.state.stop is None else hook.on_stop(self.state)
                 )
                 if self.servers is not None:
-                    self.servers.end()
+                    self.servers.stop_servers()
             except BaseException as problem:
-                self._fail(problem)
+                self._call_error_hooks(problem)
                 raise
         stop = self.state.stop
-        if self.supervised and stop is not None and stop.code == STOPPED:
+        if self.is_supervised and stop is not None and stop.exit_code == STOPPED_EXIT_CODE:
             if self.state.first_rank:
                 say(f"stopped at step {self.state.step}: {stop.reason}")
-            raise SystemExit(STOPPED)
+            raise SystemExit(STOPPED_EXIT_CODE)
 
-    def _fail(self, error: BaseException) -> None:
+    def _call_error_hooks(self, error: BaseException) -> None:
         for hook in self.hooks:
             with suppress(Exception):  # the first error is the one to read
                 hook.on_error(self.state, error)
@@ -206,7 +207,7 @@ class TrainingRole:
         if grid.size == 1:
             return
         text = f"rank {grid.rank} of {grid.size}: the session is over at step {self.state.step}, but other ranks go on"
-        timer = threading.Timer(self.grace, _abort_job, [grid.world, text])
+        timer = threading.Timer(self.grace_seconds, _abort_job, [grid.world, text])
         timer.daemon = True
         timer.start()
         try:
@@ -214,12 +215,12 @@ class TrainingRole:
         finally:
             timer.cancel()
 
-    def _call(self, action: Callable[[Hook], None]) -> None:
+    def _call_hooks(self, action: Callable[[Hook], None]) -> None:
         for hook in self.hooks:
             action(hook)
 
 
-def _abort_job(world: Any, message: str) -> None:
+def _abort_job(world: Transport, message: str) -> None:
     sys.stderr.write(f"{message} (stop_grace_period_secs); the job ends\n")
     sys.stderr.flush()
     world.abort(1)

@@ -9,7 +9,7 @@ from ..registry.ranges import Count, Index
 from .builder import StrategyBuilder
 from .compressor import check_compressor
 from .parameter_spec import ParameterSpec
-from .partition import balanced, part_bytes, partition, smallest_divisor
+from .partition import balance_owners, even_partition, part_bytes, smallest_divisor
 from .strategy import ParameterStrategy
 
 
@@ -49,7 +49,7 @@ class PartitionedAllReduce(StrategyBuilder):
     def __init__(self, chunk_size: Count = 128) -> None:
         self.chunk_size = chunk_size
 
-    def axis(self, spec: ParameterSpec) -> int:
+    def choose_axis(self, spec: ParameterSpec) -> int:
         """Return the axis along which a parameter is divided."""
         return 0
 
@@ -57,9 +57,9 @@ class PartitionedAllReduce(StrategyBuilder):
         """Return the parts, balanced over the replicas by bytes."""
         parts = {}
         for spec in specs:
-            axis = self.axis(spec)
-            parts[spec.name] = partition(spec, axis, smallest_divisor(spec.shape[axis])) if spec.shape else None
-        owners = balanced({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, replicas)
+            axis = self.choose_axis(spec)
+            parts[spec.name] = even_partition(spec, axis, smallest_divisor(spec.shape[axis])) if spec.shape else None
+        owners = balance_owners({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, replicas)
         return {
             spec.name: ParameterStrategy("allreduce", parts[spec.name], owners[spec.name], group=at // self.chunk_size)
             for at, spec in enumerate(specs)
@@ -83,7 +83,7 @@ class RandomAxisPartitionAR(PartitionedAllReduce):
         super().__init__(chunk_size)
         self.seed = seed
 
-    def axis(self, spec: ParameterSpec) -> int:
+    def choose_axis(self, spec: ParameterSpec) -> int:
         """Return the axis along which a parameter is divided."""
         axes = [axis for axis, extent in enumerate(spec.shape) if extent > 1]
         if spec.sparse or not axes:

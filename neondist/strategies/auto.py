@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..system.machine import Machine
-from ..system.machine import read as read_machine
-from ..system.memory import as_bytes, words
+from ..system.machine import Machine, read_machine
+from ..system.memory import format_bytes, parse_bytes
 from .all_reduce import AllReduce, PartitionedAllReduce, ShardedOptimizer
 from .builder import StrategyBuilder, builder_text
 from .parameter_spec import ParameterSpec
@@ -17,11 +16,11 @@ from .partition import part_bytes
 from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
 
-SLOTS = 2
+DEFAULT_SLOTS = 2
 """optimiser slots per parameter where the optimiser is unknown: Adam's"""
 
 
-def candidates() -> list[StrategyBuilder]:
+def candidate_builders() -> list[StrategyBuilder]:
     """Return the exact synchronous builders that a planner considers."""
     return [AllReduce(), PartitionedAllReduce(), ShardedOptimizer(), PS(), PSLoadBalancing()]
 
@@ -34,12 +33,12 @@ class SyncCosts:
     ----------
     seconds : float
         Time of collectives and of the update.
-    held : int
+    held_bytes : int
         Bytes of parameters, gradients and the optimiser's arrays on the fullest rank.
     """
 
     seconds: float
-    held: int
+    held_bytes: int
 
 
 def sync_costs(
@@ -65,10 +64,10 @@ def sync_costs(
             continue
         for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=True):
             owned[owner] += nbytes
-    most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.link(ranks)
-    seconds = sum(machine.allreduce(ranks, whole / len(groups)) for _ in groups)
+    most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.slowest_link(ranks)
+    seconds = sum(machine.allreduce_seconds(ranks, whole / len(groups)) for _ in groups)
     if shared and ranks > 1:
-        seconds += 2 * link.seconds(ranks - 1, max(shared - most, (ranks - 1) * most))
+        seconds += 2 * link.message_seconds(ranks - 1, max(shared - most, (ranks - 1) * most))
     seconds += (3 + 2 * slots) * (whole + most) / machine.memory_bandwidth
     return SyncCosts(seconds, 2 * (whole + shared) + slots * (whole + most))
 
@@ -89,21 +88,27 @@ class AutoStrategy(StrategyBuilder):
     _called_in_fields = ("Auto",)
 
     def __init__(self, memory: int | str | None = None, machine: str | None = None) -> None:
-        self.limit = None if memory is None else as_bytes("memory", memory)
-        self.figures = Machine.default() if machine is None else read_machine(Path(machine))
+        self.limit = None if memory is None else parse_bytes("memory", memory)
+        self.machine = Machine.default() if machine is None else read_machine(Path(machine))
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the assignment of the best builder."""
         ranks = max(replicas, servers)
-        assignments = {builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidates()}
-        costs = {name: sync_costs(rules, specs, ranks, SLOTS, self.figures) for name, rules in assignments.items()}
-        fitting = [name for name, cost in costs.items() if self.limit is None or cost.held <= self.limit]
+        assignments = {
+            builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidate_builders()
+        }
+        costs = {
+            name: sync_costs(rules, specs, ranks, DEFAULT_SLOTS, self.machine) for name, rules in assignments.items()
+        }
+        fitting = [name for name, cost in costs.items() if self.limit is None or cost.held_bytes <= self.limit]
         if not fitting:
-            least = min(cost.held for cost in costs.values())
-            raise ConfigError(f"strategy: Auto: no strategy takes less than {words(least)}; give more memory or ranks")
+            least = min(cost.held_bytes for cost in costs.values())
+            raise ConfigError(
+                f"strategy: Auto: no strategy takes less than {format_bytes(least)}; give more memory or ranks"
+            )
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 
 
-def of_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:
+def resolve_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:
     """Return the factors of a grid, or, if there are none, those that a strategy specifies."""
     return dict(strategy.grid) if isinstance(strategy, Strategy) and strategy.grid and not grid else grid

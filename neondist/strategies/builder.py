@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from ..errors import ConfigError
-from ..registry import Registered, registered, suggest
+from ..registry import Registered, registered_classes, suggest
 from ..registry.names import classes_by_short_name
-from ..registry.ranges import integer
+from ..registry.ranges import require_integer
 from .parameter_spec import ParameterSpec
 from .strategy import ParameterStrategy, Strategy
 
@@ -61,7 +61,7 @@ class StrategyBuilder(Registered, ABC):
         if isinstance(resources_or_ranks, Resources):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
         else:
-            replicas = servers = integer("replicas", resources_or_ranks, 1)
+            replicas = servers = require_integer("replicas", resources_or_ranks, 1)
         specs: dict[str, ParameterSpec] = {}
         for spec in parameters:
             if spec.name in specs:
@@ -100,7 +100,7 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
         return builder
     match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", str(builder), re.DOTALL)
     name, arguments = match.groups() if match else (str(builder), None)
-    choices = classes_by_short_name(StrategyBuilder) | registered(StrategyBuilder)
+    choices = classes_by_short_name(StrategyBuilder) | registered_classes(StrategyBuilder)
     if name not in choices:
         raise ConfigError(f"strategy: unknown builder '{builder}'{suggest(name, choices)}")
     try:

@@ -30,15 +30,15 @@ class Parallax(StrategyBuilder):
         sync: bool = True,
         staleness: Index = 0,
     ) -> None:
-        self.dense = AllReduce(chunk_size)
-        self.rows = PSLoadBalancing(local_proxy_variable, sync, staleness)
+        self.dense_builder = AllReduce(chunk_size)
+        self.sparse_builder = PSLoadBalancing(local_proxy_variable, sync, staleness)
 
     @property
     def needs_servers(self) -> bool:
         """Whether updates of sparse parameters do not wait for all replicas."""
-        return self.rows.needs_servers
+        return self.sparse_builder.needs_servers
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the allreduce of dense parameters, and the owners of sparse ones."""
-        dense = self.dense.assign([spec for spec in specs if not spec.sparse], replicas, servers)
-        return dense | self.rows.assign([spec for spec in specs if spec.sparse], replicas, servers)
+        dense = self.dense_builder.assign([spec for spec in specs if not spec.sparse], replicas, servers)
+        return dense | self.sparse_builder.assign([spec for spec in specs if spec.sparse], replicas, servers)

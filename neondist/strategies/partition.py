@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..geometry import part_range
 from .parameter_spec import ParameterSpec
 
-Partition = tuple[int, list[int]]
+AxisPartition = tuple[int, list[int]]
 """An axis, and the extents of the parts along it."""
 
 
@@ -21,7 +21,7 @@ def smallest_non_divisor(n: int) -> int:
     return next((i for i in range(2, n) if n % i), n) if n > 1 else 1
 
 
-def partition(spec: ParameterSpec, axis: int, parts: int) -> Partition | None:
+def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition | None:
     """Return a balanced partition of one axis into `parts` parts, larger ones first; None for a single part."""
     if axis >= len(spec.shape) or parts < 2:
         return None
@@ -29,7 +29,7 @@ def partition(spec: ParameterSpec, axis: int, parts: int) -> Partition | None:
     return axis, [hi - lo for lo, hi in bounds]
 
 
-def part_bytes(spec: ParameterSpec, division: Partition | None) -> list[int]:
+def part_bytes(spec: ParameterSpec, division: AxisPartition | None) -> list[int]:
     """Return the size of each part in bytes."""
     if division is None:
         return [spec.nbytes]
@@ -38,7 +38,7 @@ def part_bytes(spec: ParameterSpec, division: Partition | None) -> list[int]:
     return [size * row for size in sizes]
 
 
-def balanced(parts: Mapping[str, Sequence[int]], owners: int) -> dict[str, list[int]]:
+def balance_owners(parts: Mapping[str, Sequence[int]], owners: int) -> dict[str, list[int]]:
     """Assign all parts of all parameters greedily: largest first, each to the owner with the fewest bytes.
 
     Parameters

@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from ..registry.ranges import Index
 from .builder import StrategyBuilder
 from .parameter_spec import ParameterSpec
-from .partition import Partition, balanced, part_bytes, partition, smallest_divisor, smallest_non_divisor
+from .partition import AxisPartition, balance_owners, even_partition, part_bytes, smallest_divisor, smallest_non_divisor
 from .strategy import ParameterStrategy
 
 
@@ -32,7 +32,7 @@ class PS(StrategyBuilder):
 
     def __init__(self, local_proxy_variable: bool = False, sync: bool = True, staleness: Index = 0) -> None:
         if staleness and not sync:
-            raise ConfigError(f"staleness: {staleness} needs sync=True; without synchronisation there is no bound")
+            raise ConfigError(f"staleness: {staleness} needs sync=True; set it, or staleness=0")
         self.local_proxy_variable, self.sync, self.staleness = local_proxy_variable, sync, staleness
 
     @property
@@ -40,18 +40,18 @@ class PS(StrategyBuilder):
         """Whether updates do not wait for all replicas."""
         return not self.sync or self.staleness > 0
 
-    def divide(self, spec: ParameterSpec) -> Partition | None:
+    def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: it stays whole."""
         return None
 
-    def place(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
+    def assign_owners(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
         """Return the owners of all parts, given their sizes in bytes."""
         return {name: [0] * len(parts) for name, parts in sizes.items()}
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the partition of each parameter, and the owners of its parts."""
-        parts = {spec.name: self.divide(spec) if spec.shape else None for spec in specs}
-        owners = self.place({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, servers)
+        parts = {spec.name: self.choose_partition(spec) if spec.shape else None for spec in specs}
+        owners = self.assign_owners({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, servers)
         return {
             name: ParameterStrategy("server", parts[name], owners[name], sync=self.sync, staleness=self.staleness)
             for name in parts
@@ -61,22 +61,22 @@ class PS(StrategyBuilder):
 class PSLoadBalancing(PS):
     """Owners as in `PS`, with whole parameters balanced over all owners by bytes, largest first."""
 
-    def place(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
+    def assign_owners(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
         """Return the owners of all parts, given their sizes in bytes."""
-        return balanced(sizes, servers)
+        return balance_owners(sizes, servers)
 
 
 class PartitionedPS(PSLoadBalancing):
     """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest divisor of at least 2 many."""
 
-    def divide(self, spec: ParameterSpec) -> Partition | None:
+    def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: it stays whole."""
-        return partition(spec, 0, smallest_divisor(spec.shape[0]))
+        return even_partition(spec, 0, smallest_divisor(spec.shape[0]))
 
 
 class UnevenPartitionedPS(PSLoadBalancing):
     """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest non-divisor of at least 2 many."""
 
-    def divide(self, spec: ParameterSpec) -> Partition | None:
+    def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: it stays whole."""
-        return partition(spec, 0, smallest_non_divisor(spec.shape[0]))
+        return even_partition(spec, 0, smallest_non_divisor(spec.shape[0]))

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Share:
+class ParameterShare:
     """The parts of one parameter.
 
     Attributes
@@ -28,7 +28,7 @@ class Share:
     boxes: tuple[Box, ...]
 
 
-def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, Share]:
+def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, ParameterShare]:
     """Return the parts of all parameters that have owners, or of those of some names, by name.
 
     Owner k of n is rank k * ranks // n: where a replica has several tiles, owners are spread over the replicas.
@@ -41,29 +41,31 @@ def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
     if owners > ranks:
-        raise strategy.error(f"has {owners} owners, but the job has {ranks} ranks; build it for {ranks}")
+        raise strategy.error(f"has {owners} owners, but the job has {ranks} ranks; build it for {ranks} ranks")
     devices = min(max(strategy.replicas, strategy.servers), ranks)
-    holders = [owner * ranks // devices for owner in range(devices)]
+    owner_ranks = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]
     ends = list(accumulate((strategy.specs[name].size for name in sliced), initial=0))
     starts = dict(zip(sliced, ends, strict=False))
-    shares: dict[str, Share] = {}
+    shares: dict[str, ParameterShare] = {}
     for name, entry in chosen.items():
         size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
         if name in starts:
             bounds = [part_range(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
             ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in bounds]
-            parts = {holders[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)}
-            shares[name] = _share((size,), parts, ranks)
+            parts = {
+                owner_ranks[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)
+            }
+            shares[name] = _create_share((size,), parts, ranks)
         elif entry.owners:
-            shares[name] = _share(shape, _parts(entry, shape, holders), ranks)
+            shares[name] = _create_share(shape, _box_by_owning_rank(entry, shape, owner_ranks), ranks)
     return shares
 
 
-def _parts(entry: ParameterStrategy, shape: Shape, holders: Sequence[int]) -> dict[int, Box]:
+def _box_by_owning_rank(entry: ParameterStrategy, shape: Shape, owner_ranks: Sequence[int]) -> dict[int, Box]:
     """Return the part of each rank that has one; the parts of one owner are put side by side."""
     if entry.partition is None:
-        return {holders[entry.owners[0]]: Box.of(shape)}
+        return {owner_ranks[entry.owners[0]]: Box.of(shape)}
     axis, sizes = entry.partition
     totals: dict[int, int] = {}
     for owner, size in zip(entry.owners, sizes, strict=True):
@@ -73,10 +75,10 @@ def _parts(entry: ParameterStrategy, shape: Shape, holders: Sequence[int]) -> di
         stop, whole = start + totals[owner], Box.of(shape)
         lo, hi = list(whole.lo), list(whole.hi)
         lo[axis], hi[axis] = start, stop
-        parts[holders[owner]], start = Box(tuple(lo), tuple(hi)), stop
+        parts[owner_ranks[owner]], start = Box(tuple(lo), tuple(hi)), stop
     return parts
 
 
-def _share(shape: Shape, parts: dict[int, Box], ranks: int) -> Share:
+def _create_share(shape: Shape, boxes: dict[int, Box], ranks: int) -> ParameterShare:
     nothing = Box((0,) * len(shape), (0,) * len(shape))
-    return Share(shape, tuple(parts.get(rank, nothing) for rank in range(ranks)))
+    return ParameterShare(shape, tuple(boxes.get(rank, nothing) for rank in range(ranks)))

@@ -14,12 +14,12 @@ import yaml
 from ..errors import ConfigError
 from ..io.files import write_text
 from ..terminal.console import counted
-from ..yaml_nodes import Node, fault, join, parse_file, value_of
+from ..yaml_nodes import Node, join_path, node_error, parse_file, typed_value
 from .compressor import check_compressor
 from .parameter_spec import ParameterSpec
-from .partition import Partition, part_bytes
+from .partition import AxisPartition, part_bytes
 
-FORMAT = 1
+FORMAT_VERSION = 1
 MAX_BYTES, MAX_NODES = 64 << 20, 4_000_000
 """Limits of a strategy file, enough for hundreds of thousands of parameters."""
 
@@ -44,7 +44,7 @@ class ParameterStrategy:
     """
 
     kind: Literal["allreduce", "server"]
-    partition: Partition | None = None
+    partition: AxisPartition | None = None
     owners: list[int] = field(default_factory=list)
     group: int = 0
     compressor: str | None = None
@@ -52,12 +52,12 @@ class ParameterStrategy:
     staleness: int = 0
 
     @property
-    def division(self) -> str:
+    def partition_text(self) -> str:
         """The partition as text: 'axis 0: 5+5', or '-'."""
         return "-" if self.partition is None else f"axis {self.partition[0]}: {_join_numbers(self.partition[1], '+')}"
 
     @property
-    def holders(self) -> str:
+    def owners_text(self) -> str:
         """The owners as text: '0,1', or 'all'."""
         return _join_numbers(self.owners, ",") if self.owners else "all"
 
@@ -79,7 +79,7 @@ class Strategy:
         Replicas, planes, rows and cols chosen by a planner.
     schemes : dict of str to str, optional
         Border schemes chosen by a planner, by layer name.
-    places : dict of str to str
+    file_lines : dict of str to str
         'FILE:LINE' of each parameter, of `schemes`, and of the file under ''; empty if it was not loaded from a file.
     """
 
@@ -90,11 +90,11 @@ class Strategy:
     parameters: dict[str, ParameterStrategy]
     grid: dict[str, int] | None = None
     schemes: dict[str, str] | None = None
-    places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    file_lines: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def error(self, problem: str, name: str = "") -> ConfigError:
         """Return an error about a parameter, or all parameters, with its location in the strategy file."""
-        place = self.places.get(name) or self.places.get("")
+        place = self.file_lines.get(name) or self.file_lines.get("")
         return ConfigError(f"{place or 'strategy'}: {problem}")
 
     @property
@@ -103,19 +103,19 @@ class Strategy:
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     @property
-    def loads(self) -> list[int]:
+    def bytes_per_owner(self) -> list[int]:
         """Bytes of parameters per owner; empty if every replica holds all of them."""
         owners = max(self.replicas, self.servers)
-        nbytes_per_owner = [0] * owners
+        owned_bytes = [0] * owners
         for name, parameter in self.parameters.items():
             spec = self.specs[name]
             if len(parameter.owners) > 1 and parameter.partition is None:
                 for owner in parameter.owners:
-                    nbytes_per_owner[owner] += spec.nbytes // len(parameter.owners)
+                    owned_bytes[owner] += spec.nbytes // len(parameter.owners)
                 continue
             for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=False):
-                nbytes_per_owner[owner] += nbytes
-        return nbytes_per_owner if any(parameter.owners for parameter in self.parameters.values()) else []
+                owned_bytes[owner] += nbytes
+        return owned_bytes if any(parameter.owners for parameter in self.parameters.values()) else []
 
     def check_model(self, parameters: Iterable[ParameterSpec]) -> None:
         """Raise ConfigError if the strategy is for other parameters, naming the first difference."""
@@ -168,17 +168,17 @@ class Strategy:
             If the file is invalid: 'FILE:LINE: field: problem; remedy'.
         """
         path = Path(path)
-        root = parse_file(path, most_bytes=MAX_BYTES, most_nodes=MAX_NODES)
-        return _StrategyFile(Node(None, f"{path}:1") if root is None else root).strategy()
+        root = parse_file(path, max_bytes=MAX_BYTES, max_nodes=MAX_NODES)
+        return _StrategyFileParser(Node(None, f"{path}:1") if root is None else root).parse()
 
     def __str__(self) -> str:
         """Return a table of the parameters."""
         head = ("parameter", "shape", "kind", "partition", "owners", "group", "compressor", "staleness")
-        rows = [head, *(_row(self.specs[name], parameter) for name, parameter in self.parameters.items())]
+        rows = [head, *(_table_row(self.specs[name], parameter) for name, parameter in self.parameters.items())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         title = f"{self.builder}, {counted(self.replicas, 'replica')}, {counted(self.servers, 'owner')}"
-        loads = [f"bytes per owner: {', '.join(map(str, self.loads))}"] if self.loads else []
+        loads = [f"bytes per owner: {', '.join(map(str, self.bytes_per_owner))}"] if self.bytes_per_owner else []
         return "\n".join([title, *lines, *loads])
 
     def to_yaml(self) -> str:
@@ -189,15 +189,15 @@ class Strategy:
             if parameter.partition is not None:
                 entry["partition"] = {"axis": parameter.partition[0], "sizes": parameter.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
-        head = {"format": FORMAT, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
-        head |= {name: chosen for name in PLANNED if (chosen := getattr(self, name))}
+        head = {"format": FORMAT_VERSION, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
+        head |= {name: chosen for name in PLANNED_FIELDS if (chosen := getattr(self, name))}
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
-def _row(spec: ParameterSpec, entry: ParameterStrategy) -> tuple[str, ...]:
+def _table_row(spec: ParameterSpec, entry: ParameterStrategy) -> tuple[str, ...]:
     shape = " x ".join(map(str, spec.shape)) or "scalar"
     mode = str(entry.staleness) if entry.sync else "asynchronous"
-    texts = entry.kind, entry.division, entry.holders, str(entry.group), entry.compressor or "-"
+    texts = entry.kind, entry.partition_text, entry.owners_text, str(entry.group), entry.compressor or "-"
     return spec.name, shape, *texts, mode
 
 
@@ -207,106 +207,114 @@ def _join_numbers(numbers: list[int], separator: str) -> str:
     return shown if len(numbers) <= limit else f"{shown}{separator}... ({len(numbers)})"
 
 
-PLANNED = "grid", "schemes"
+PLANNED_FIELDS = "grid", "schemes"
 """fields that a planner may add to a strategy"""
-_TOP = "format", "builder", "replicas", "servers", "parameters"
-_GRID = "replicas", "planes", "rows", "cols"
-_ENTRY = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
+_TOP_LEVEL_FIELDS = "format", "builder", "replicas", "servers", "parameters"
+_GRID_FIELDS = "replicas", "planes", "rows", "cols"
+_PARAMETER_FIELDS = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
 
 
-class _StrategyFile:
-    """The nodes of a strategy file."""
+class _StrategyFileParser:
+    """Parser of the nodes of a strategy file."""
 
     def __init__(self, root: Node) -> None:
         self.root = root
 
-    def strategy(self) -> Strategy:
+    def parse(self) -> Strategy:
         """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._mapping(self.root, "", _TOP, PLANNED)
-        if top["format"].value != FORMAT:
-            raise fault(top["format"], "format", f"is {top['format']}; expected {FORMAT}")
+        top = self._mapping(self.root, "", _TOP_LEVEL_FIELDS, PLANNED_FIELDS)
+        if top["format"].value != FORMAT_VERSION:
+            raise node_error(top["format"], "format", f"is {top['format']}; expected {FORMAT_VERSION}")
         replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
-        builder = value_of(top["builder"], "builder", str, "text")
-        entries = value_of(top["parameters"], "parameters", dict, "a mapping")
+        builder = typed_value(top["builder"], "builder", str, "text")
+        entries = typed_value(top["parameters"], "parameters", dict, "a mapping")
         specs, parameters = {}, {}
         for name, node in entries.items():
-            specs[name], parameters[name] = self._entry(name, node, max(replicas, servers))
-        places = {name: node.place for name, node in (top | entries).items()} | {"": self.root.place}
-        grid = self._grid(top["grid"]) if "grid" in top else None
-        schemes = self._schemes(top["schemes"]) if "schemes" in top else None
-        return Strategy(builder, replicas, servers, specs, parameters, grid, schemes, places)
+            specs[name], parameters[name] = self._parse_parameter(name, node, max(replicas, servers))
+        file_lines = {name: node.place for name, node in (top | entries).items()} | {"": self.root.place}
+        grid = self._parse_grid(top["grid"]) if "grid" in top else None
+        schemes = self._parse_schemes(top["schemes"]) if "schemes" in top else None
+        return Strategy(builder, replicas, servers, specs, parameters, grid, schemes, file_lines)
 
-    def _schemes(self, node: Node) -> dict[str, str]:
-        nodes = value_of(node, "schemes", dict, "a mapping of layers to schemes")
-        return {name: value_of(child, join("schemes", name), str, "text") for name, child in nodes.items()}
+    def _parse_schemes(self, node: Node) -> dict[str, str]:
+        nodes = typed_value(node, "schemes", dict, "a mapping of layers to schemes")
+        return {name: typed_value(child, join_path("schemes", name), str, "text") for name, child in nodes.items()}
 
-    def _grid(self, node: Node) -> dict[str, int]:
-        nodes = value_of(node, "grid", dict, f"a mapping with {', '.join(_GRID)}")
+    def _parse_grid(self, node: Node) -> dict[str, int]:
+        nodes = typed_value(node, "grid", dict, f"a mapping with {', '.join(_GRID_FIELDS)}")
         for name, child in nodes.items():
-            if name not in _GRID:
-                raise fault(child, join("grid", name), f"unknown field; expected {', '.join(_GRID)}")
-        return {name: self._integer(child, join("grid", name), 1) for name, child in nodes.items()}
+            if name not in _GRID_FIELDS:
+                raise node_error(child, join_path("grid", name), f"unknown field; expected {', '.join(_GRID_FIELDS)}")
+        return {name: self._integer(child, join_path("grid", name), 1) for name, child in nodes.items()}
 
-    def _entry(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
-        path = join("parameters", name)
-        nodes = self._mapping(node, path, _ENTRY)
-        shape = self._integers(nodes["shape"], join(path, "shape"))
-        dtype = value_of(nodes["dtype"], join(path, "dtype"), str, "text")
-        sparse, sync = (value_of(nodes[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
+    def _parse_parameter(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
+        path = join_path("parameters", name)
+        nodes = self._mapping(node, path, _PARAMETER_FIELDS)
+        shape = self._integers(nodes["shape"], join_path(path, "shape"))
+        dtype = typed_value(nodes["dtype"], join_path(path, "dtype"), str, "text")
+        sparse, sync = (
+            typed_value(nodes[key], join_path(path, key), bool, "true or false") for key in ("sparse", "sync")
+        )
         if nodes["kind"].value not in ("allreduce", "server"):
-            raise fault(nodes["kind"], join(path, "kind"), f"is {nodes['kind']}; expected allreduce or server")
+            raise node_error(
+                nodes["kind"], join_path(path, "kind"), f"is {nodes['kind']}; expected allreduce or server"
+            )
         kind: Literal["allreduce", "server"] = "server" if nodes["kind"].value == "server" else "allreduce"
         compressor = nodes["compressor"]
         try:
             spec = ParameterSpec(name, shape, dtype, sparse)
             compression = check_compressor(None if compressor.value is None else str(compressor.value))
         except ConfigError as error:
-            raise fault(node, path, str(error)) from None
+            raise node_error(node, path, str(error)) from None
         if compression and (kind == "server" or nodes["owners"].value):
             remedy = "needs kind: allreduce and owners: []; write null"
-            raise fault(compressor, join(path, "compressor"), f"{compression} {remedy}")
-        group, staleness = (self._integer(nodes[key], join(path, key), 0) for key in ("group", "staleness"))
+            raise node_error(compressor, join_path(path, "compressor"), f"{compression} {remedy}")
+        group, staleness = (self._integer(nodes[key], join_path(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
-            raise fault(nodes["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")
-        division = self._partition(nodes["partition"], join(path, "partition"), shape)
-        owner_list = self._integers(nodes["owners"], join(path, "owners"))
-        location = nodes["owners"], join(path, "owners")
+            raise node_error(nodes["staleness"], join_path(path, "staleness"), f"{staleness} needs sync: true")
+        division = self._parse_partition(nodes["partition"], join_path(path, "partition"), shape)
+        owner_list = self._integers(nodes["owners"], join_path(path, "owners"))
+        location = nodes["owners"], join_path(path, "owners")
         if any(owner >= owners for owner in owner_list):
-            raise fault(*location, f"owner {max(owner_list)} does not exist; there are {owners}, numbered from 0")
+            raise node_error(*location, f"owner {max(owner_list)} does not exist; there are {owners}, numbered from 0")
         if division is not None and len(owner_list) != len(division[1]):
-            raise fault(*location, f"{len(owner_list)} owners for {len(division[1])} parts; give one for each part")
+            raise node_error(
+                *location, f"{len(owner_list)} owners for {len(division[1])} parts; give one for each part"
+            )
         return spec, ParameterStrategy(kind, division, owner_list, group, compression, sync, staleness)
 
-    def _partition(self, node: Node, path: str, shape: list[int]) -> Partition | None:
+    def _parse_partition(self, node: Node, path: str, shape: list[int]) -> AxisPartition | None:
         if node.value is None:
             return None
         nodes = self._mapping(node, path, ("axis", "sizes"))
         if not shape:
-            raise fault(node, path, "a scalar cannot be partitioned; write null")
-        axis = self._integer(nodes["axis"], join(path, "axis"), 0)
+            raise node_error(node, path, "a scalar cannot be partitioned; write null")
+        axis = self._integer(nodes["axis"], join_path(path, "axis"), 0)
         if axis >= len(shape):
-            raise fault(nodes["axis"], join(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
-        sizes = self._integers(nodes["sizes"], join(path, "sizes"))
+            raise node_error(nodes["axis"], join_path(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
+        sizes = self._integers(nodes["sizes"], join_path(path, "sizes"))
         if sum(sizes) != shape[axis] or not sizes:
-            raise fault(nodes["sizes"], join(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}")
+            raise node_error(
+                nodes["sizes"], join_path(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}"
+            )
         return axis, sizes
 
     def _mapping(self, node: Node, path: str, names: Iterable[str], optional: Sequence[str] = ()) -> dict[str, Node]:
-        nodes = value_of(node, path, dict, "a mapping with " + ", ".join(names))
+        nodes = typed_value(node, path, dict, "a mapping with " + ", ".join(names))
         for name, child in nodes.items():
             if name not in (*names, *optional):
-                raise fault(child, join(path, name), f"unknown field; expected {', '.join(names)}")
+                raise node_error(child, join_path(path, name), f"unknown field; expected {', '.join(names)}")
         for name in names:
             if name not in nodes:
-                raise fault(node, join(path, name), "missing; add it, as Strategy.save writes it")
+                raise node_error(node, join_path(path, name), "missing; add it, as Strategy.save writes it")
         return dict(nodes)
 
-    def _integer(self, node: Node, path: str, low: int) -> int:
+    def _integer(self, node: Node, path: str, minimum: int) -> int:
         value = node.value
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise fault(node, path, f"expected an integer of at least {low}, got {node}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise node_error(node, path, f"expected an integer of at least {minimum}, got {node}")
         return value
 
     def _integers(self, node: Node, path: str) -> list[int]:
-        items = value_of(node, path, list, "a list of integers")
-        return [self._integer(item, join(path, at), 0) for at, item in enumerate(items)]
+        items = typed_value(node, path, list, "a list of integers")
+        return [self._integer(item, join_path(path, at), 0) for at, item in enumerate(items)]

@@ -2,8 +2,8 @@
 
 import os
 
-from .heartbeat import connect
-from .signals import listen_in_command
+from .heartbeat import connect_to_supervisor
+from .signals import install_command_handlers
 
-connect(os.environ)
-listen_in_command()
+connect_to_supervisor(os.environ)
+install_command_handlers()

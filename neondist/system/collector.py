@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def permanent_objects() -> Iterator[None]:
+def freeze_new_objects() -> Iterator[None]:
     """Exempt the objects that the block creates, such as modules that it imports, from garbage collection for ever.
 
     The collector would traverse PyTorch's million objects repeatedly during the import, a fifth of its time, and again

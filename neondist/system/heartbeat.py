@@ -19,38 +19,38 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from hashlib import blake2b
 from typing import NoReturn
 
-from .job import detect
+from .job import detect_job
 
 SUPERVISOR = "NEONDIST_SUPERVISOR"
 """'KEY HOST:PORT ...': key and addresses of the supervisor; set for the ranks."""
 CONNECTION = "NEONDIST_HEARTBEAT"
 """'FILE DESCRIPTOR:PROCESS' of this rank's connection; other processes ignore it."""
-NONCE, PROOF = 16, 32
+NONCE_BYTES, PROOF_BYTES = 16, 32
 """Bytes of the supervisor's nonce, and of the proof of the key by each end."""
-BEAT = 1.0
-PATIENCE = 10.0
+BEAT_INTERVAL = 1.0
+CONNECT_TIMEOUT = 10.0
 """Timeout in seconds per address."""
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP")
+_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def proof(key: str, nonce: bytes, role: str) -> bytes:
+def compute_proof(key: str, nonce: bytes, role: str) -> bytes:
     """Return the answer of the 'rank' or the 'supervisor' to a nonce."""
-    return blake2b(nonce + role.encode(), key=key.encode(), digest_size=PROOF).digest()
+    return blake2b(nonce + role.encode(), key=key.encode(), digest_size=PROOF_BYTES).digest()
 
 
-def connect(env: MutableMapping[str, str]) -> None:
+def connect_to_supervisor(env: MutableMapping[str, str]) -> None:
     """Connect a rank to the supervisor of its job; do nothing if there is none.
 
     Child processes of the rank do not connect. If the supervisor cannot be reached, the process exits with code 2.
     """
-    job = detect(env)
+    job = detect_job(env)
     if SUPERVISOR not in env or job is None or job.rank is None:
         return
     supervisor = env.pop(SUPERVISOR)
     key, *addresses = supervisor.split()
     node = os.uname().nodename if hasattr(os, "uname") else socket.gethostname()
-    connection = reach(key, addresses)
+    connection = connect_to_first(key, addresses)
     if connection is None:
         sys.stderr.write(
             f"error: rank {job.rank} on {node} cannot reach the process that started it, at {', '.join(addresses)};"
@@ -63,18 +63,18 @@ def connect(env: MutableMapping[str, str]) -> None:
     env[CONNECTION] = f"{connection.detach()}:{os.getpid()}"
 
 
-def send(env: Mapping[str, str], word: str) -> None:
+def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
     """Send a word to the supervisor, if this process is a supervised rank.
 
     'listens': SIGUSR1 stops it with a checkpoint; 'ignores': no longer so; 'ended CODE' or 'failed'.
     """
-    number = descriptor(env)
+    number = connection_descriptor(env)
     if number is not None:
         with contextlib.suppress(OSError):
-            os.write(number, f"{word}\n".encode())
+            os.write(number, f"{message}\n".encode())
 
 
-def descriptor(env: Mapping[str, str]) -> int | None:
+def connection_descriptor(env: Mapping[str, str]) -> int | None:
     """Return the file descriptor of this process's connection."""
     number, _, process = env.get(CONNECTION, "").partition(":")
     return int(number) if process == str(os.getpid()) else None
@@ -86,7 +86,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def receive(connection: socket.socket, size: int) -> bytes:
+def receive_bytes(connection: socket.socket, size: int) -> bytes:
     """Return `size` bytes, fewer if the connection ends."""
     received = b""
     while len(received) < size and (chunk := connection.recv(size - len(received))):
@@ -94,7 +94,7 @@ def receive(connection: socket.socket, size: int) -> bytes:
     return received
 
 
-def reach(key: str, addresses: Sequence[str]) -> socket.socket | None:
+def connect_to_first(key: str, addresses: Sequence[str]) -> socket.socket | None:
     """Return a connection to the first address where the supervisor answers and proves the key; None if none does."""
     return next(filter(None, (_try_connect(address, key) for address in addresses)), None)
 
@@ -102,13 +102,13 @@ def reach(key: str, addresses: Sequence[str]) -> socket.socket | None:
 def _try_connect(address: str, key: str) -> socket.socket | None:
     """Return a connection to the supervisor; None if another service or nothing answers."""
     try:
-        connection = socket.create_connection(split_address(address), timeout=PATIENCE)
+        connection = socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT)
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        nonce = receive(connection, NONCE)
-        connection.sendall(proof(key, nonce, "rank"))
-        if receive(connection, PROOF) == proof(key, nonce, "supervisor"):
+        nonce = receive_bytes(connection, NONCE_BYTES)
+        connection.sendall(compute_proof(key, nonce, "rank"))
+        if receive_bytes(connection, PROOF_BYTES) == compute_proof(key, nonce, "supervisor"):
             connection.settimeout(None)
             return connection
     connection.close()
@@ -119,17 +119,17 @@ def _fork_guard(connection: socket.socket) -> None:
     rank = os.getpid()
     if os.fork() == 0:
         try:
-            _guard(connection, rank)
+            _run_guard(connection, rank)
         finally:
             os._exit(0)
 
 
-def _guard(connection: socket.socket, rank: int) -> NoReturn:
+def _run_guard(connection: socket.socket, rank: int) -> NoReturn:
     """Send heartbeats while the rank lives and is not stopped; kill it when the supervisor closes the connection."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"heartbeat")
-    for name in _IGNORED:
+    for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):  # the launcher waits until its pipes are closed
@@ -137,7 +137,7 @@ def _guard(connection: socket.socket, rank: int) -> NoReturn:
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
     while os.getppid() == rank:
-        if select.select([connection], [], [], BEAT)[0]:
+        if select.select([connection], [], [], BEAT_INTERVAL)[0]:
             with contextlib.suppress(OSError):
                 if connection.recv(64):
                     continue

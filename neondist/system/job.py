@@ -13,12 +13,12 @@ GENERATION = "NEONDIST_GENERATION"
 """Number of the generation, from 1; set for the ranks of a supervised job."""
 
 # size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
-_FAMILIES = (
+_JOB_VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-_LOCAL_RANKS = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
+_LOCAL_RANK_VARIABLES = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
 """Of torchrun, Open MPI, MPICH and Intel MPI, srun."""
 
 
@@ -38,36 +38,36 @@ class Job:
     local_size: int | None
 
     @property
-    def first(self) -> bool:
+    def is_first_rank(self) -> bool:
         """Whether this rank is the one that prints."""
         return not self.rank
 
 
-def detect(env: Mapping[str, str]) -> Job | None:
+def detect_job(env: Mapping[str, str]) -> Job | None:
     """Return the job that this process belongs to, or None outside of one."""
-    launched = _number(env, LAUNCHED)
-    for names in _FAMILIES:
-        size, rank, local = (_number(env, name) for name in names)
+    launched = _read_number(env, LAUNCHED)
+    for names in _JOB_VARIABLES:
+        size, rank, local = (_read_number(env, name) for name in names)
         # a shell in a single-task Slurm step is no job: -n starts one there
         single_task = size == 1 and "SLURM_STEP_ID" in env and not launched
         if size is not None and not single_task and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
             return Job(max(size, launched or 1), rank, local)
     if launched or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
-        return Job(launched, _number(env, "PMIX_RANK"), launched)
+        return Job(launched, _read_number(env, "PMIX_RANK"), launched)
     return None
 
 
-def torchrun_ranks(env: Mapping[str, str]) -> int:
+def count_torchrun_ranks(env: Mapping[str, str]) -> int:
     """Return the number of ranks started by torchrun, 0 outside of it; not an MPI job."""
-    return (_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
+    return (_read_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
 
 
 def local_rank(env: Mapping[str, str]) -> int:
     """Return the local rank on this machine, 0 if unknown."""
-    return next((rank for name in _LOCAL_RANKS if (rank := _number(env, name)) is not None), 0)
+    return next((rank for name in _LOCAL_RANK_VARIABLES if (rank := _read_number(env, name)) is not None), 0)
 
 
-def _number(env: Mapping[str, str], name: str) -> int | None:
+def _read_number(env: Mapping[str, str], name: str) -> int | None:
     """Return a number from the environment of a launcher, None if there is none."""
     digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
     return int(digits) if digits.isdecimal() else None

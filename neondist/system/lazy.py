@@ -1,4 +1,4 @@
-"""Lazily read tiles of images."""
+"""Tiles of images that are read from their files on access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class LazyTile(ABC):
-    """Lazily read tile of samples (n, *tile, C).
+    """Tile of samples (n, *tile, C), read on access.
 
     Indexing with a slice returns fewer samples, unread; with slices of the samples and all spatial axes, an array.
 
@@ -43,7 +43,7 @@ class LazyTile(ABC):
         return prod(self.shape) * self.dtype.itemsize
 
     @abstractmethod
-    def samples(self, numbers: range) -> LazyTile:
+    def samples(self, indices: range) -> LazyTile:
         """Return a subset of the samples."""
 
     @abstractmethod

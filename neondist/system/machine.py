@@ -14,15 +14,15 @@ from ..errors import ConfigError
 from ..io.files import write_text
 from ..io.regular_file import read_bytes
 
-SPEED = 2e10
+DEFAULT_SPEED = 2e10
 """Default floating point operations per second of a rank."""
-SAMPLES = 32
+DEFAULT_SAMPLES = 32
 """Default number of samples of a replica in a step."""
-_REMEDY = "docs/predicting.md has two examples"
+_EXAMPLES_HINT = "docs/predicting.md has two examples"
 
 
 @dataclass(frozen=True)
-class Figures:
+class MachineFigures:
     """Machine figures for a planner of segments of layers.
 
     Attributes
@@ -37,12 +37,12 @@ class Figures:
 
     latency: float = 2e-5
     bandwidth: float = 5e9
-    speed: float = SPEED
-    samples: int = SAMPLES
+    speed: float = DEFAULT_SPEED
+    samples: int = DEFAULT_SAMPLES
     itemsize: int = 4
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def sent(self, messages: float, numbers: float) -> float:
+    def message_seconds(self, messages: float, numbers: float) -> float:
         """Return the seconds of messages with `numbers` numbers per sample in total."""
         return messages * self.latency + numbers * self.samples * self.itemsize / self.bandwidth
 
@@ -60,7 +60,7 @@ class Link:
     latency: float
     bandwidth: float
 
-    def seconds(self, messages: float, count: float) -> float:
+    def message_seconds(self, messages: float, count: float) -> float:
         """Return the seconds of messages with `count` bytes in total."""
         return messages * self.latency + count / self.bandwidth
 
@@ -106,7 +106,7 @@ class Machine:
     slowdown: float = 1.0
     memory_slowdown: float = 1.0
     memory_bandwidth: float = 1e10
-    speed: float = SPEED
+    speed: float = DEFAULT_SPEED
     shared_slowdown: float = 1.0
     shared_latency: float = 0.0
     jitter: float = 0.0
@@ -118,81 +118,81 @@ class Machine:
         """Return a machine with typical figures: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
-    def compute(self, alone: float, ranks: int, moved: float = 0.0) -> float:
-        """Return the seconds of work that takes `alone` on one core here and moves `moved` bytes of memory."""
-        by_memory = min(1.0, moved / self.memory_bandwidth / alone) if alone else 0.0
+    def compute_seconds(self, alone_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
+        """Return the seconds of work that takes `alone_seconds` on one core here and moves `moved_bytes` of memory."""
+        by_memory = min(1.0, moved_bytes / self.memory_bandwidth / alone_seconds) if alone_seconds else 0.0
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
         # linear between one busy core and all cores
         busy = min(ranks, self.cores_per_node) - 1
         slowdown = 1 + (most - 1) * busy / max(1, self.cores_per_node - 1)
-        sharing = self.sharing(ranks)
-        return alone * self.compute_factor * slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
+        sharing = self.ranks_per_core(ranks)
+        return alone_seconds * self.compute_factor * slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
 
-    def sharing(self, ranks: int) -> float:
+    def ranks_per_core(self, ranks: int) -> float:
         """Return the number of ranks per core."""
         return max(1.0, ranks / (self.cores_per_node * self.nodes)) if self.nodes else 1.0
 
-    def waiting(self, ranks: int, meetings: int) -> float:
-        """Return the seconds of waiting at `meetings` exchanges or reductions of ranks that share cores."""
-        return meetings * self.shared_latency * (self.sharing(ranks) - 1)
+    def waiting_seconds(self, ranks: int, meeting_count: int) -> float:
+        """Return the seconds of waiting at `meeting_count` exchanges or reductions of ranks that share cores."""
+        return meeting_count * self.shared_latency * (self.ranks_per_core(ranks) - 1)
 
-    def lateness(self, ranks: int, compute: float) -> float:
-        """Return the expected delay in seconds of the slowest node, for work of `compute` seconds."""
-        return self.jitter * compute * self.expected_lateness(ranks)
+    def expected_delay(self, ranks: int, compute_seconds: float) -> float:
+        """Return the expected delay in seconds of the slowest node, for work of `compute_seconds`."""
+        return self.jitter * compute_seconds * self.relative_delay(ranks)
 
-    def expected_lateness(self, ranks: int) -> float:
+    def relative_delay(self, ranks: int) -> float:
         """Return the extra delay of the slowest node, in mean delays of a node."""
-        return sum(1 / at for at in range(2, self.nodes_of(ranks) + 1))
+        return sum(1 / at for at in range(2, self.count_nodes(ranks) + 1))
 
-    def nodes_of(self, ranks: int) -> int:
+    def count_nodes(self, ranks: int) -> int:
         """Return the number of nodes of `ranks` ranks."""
         return min(ceil(ranks / self.cores_per_node), self.nodes or ranks)
 
-    def link(self, ranks: int) -> Link:
+    def slowest_link(self, ranks: int) -> Link:
         """Return the slowest link among `ranks` ranks."""
-        return self.node if self.nodes_of(ranks) == 1 else self.network
+        return self.node if self.count_nodes(ranks) == 1 else self.network
 
-    def allreduce(self, ranks: int, count: float) -> float:
+    def allreduce_seconds(self, ranks: int, count: float) -> float:
         """Return the seconds of an allreduce of `count` bytes: within each node, then between the nodes.
 
         Both are a reduce-scatter and an allgather: each member sends and receives nearly all bytes once, in 2 log2
         messages.
         """
-        nodes = self.nodes_of(ranks)
+        nodes = self.count_nodes(ranks)
         inside = ceil(ranks / nodes)
         return sum(
-            link.seconds(2 * ceil(log2(members)), 2 * count * (members - 1) / members)
+            link.message_seconds(2 * ceil(log2(members)), 2 * count * (members - 1) / members)
             for link, members in ((self.node, inside), (self.network, nodes))
             if members > 1
         )
 
-    def figures(self, ranks: int) -> Figures:
+    def planner_figures(self, ranks: int) -> MachineFigures:
         """Return a planner's figures for `ranks` ranks."""
-        link = self.link(ranks)
-        return Figures(link.latency, link.bandwidth, self.speed / self.compute_factor)
+        link = self.slowest_link(ranks)
+        return MachineFigures(link.latency, link.bandwidth, self.speed / self.compute_factor)
 
 
-def read(path: Path) -> Machine:
+def read_machine(path: Path) -> Machine:
     """Read a machine from a YAML file; ConfigError if it is invalid."""
     try:
         document = yaml.safe_load(read_bytes(path).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
+        raise ConfigError(f"{path}: cannot be read ({error}); {_EXAMPLES_HINT}") from error
     values = _check_fields(path, "", document, [one.name for one in fields(Machine)])
     for name in "node", "network":
         link = _check_fields(path, f"{name}.", values.get(name), ["latency", "bandwidth"])
-        values[name] = Link(*(_number(path, f"{name}.{one}", link.get(one)) for one in ("latency", "bandwidth")))
+        values[name] = Link(*(_parse_number(path, f"{name}.{one}", link.get(one)) for one in ("latency", "bandwidth")))
     for name in "cores_per_node", "nodes":
         if not (name == "nodes" and values.get(name) is None):
-            values[name] = int(_number(path, name, values.get(name), least=1.0))
+            values[name] = int(_parse_number(path, name, values.get(name), least=1.0))
     for one in fields(Machine):
         if isinstance(one.default, float):
             least = 0.0 if one.name in ("shared_latency", "jitter", "error") else None
-            values[one.name] = _number(path, one.name, values.get(one.name, one.default), least)
+            values[one.name] = _parse_number(path, one.name, values.get(one.name, one.default), least)
     return Machine(**values | {"host": str(values.get("host") or "")})
 
 
-def write(path: Path, machine: Machine, comment: str) -> None:
+def write_machine(path: Path, machine: Machine, comment: str) -> None:
     """Write a machine as YAML."""
     text = yaml.safe_dump(asdict(machine), sort_keys=False)
     write_text(path, f"# {comment}\n# seconds, bytes per second\n{text}")
@@ -200,14 +200,16 @@ def write(path: Path, machine: Machine, comment: str) -> None:
 
 def _check_fields(path: Path, prefix: str, values: Any, names: list[str]) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'}: needs fields {', '.join(names)}; {_REMEDY}")
+        raise ConfigError(
+            f"{path}: {prefix.rstrip('.') or 'the file'}: needs fields {', '.join(names)}; {_EXAMPLES_HINT}"
+        )
     for name in values:
         if name not in names:
             raise ConfigError(f"{path}: {prefix}{name}: unknown field; choose from {', '.join(names)}")
     return dict(values)
 
 
-def _number(path: Path, where: str, value: Any, least: float | None = None) -> float:
+def _parse_number(path: Path, where: str, value: Any, least: float | None = None) -> float:
     """Return the value as a number above 0, or of at least `least`."""
     try:
         number = float(value)  # YAML reads 2e-6 as text
@@ -215,5 +217,5 @@ def _number(path: Path, where: str, value: Any, least: float | None = None) -> f
         number = -1.0
     if not (number > 0 if least is None else number >= least) or number == float("inf"):
         bound = "above 0" if least is None else f"of at least {least:g}"
-        raise ConfigError(f"{path}: {where}: {value!r} is not a number {bound}; {_REMEDY}")
+        raise ConfigError(f"{path}: {where}: {value!r} is not a number {bound}; {_EXAMPLES_HINT}")
     return number

@@ -13,30 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError, UserError
-from .job import detect
+from .job import detect_job
 
-_CONTROL = Path("/sys/fs/cgroup")
-_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-_SURELY_FITS = 1 << 26  # bytes that are not checked
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_USAGE_FILE_BY_LIMIT_FILE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_UNCHECKED_BYTES = 1 << 26  # bytes that are not checked
 
 
-def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | None] | None = None) -> None:
-    """Raise DataError if less than `needed` bytes of memory are available.
+def require_memory(
+    needed_bytes: int, what: str, remedy: str, get_free_bytes: Callable[[], int | None] | None = None
+) -> None:
+    """Raise DataError if less than `needed_bytes` of memory are available.
 
     Parameters
     ----------
-    needed : bytes
+    needed_bytes : bytes
     what : object that needs them, for the message
     remedy : for the message
-    free : returns the available bytes; default `free_memory`
+    get_free_bytes : returns the available bytes; default `free_bytes`
     """
-    room = (free or free_memory)() if needed > _SURELY_FITS else None
-    if room is not None and needed > room:
-        raise DataError(f"{what} needs {words(needed)} of memory, but only {words(room)} are available; {remedy}")
+    available = (get_free_bytes or free_bytes)() if needed_bytes > _UNCHECKED_BYTES else None
+    if available is not None and needed_bytes > available:
+        raise DataError(
+            f"{what} needs {format_bytes(needed_bytes)} of memory, but only {format_bytes(available)} are"
+            f" available; {remedy}"
+        )
 
 
 @contextmanager
-def room_for(field: str, remedy: str) -> Iterator[None]:
+def convert_memory_error(field: str, remedy: str) -> Iterator[None]:
     """Convert a MemoryError of the block to a ConfigError about `field`."""
     try:
         yield
@@ -45,7 +50,7 @@ def room_for(field: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{field}: not enough memory{reason}; use more ranks, or {remedy}") from error
 
 
-def free_memory() -> int | None:
+def free_bytes() -> int | None:
     """Return the bytes available to this process, limited by the machine, its control group, and its rlimit.
 
     None if unknown. The page cache counts as free.
@@ -54,20 +59,20 @@ def free_memory() -> int | None:
     return max(0, min(bounds)) if bounds else None
 
 
-_UNITS = {"": 1, "b": 1} | {
+_BYTES_BY_UNIT = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for power, prefix in enumerate("kmgt")
     for unit, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
-PROCESS = 600 << 20
+PROCESS_OVERHEAD_BYTES = 600 << 20
 """Bytes of a rank besides its network: Python, libraries, and temporary buffers of kernels."""
 
 
-def as_bytes(field: str, memory: int | str) -> int:
+def parse_bytes(field: str, memory: int | str) -> int:
     """Parse a number of bytes such as 8GiB, '500 MB' or an int; ConfigError names the field."""
     number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
     try:
-        count = int(float(number) * _UNITS[unit.lower()])
+        count = int(float(number) * _BYTES_BY_UNIT[unit.lower()])
     except (ValueError, KeyError, OverflowError):
         count = 0
     if count < 1:
@@ -77,7 +82,7 @@ def as_bytes(field: str, memory: int | str) -> int:
     return count
 
 
-def share_of(memory: int, ranks: int) -> int:
+def network_bytes_per_rank(memory: int, ranks: int) -> int:
     """Return the bytes per rank for its network, given the limit for all ranks on a machine.
 
     Raises
@@ -85,70 +90,78 @@ def share_of(memory: int, ranks: int) -> int:
     ConfigError
         Nothing is left after the overhead of the processes.
     """
-    local_ranks = ranks_here(ranks)
-    share = memory // local_ranks - PROCESS
+    local_ranks = count_local_ranks(ranks)
+    share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(
-            f"memory: {words(memory)} for {local_ranks} ranks on a machine; each needs {words(PROCESS)} before it loads"
-            f" any image: give more than {words(PROCESS * local_ranks)}, or start fewer ranks"
+            f"memory: {format_bytes(memory)} for {local_ranks} ranks on a machine; each needs"
+            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
+            f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
         )
     return share
 
 
-def most_held(share: int) -> int:
+def freed_memory_threshold(share: int) -> int:
     """Return the bytes above which a process should return freed memory, if its network may use `share`."""
-    return share + PROCESS * 15 // 16  # the rest is for temporary buffers of kernels
+    return share + PROCESS_OVERHEAD_BYTES * 15 // 16  # the rest is for temporary buffers of kernels
 
 
-def room_for_each(ranks: int) -> int | None:
+def free_bytes_per_rank(ranks: int) -> int | None:
     """Return the available bytes per rank for `ranks` ranks on this machine; None if unknown."""
-    free = free_memory()
+    free = free_bytes()
     return None if free is None else free // ranks
 
 
-def least_room(world: Any, room: Callable[[int], int | None] = room_for_each) -> int | None:
+def min_free_bytes_per_rank(
+    world: Any, get_free_bytes: Callable[[int], int | None] = free_bytes_per_rank
+) -> int | None:
     """Return the minimum of the available bytes per rank over all machines; None if unknown; collective.
 
     Parameters
     ----------
-    room : returns the available bytes per rank, given the number of ranks on this machine
+    get_free_bytes : returns the available bytes per rank, given the number of ranks on this machine
     """
-    rooms = world.allgather(room(ranks_here(world.size)))
+    rooms = world.allgather(get_free_bytes(count_local_ranks(world.size)))
     return None if None in rooms else min(rooms)
 
 
-def ranks_here(ranks: int) -> int:
+def count_local_ranks(ranks: int) -> int:
     """Return the number of ranks on this machine; all ranks if unknown."""
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     return min(ranks, (job.local_size if job else None) or ranks)
 
 
-def out_of_memory(
-    error: Exception, layer: str, direction: str, planned: int, room: int | None, ranks: int
+def out_of_memory_error(
+    error: Exception, layer: str, direction: str, planned_bytes: int, free: int | None, ranks: int
 ) -> UserError:
     """Return the error of a step that ran out of memory.
 
     Parameters
     ----------
     error : error of the array library; its message may contain the requested size
-    planned : planned peak bytes of a rank in a step
-    room : available bytes of this rank
+    planned_bytes : planned peak bytes of a rank in a step
+    free : available bytes of this rank
     ranks : total number of ranks
     """
     amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
-    requested = as_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
-    size = "an array" if requested is None else words(requested)
-    left = "" if room is None else f", and {words(room)} are left"
-    shortfall = max(0, (requested or planned // 4) - (room or 0))
-    share = (planned - shortfall) * 9 // 10  # the shortfall may exceed this array
-    fits = f"set memory: {words(ranks_here(ranks) * (share + PROCESS))}, or use" if share > 0 else "use"
+    requested = parse_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
+    size = "an array" if requested is None else format_bytes(requested)
+    left = "" if free is None else f", and {format_bytes(free)} are left"
+    shortfall = max(0, (requested or planned_bytes // 4) - (free or 0))
+    share = (planned_bytes - shortfall) * 9 // 10  # the shortfall may exceed this array
+    fits = (
+        f"set memory: {format_bytes(count_local_ranks(ranks) * (share + PROCESS_OVERHEAD_BYTES))}, or use"
+        if share > 0
+        else "use"
+    )
     return ConfigError(
         f"memory: layer '{layer}' needs {size} in the {direction} pass{left}; the planned peak of a step is"
-        f" {words(planned)} per rank, without temporary buffers of kernels; {fits} more ranks or smaller batches"
+        f" {format_bytes(planned_bytes)} per rank, without temporary buffers of kernels;"
+        f" {fits} more ranks or smaller batches"
     )
 
 
-def words(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes, such as '3.2 GB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -171,7 +184,7 @@ def _control_group_memory() -> Iterator[int]:
             _, controllers, name = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
-            root = _CONTROL / controllers
+            root = _CGROUP_ROOT / controllers
             place = root / name.strip("/")
             for folder in (place, *place.parents):
                 if folder.is_relative_to(root):
@@ -179,7 +192,7 @@ def _control_group_memory() -> Iterator[int]:
 
 
 def _group_memory(folder: Path) -> Iterator[int]:
-    for most, used in _FILES.items():
+    for most, used in _USAGE_FILE_BY_LIMIT_FILE.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
             limit = int((folder / most).read_text())
             cache = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if _is_cache(line)]

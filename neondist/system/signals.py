@@ -1,6 +1,6 @@
 """Signal handling of a process, from its start to its end.
 
-Few imports: a command installs its handlers before slow imports, see `listen_in_command`.
+Few imports: a command installs its handlers before slow imports, see `install_command_handlers`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-STOPPING = ("SIGTERM", "SIGUSR1")
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """Signals that request a stop with a checkpoint."""
-STOPPED = 75
+STOPPED_EXIT_CODE = 75
 """Exit code of a run that stopped on request."""
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
 
 
@@ -36,9 +36,9 @@ class Signals:
     listeners : list of callable
         Called with the name of each signal, from within the handler.
     interrupted : bool
-        Whether Ctrl-C was received. It ends the process immediately or, if `cleans_up` is set, raises KeyboardInterrupt
-        and ends it a few seconds later.
-    cleans_up : bool
+        Whether Ctrl-C was received. It ends the process immediately or, if `needs_cleanup` is set, raises
+        KeyboardInterrupt and ends it a few seconds later.
+    needs_cleanup : bool
         Whether there is something to clean up: a terminal, an unfinished file.
     """
 
@@ -46,17 +46,17 @@ class Signals:
         self.whole_process = whole_process
         self.received: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
-        self.interrupted = self.cleans_up = self._lost = False
-        self._previous: dict[int, Any] = {}
+        self.interrupted = self.needs_cleanup = self._exception_lost = False
+        self._previous_handlers: dict[int, Any] = {}
 
-    def listen(self) -> Signals:
+    def install_handlers(self) -> Signals:
         """Install the handlers, except for ignored signals; does nothing outside of the main thread."""
         if threading.current_thread() is threading.main_thread():
-            names = [*STOPPING, "SIGINT"] if self.whole_process else STOPPING
+            names = [*STOP_SIGNALS, "SIGINT"] if self.whole_process else STOP_SIGNALS
             for number in filter(None, (getattr(signal, name, None) for name in names)):  # not all on every system
                 if signal.getsignal(number) != signal.SIG_IGN:
                     handler = self._interrupt if number == signal.SIGINT else self.handle
-                    self._previous[number] = signal.signal(number, handler)
+                    self._previous_handlers[number] = signal.signal(number, handler)
         return self
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -66,47 +66,47 @@ class Signals:
         for listener in list(self.listeners):
             listener(name)
 
-    def join(self, listener: Callable[[str], None]) -> None:
+    def add_listener(self, listener: Callable[[str], None]) -> None:
         """Call a listener for signals received so far and for future ones."""
         self.listeners.append(listener)  # first, so that no signal is missed
         for name in list(self.received):
             listener(name)
 
-    def restore(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the previous handlers; received signals have no effect."""
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        while self._previous_handlers:
+            signal.signal(*self._previous_handlers.popitem())
 
-    def give_up(self) -> None:
+    def restore_default_actions(self) -> None:
         """Restore the default action of SIGTERM and SIGUSR1, also for a signal that has already arrived."""
-        numbers = [number for number in self._previous if number != signal.SIGINT]
+        numbers = [number for number in self._previous_handlers if number != signal.SIGINT]
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-            del self._previous[number]
+            del self._previous_handlers[number]
         for name in self.received:
             os.kill(os.getpid(), getattr(signal, name))
 
-    def end(self) -> None:
+    def ignore_further_signals(self) -> None:
         """Ignore further signals during exit, when the exit code is known."""
-        for number in self._previous:
+        for number in self._previous_handlers:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if not self.cleans_up or (self.interrupted and not self._lost):
-            os._exit(INTERRUPTED)
-        self.interrupted, self._lost = True, False
-        sys.unraisablehook = self._again
-        timer = threading.Timer(5, os._exit, [INTERRUPTED])  # a callback from C may swallow the exception
+        if not self.needs_cleanup or (self.interrupted and not self._exception_lost):
+            os._exit(INTERRUPTED_EXIT_CODE)
+        self.interrupted, self._exception_lost = True, False
+        sys.unraisablehook = self._interrupt_again
+        timer = threading.Timer(5, os._exit, [INTERRUPTED_EXIT_CODE])  # a callback from C may swallow the exception
         timer.daemon = True
         timer.start()
         raise KeyboardInterrupt
 
-    def _again(self, unraisable: Any) -> None:
+    def _interrupt_again(self, unraisable: Any) -> None:
         """Interrupt again if Python could not propagate the exception, as in a weakref callback."""
         if unraisable.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(unraisable)
             return
-        self._lost = True
+        self._exception_lost = True
         main = threading.main_thread().ident
         timer = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])  # also interrupts a system call
         timer.daemon = True
@@ -125,23 +125,28 @@ def signal_name(code: int) -> str:
         return f"exit code {128 + number}"
 
 
-def listen_in_command() -> None:
-    """Install handlers if this process is the `neondist` command, which gets them by `listening`."""
+def install_command_handlers() -> None:
+    """Install handlers if this process is the `neondist` command, which gets them by `installed_signals`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
     if name == "-m":  # `python -m neondist`, as long as its package is imported
         name = words[words.index("-m") + 1]
-    if name == "neondist" and listening() is None:
-        Signals(whole_process=True).listen()
+    if name == "neondist" and installed_signals() is None:
+        Signals(whole_process=True).install_handlers()
 
 
-def listening() -> Signals | None:
+def installed_signals() -> Signals | None:
     """Return the Signals installed at the start of this process, if any."""
     return next(
-        (signals for name in (*STOPPING, "SIGINT") if (signals := active_handler(name)) and signals.whole_process), None
+        (
+            signals
+            for name in (*STOP_SIGNALS, "SIGINT")
+            if (signals := get_active_signals(name)) and signals.whole_process
+        ),
+        None,
     )
 
 
-def active_handler(name: str) -> Signals | None:
+def get_active_signals(name: str) -> Signals | None:
     """Return the Signals that handles a signal in this process, if any."""
     handler = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
     return handler if isinstance(handler, Signals) else None

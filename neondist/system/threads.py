@@ -8,40 +8,44 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def cores(process: int = 0) -> int:
+def count_cores(process: int = 0) -> int:
     """Return the CPU cores that a process (default: this one) may use, after affinity and container limits."""
     bound = hasattr(os, "sched_getaffinity")  # Linux
     allowed = len(os.sched_getaffinity(process)) if bound else os.cpu_count() or 1
-    return max(1, min(allowed, _quota() or allowed))
+    return max(1, min(allowed, _read_cpu_quota() or allowed))
 
 
-def count_threads() -> int:
+def default_thread_count() -> int:
     """Return OMP_NUM_THREADS, else the usable physical cores: hyperthreads do not help here."""
     import psutil
 
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return max(1, int(setting)) if setting.isdecimal() else min(cores(), psutil.cpu_count(logical=False) or cores())
+    return (
+        max(1, int(setting))
+        if setting.isdecimal()
+        else min(count_cores(), psutil.cpu_count(logical=False) or count_cores())
+    )
 
 
-def share(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """Return the threads for each of `ranks` ranks on this machine."""
-    return max(1, cores() // ranks)
+    return max(1, count_cores() // ranks)
 
 
-def limit(ranks: int) -> int | None:
+def limit_threads(ranks: int) -> int | None:
     """Limit this process to its share of the machine's cores among `ranks` ranks, unless the user has set it.
 
     Returns the number of threads, None where the user has set it.
     """
-    if chosen(os.environ):
+    if is_set_by_user(os.environ):
         return None
     # a launcher may have bound this rank already; its parent still has all cores
-    threads = max(1, min(cores(), cores(os.getppid()) // ranks))
-    os.environ.update(dict.fromkeys(VARIABLES, str(threads)))  # for libraries loaded later
+    threads = max(1, min(count_cores(), count_cores(os.getppid()) // ranks))
+    os.environ.update(dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads)))  # for libraries loaded later
     if "numpy" in sys.modules:
         from threadpoolctl import threadpool_limits
 
@@ -49,18 +53,18 @@ def limit(ranks: int) -> int | None:
     return threads
 
 
-def say_share(ranks: int, first: bool) -> Callable[[], None]:
-    """Limit the threads as `limit` does, for a script under mpirun; the first rank logs a change.
+def limit_threads_and_log(ranks: int, first: bool) -> Callable[[], None]:
+    """Limit the threads as `limit_threads` does, for a script under mpirun; the first rank logs a change.
 
     Oversubscription slows a job by a factor of 15 to 30, since threads busy-wait. Returns a function that undoes it.
     """
-    if chosen(os.environ):
+    if is_set_by_user(os.environ):
         return lambda: None
     from threadpoolctl import threadpool_info, threadpool_limits
 
     pool_limits = threadpool_limits(None)  # records the limits
     previous = max((pool["num_threads"] for pool in threadpool_info()), default=1)
-    thread_count = limit(ranks)
+    thread_count = limit_threads(ranks)
     if first and thread_count is not None and thread_count < previous:
         logging.getLogger("neondist").warning(
             "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
@@ -68,23 +72,23 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
             ranks, "1 thread" if thread_count == 1 else f"{thread_count} threads",
         )  # fmt: skip
 
-    def take_back() -> None:
+    def undo() -> None:
         pool_limits.restore_original_limits()
-        for name in VARIABLES:
+        for name in THREAD_COUNT_VARIABLES:
             os.environ.pop(name, None)
 
-    return take_back
+    return undo
 
 
-def chosen(env: Mapping[str, str]) -> bool:
+def is_set_by_user(env: Mapping[str, str]) -> bool:
     """Return whether the user has set the number of threads."""
-    return any(name in env for name in VARIABLES)
+    return any(name in env for name in THREAD_COUNT_VARIABLES)
 
 
-def _quota() -> int | None:
+def _read_cpu_quota() -> int | None:
     """Return the cores of a container's CPU quota, None without one."""
     try:
-        quota, period = QUOTA.read_text().split()
+        quota, period = CPU_QUOTA_FILE.read_text().split()
         return max(1, round(int(quota) / int(period)))
     except (OSError, ValueError):
         return None

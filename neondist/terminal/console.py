@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import IO
 
 
-def visible(text: str, keep: str = "\n") -> str:
+def escape_invisible(text: str, keep: str = "\n") -> str:
     """Return a text with invisible characters, as in file names, replaced by escapes."""
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
@@ -21,14 +21,14 @@ def counted(count: int, noun: str) -> str:
 def emit(*texts: object) -> None:
     """Print a command's results to stdout, line by line; unlike `say`, raises OSError on failure."""
     for text in texts:
-        print(visible(str(text)), flush=True)
+        print(escape_invisible(str(text)), flush=True)
 
 
 def say(text: str, file: IO[str] | None = None, end: str = "\n", start: str = "") -> None:
     """Print to `file`, default stdout; a closed pipe or a full disk is ignored, so that a run continues."""
     stream = sys.stdout if file is None else file
     try:
-        print(start + visible(text), file=stream, end=end, flush=True)
+        print(start + escape_invisible(text), file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

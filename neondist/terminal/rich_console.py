@@ -8,7 +8,7 @@ from typing import Any
 from rich import console
 from rich.segment import Segment
 
-from .console import visible
+from .console import escape_invisible
 
 
 class Console(console.Console):
@@ -19,9 +19,9 @@ class Console(console.Console):
 
     def render_str(self, text: str, **options: Any) -> Any:
         """Return a text of visible characters only, so that its width is known."""
-        return super().render_str(visible(text), **options)
+        return super().render_str(escape_invisible(text), **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Yield printable segments."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_invisible(segment.text), segment.style)

@@ -7,7 +7,7 @@ experiments and scripts, convert/ the conversion to and from neondist layers.
 """
 
 from ..errors import MissingPackageError
-from ..version import TORCH, numbers, torch_remedy
+from ..version import SUPPORTED_TORCH, parse_version, torch_remedy
 
 try:
     import torch
@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("neondist.torch needs PyTorch: pip install 'neondist[torch]'") from error
 
 _remedy = torch_remedy(torch.__version__)
-if _remedy and numbers(torch.__version__) < TORCH[0]:
+if _remedy and parse_version(torch.__version__) < SUPPORTED_TORCH[0]:
     raise MissingPackageError(_remedy)
 try:
     from . import rules

@@ -5,7 +5,6 @@ autoencoders. state: state of a run, as seen by hooks. callbacks: hooks of a run
 checks before a run. apply: evaluation of a checkpoint. inference: outputs for images of any size.
 """
 
-from .apply import evaluate_checkpoint
 from .callbacks.best import Best
 from .callbacks.debug_halo import DebugHalo
 from .callbacks.hook import Hook
@@ -14,6 +13,7 @@ from .callbacks.progress import ProgressBar
 from .callbacks.stage_pictures import StagePictures
 from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
+from .checkpoint_evaluation import evaluate_checkpoint
 from .describe import describe
 from .experiment import FitExperiment, RunResult
 from .inference import evaluate_files, forecast, predict

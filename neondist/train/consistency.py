@@ -7,28 +7,28 @@ import hashlib
 import numpy as np
 
 from ..comm import ProcessGrid, Transport
-from ..comm.facts import describe_object, text_of
+from ..comm.facts import describe_object, format_arguments
 from ..data import Dataset
 from ..errors import ConfigError
 from ..io.hdf5 import checksum
-from ..models.facts import facts_of
+from ..models.consistency import facts_to_compare
 from ..plan import ModelPlan
 from ..version import __version__
 from .validate import Experiment
 
 
-def outline(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
+def agreed_facts(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
     """Return the facts that all ranks must agree on, one per line: plan, layout of weights, training settings."""
     dataset, best = experiment.dataset, experiment.best
     return [
         f"neondist {__version__}",
         f"{plan.grid}",
-        f"dataset: {type(dataset).__name__} {tuple(dataset.sample_shape)} {text_of(dataset.arguments())}",
+        f"dataset: {type(dataset).__name__} {tuple(dataset.sample_shape)} {format_arguments(dataset.arguments())}",
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}",
-        f"best: {text_of(best.arguments()) if best is not None else None}",
+        f"best: {format_arguments(best.arguments()) if best is not None else None}",
         *(f"augment: {describe_object(step, step.arguments())}" for step in experiment.augment),
-        *(f"{name}: {value}" for name, value in facts_of(experiment.model, plan).items()),
+        *(f"{name}: {value}" for name, value in facts_to_compare(experiment.model, plan).items()),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..backends import precision_note
-from ..plan.report import by, grid_text
+from ..plan.report import grid_text, join_extents
 from .validate import Experiment, validate
 
 
@@ -21,7 +21,7 @@ def describe(experiment: Experiment, ranks: int = 1) -> Any:
     from rich.text import Text
 
     plan = validate(experiment, ranks)
-    data = f"{type(experiment.dataset).__name__} {by(experiment.dataset.sample_shape)}"
+    data = f"{type(experiment.dataset).__name__} {join_extents(experiment.dataset.sample_shape)}"
     precision = experiment.model.precision
     kind = str(experiment.model.dtype) + f", products in {precision.name}" * (precision.name != "float32")
     model = f"{type(experiment.model).__name__} ({kind})"

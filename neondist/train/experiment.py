@@ -19,40 +19,49 @@ from ..data.augment import Transform
 from ..errors import ConfigError
 from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
-from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, discard_untrained, lock_folder, output_files, tidy
+from ..io.output import (
+    CHECKPOINT,
+    COMPLETE,
+    GENERATIONS,
+    discard_run_if_untrained,
+    lock_folder,
+    output_files,
+    remove_partial_files,
+    remove_run_files,
+)
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
 from ..plan import Plan
 from ..registry import Registered
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..strategies.auto import of_grid
+from ..strategies.auto import resolve_grid
 from ..system.job import GENERATION
-from ..system.memory import least_room, room_for
+from ..system.memory import convert_memory_error, min_free_bytes_per_rank
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
-from .callbacks.hook import Hook, opened
+from .callbacks.hook import Hook, open_hooks
 from .callbacks.job_figures import JobFigures
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import Logger
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
-from .callbacks.snapshots import Snapshots, open_store
+from .callbacks.snapshots import Snapshots, open_snapshot_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
-from .consistency import check_consistency, check_data_consistency, outline
-from .grid_factors import grid_factors, mode_factors
+from .consistency import agreed_facts, check_consistency, check_data_consistency
+from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
-from .start import begin
+from .start import initialise_run
 from .state import Record, Stop, TrainState
 from .validate import validate
 
 if TYPE_CHECKING:
-    from ..services.training import WorkerPlace
+    from ..services.training import WorkerAssignment
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ class FitExperiment(Registered):
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
         self.dist_mode = dist_mode
-        self.grid = mode_factors(dist_mode, grid_factors(grid))
+        self.grid = apply_dist_mode(dist_mode, parse_grid_factors(grid))
         if dist_mode is not None and not self.dist_flag:
             raise ConfigError(f"dist_mode: {dist_mode} needs dist_flag: true; leave out one of them")
         if dist_mode == "vecpar":
@@ -158,10 +167,10 @@ class FitExperiment(Registered):
                     f"dist_mode: vecpar partitions fully connected layers, and {name} has none; use halopar"
                 )
             model.vector_parallel = True
-        self.metrics, self.augment = all_metrics(metrics), list(augment or ())
-        self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
+        self.metrics, self.augment = add_misclassification(metrics), list(augment or ())
+        self.checkpoint, self.best = CheckpointSchedule.from_fields(checkpoint), best
         self.loggers = list(loggers or ())
-        override_model(model, backend, dtype, seed, precision)
+        override_model_settings(model, backend, dtype, seed, precision)
         overrides: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "precision": precision}
         overrides |= {
             "accumulate": accumulate,
@@ -171,16 +180,18 @@ class FitExperiment(Registered):
             "memory": memory,
             "strategy": strategy,
         }
-        self.model_fields = frozenset(name for name, value in overrides.items() if value is not None)
+        self.overridden_model_fields = frozenset(name for name, value in overrides.items() if value is not None)
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
-        self.grid = of_grid(strategy, self.grid)
-        model.execute(accumulate, sync, recompute, strips, memory, strategy)
+        self.grid = resolve_grid(strategy, self.grid)
+        model.configure_execution(accumulate, sync, recompute, strips, memory, strategy)
         chosen = model.strategy
         self.server_strategy = chosen if chosen is not None and chosen.needs_servers else None
         if self.server_strategy is not None:
             model.strategy = None  # within a worker
             if model.num_pretrain_epochs:
-                raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
+                raise ConfigError(
+                    "strategy: pretraining needs sync: true and staleness: 0; set them, or num_pretrain_epochs: 0"
+                )
             if model.precision.new_scaler() is not None:
                 raise ConfigError(
                     "precision: float16 needs loss scaling across all ranks of a step, but servers apply updates"
@@ -192,7 +203,7 @@ class FitExperiment(Registered):
         """Use parameter servers also for strategies with owners that synchronise all replicas."""
         self.server_strategy, self.model.strategy = self.server_strategy or self.model.strategy, None
 
-    @checked
+    @type_checked
     def validate(self, ranks: int = 1) -> None:
         """Check everything that can be checked before ranks are started; needs no MPI.
 
@@ -207,18 +218,18 @@ class FitExperiment(Registered):
         """Create the experiment's grid over all ranks of `comm` (default: all ranks); collective."""
         return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
 
-    @checked
+    @type_checked
     def run(
         self,
         grid: ProcessGrid | None = None,
         output: str | Path | None = None,
         resume: bool | str = False,
         init_from: str | Path | None = None,
-        resolved: str | None = None,
+        yaml_text: str | None = None,
         hooks: Iterable[Hook] | None = None,
         overwrite: bool = False,
         snapshot: Count | Literal["auto"] | None = None,
-        worker: WorkerPlace | None = None,
+        worker: WorkerAssignment | None = None,
     ) -> RunResult:
         """Train the model; collective, with the same result on every rank.
 
@@ -236,7 +247,7 @@ class FitExperiment(Registered):
         init_from : path, optional
             A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
             missing and unused arrays.
-        resolved : str, optional
+        yaml_text : str, optional
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
             Called in addition to the hooks that write the files; default: a ProgressBar.
@@ -245,7 +256,7 @@ class FitExperiment(Registered):
         snapshot : int or 'auto', optional
             In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every so many
             steps, or as often as possible within 2 % of the time. A resumed run continues from the newest one.
-        worker : WorkerPlace, optional
+        worker : WorkerAssignment, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
         Raises
@@ -272,77 +283,82 @@ class FitExperiment(Registered):
         hooks = [ProgressBar()] if hooks is None else list(hooks)
         facts = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
         grid.check("run", facts | {"snapshot": snapshot})
-        with opened(hooks):
-            room = least_room(grid.world, get_backend(self.model.backend).kernels.room)
+        with open_hooks(hooks):
+            available_bytes = min_free_bytes_per_rank(
+                grid.world, get_backend(self.model.backend).kernels.available_memory
+            )
             with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
-                plan = validate(self, grid.size, grid.shape, room)
-                lines = outline(self, plan, resume)
+                plan = validate(self, grid.size, grid.shape, available_bytes)
+                lines = agreed_facts(self, plan, resume)
             check_consistency(grid.world, lines)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, snapshot, worker)
+                return _run_locked(self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker)
 
 
-def _train(
+def _run_locked(
     experiment: FitExperiment,
     plan: Plan,
     grid: ProcessGrid,
     folder: Path | None,
     resume: bool | str,
     init_from: str | Path | None,
-    resolved: str | None,
+    yaml_text: str | None,
     hooks: list[Hook],
     snapshot: int | Literal["auto"] | None,
-    worker: WorkerPlace | None,
+    worker: WorkerAssignment | None,
 ) -> RunResult:
     """Run a validated experiment in a locked folder."""
     model, dataset = experiment.model, experiment.dataset
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
     check_data_consistency(grid, dataset)
-    with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
+    with all_or_none(grid.world), convert_memory_error("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-    model.step = model.uncounted = 0
+    model.step = model.uncounted_steps = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
-        run.notes.append(f"a step does not fit into the available memory; {plan.stream}")
+        run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
-        run.notes.append(note)
+        run.start_messages.append(note)
     supervised = GENERATION in os.environ
-    store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
-    start = begin(run, folder, resume, init_from, store)
+    store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or supervised) else None
+    start = initialise_run(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
         from ..services.training import ServerUpdate  # gRPC
         from ..services.worker_tasks import WorkerTasks
 
-        facts = {"records": run.samples, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
+        facts = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
         first = worker.index == 0
         run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts, first)
-        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world, run.tasks)
-    model.remote = remote
+        remote = ServerUpdate(
+            worker, experiment.server_strategy, model.built_parameters, model.optimizer, grid.world, run.tasks
+        )
+    model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:
-        _begin(experiment, grid, folder, start.resumed, resolved, supervised or worker is not None)
-        last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
+        _init_folder(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
+        last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
         figures = [JobFigures(worker)] if worker is not None and worker.index == 0 else []
-        writers = [*figures, *_writers(folder, last, store, snapshot, pictures=worker is None or worker.index == 0)]
+        pictures = worker is None or worker.index == 0
+        writers = [*figures, *_writer_hooks(folder, last, store, snapshot, pictures)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
-        room_for("model", "smaller batches, or fewer or smaller layers"),
+        convert_memory_error("model", "smaller batches, or fewer or smaller layers"),
     ):
         if experiment.best is not None:
-            best_keeper = KeepBest(experiment.best, experiment.metrics, folder, resolved)
-            best_keeper.begin(run)
+            best_keeper = KeepBest(experiment.best, experiment.metrics, folder, yaml_text)
+            best_keeper.check_resumed_run(run)
             writers.insert(0, best_keeper)  # before the checkpoint used to resume
         for logger in experiment.loggers:
-            logger.within(folder, resolved)
+            logger.set_run_folder(folder, yaml_text)
         writers.extend(experiment.loggers)
         if not start.pretrained:
-            args = (experiment.checkpoint, resolved)
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, start.stage, *args)
+            args = (experiment.checkpoint, yaml_text)
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, start.resume_stage, *args)
         if run.stop is None:
             fresh = not (start.resumed or supervised or worker)
-            with discard_untrained(grid.world, folder, lambda: fresh and run.step == 0):
+            with discard_run_if_untrained(grid.world, folder, lambda: fresh and run.step == 0):
                 train_loop(run, [*hooks, *writers], experiment.metrics)
             if folder is not None:
                 model.export(folder)
@@ -350,31 +366,31 @@ def _train(
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
-def _begin(
-    experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None, supervised: bool
+def _init_folder(
+    experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, yaml_text: str | None, supervised: bool
 ) -> None:
     """Tidy the folder and write the files that are known before training.
 
     Files of an earlier run are removed only after these are on disk: if there is no space, it is kept.
     """
-    from ..io.environment import environment, to_json  # slow import
+    from ..io.environment import describe_environment, to_json  # slow import
 
     model = experiment.model
     kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
-    facts = environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
+    facts = describe_environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
     with all_or_none(grid.world):
         if grid.rank == 0:
-            tidy(folder)
-            texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
-            chosen = model.compiled.parameters.strategy if model.remote is None else model.remote.strategy
+            remove_partial_files(folder)
+            texts = {"environment.json": to_json(facts)} | ({} if yaml_text is None else {"experiment.yaml": yaml_text})
+            chosen = model.compiled.parameters.strategy if model.remote_update is None else model.remote_update.strategy
             texts["strategy.yaml"] = chosen.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
-                clear(folder, keep=[*texts, *([GENERATIONS] if supervised else [])])
+                remove_run_files(folder, keep=[*texts, *([GENERATIONS] if supervised else [])])
 
 
-def _writers(
+def _writer_hooks(
     folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None,
     pictures: bool,
 ) -> list[Hook]:  # fmt: skip
@@ -390,7 +406,7 @@ def _writers(
     ]
 
 
-def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
+def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
     """Return the misclassification and the given metrics; ConfigError for duplicate names."""
     by_name: dict[str, Metric] = {}
     for metric in metrics or ():
@@ -400,7 +416,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     return list({Misclassification.name: Misclassification(), **by_name}.values())
 
 
-def override_model(
+def override_model_settings(
     model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None, precision: str | None = None
 ) -> None:
     """Override settings of the model by those of the experiment."""

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..data import Dataset
-from ..formats.fields import Fields
-from ..io.checkpoint.texts import parse_json, require_integer, require_type
+from ..formats.fields import FieldMetadata
+from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
 
-TEXT = "fields"
-_NEAR = 0.2  # months are of 28 to 31 days
+TEXT_NAME = "fields"
+_TIME_STEP_TOLERANCE = 0.2  # months are of 28 to 31 days
 
 
 @dataclass(frozen=True)
@@ -24,49 +24,49 @@ class FieldFacts:
 
     Attributes
     ----------
-    inputs, input_units : names and units of the input channels
-    outputs, units, mean, std : of the output channels
+    input_names, input_units : names and units of the input channels
+    output_names, output_units, mean, std : of the output channels
     lead : times from the last of an image to its target
-    step : seconds from time to time
-    order : of the coordinates of rows and columns, as in `Fields`
+    time_step : seconds from time to time
+    axis_orders : of the coordinates of rows and columns, as in `FieldMetadata`
     """
 
-    inputs: list[str]
+    input_names: list[str]
     input_units: list[str]
-    outputs: list[str]
-    units: list[str]
+    output_names: list[str]
+    output_units: list[str]
     mean: np.ndarray
     std: np.ndarray
     lead: int
-    step: float
-    order: tuple[str, str] = ("", "")
+    time_step: float
+    axis_orders: tuple[str, str] = ("", "")
 
     @classmethod
-    def of(cls, texts: Mapping[str, str]) -> FieldFacts:
+    def from_texts(cls, texts: Mapping[str, str]) -> FieldFacts:
         """Parse the texts of a checkpoint; ValueError with the reason if they are invalid."""
-        if TEXT not in texts:
+        if TEXT_NAME not in texts:
             raise ValueError("has no variable names; name a checkpoint of a network trained on ClimateFiles")
-        facts = parse_json(texts[TEXT], dict)
+        facts = parse_json(texts[TEXT_NAME], dict)
         inputs, input_units, outputs, units = (
-            _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
+            _require_names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
         )
         if len(inputs) != len(input_units) or len(outputs) != len(units):
-            raise ValueError("it does not record the units of all its variables")
-        mean, std = (_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
+            raise ValueError("does not record the units of all its variables")
+        mean, std = (_require_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
         if (std <= 0).any():
             raise ValueError("'std' is not positive")
-        (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
-        order = _names(facts, "order") if "order" in facts else ["", ""]
+        (step,) = _require_numbers({"step": [facts.get("step")]}, "step", 1).tolist()
+        order = _require_names(facts, "order") if "order" in facts else ["", ""]
         if len(order) != 2:
             raise ValueError("'order' does not have two names")
-        lead = require_integer("'lead'", facts.get("lead"))
+        lead = require_json_integer("'lead'", facts.get("lead"))
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
 
-    def physical(self, y: np.ndarray) -> np.ndarray:
+    def to_physical_units(self, y: np.ndarray) -> np.ndarray:
         """Return outputs (..., C) of the network in the units of the files."""
         return np.asarray(y * self.std + self.mean)
 
-    def require(
+    def check_compatible(
         self,
         inputs: Sequence[str],
         input_units: Sequence[str],
@@ -78,7 +78,7 @@ class FieldFacts:
 
         `step` may be 0, and `order` empty, if they are not known.
         """
-        _require_same("inputs", self.inputs, inputs)
+        _require_same("inputs", self.input_names, inputs)
         for name, trained, actual in zip(inputs, self.input_units, input_units, strict=True):
             if trained != actual:
                 raise ValueError(
@@ -86,17 +86,19 @@ class FieldFacts:
                 )
         if lead != self.lead:
             raise ValueError(f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same")
-        if step and abs(step - self.step) > _NEAR * self.step:
+        if step and abs(step - self.time_step) > _TIME_STEP_TOLERANCE * self.time_step:
             raise ValueError(
-                f"was trained with time steps of {self.step / 3600:g} hours, but the files have {step / 3600:g};"
+                f"was trained with time steps of {self.time_step / 3600:g} hours, but the files have {step / 3600:g};"
                 " select times with the same spacing"
             )
-        for axis, trained, actual in zip(("latitudes", "longitudes"), self.order, order, strict=True):
+        for axis, trained, actual in zip(("latitudes", "longitudes"), self.axis_orders, order, strict=True):
             if trained and actual and trained != actual:
-                raise ValueError(f"was trained with {trained} {axis}, the files have {actual} ones; reverse that axis")
+                raise ValueError(
+                    f"was trained with {trained} {axis}, but the files have {actual} ones; reverse that axis"
+                )
 
 
-def texts_of(fields: Fields | None) -> dict[str, str]:
+def field_texts(fields: FieldMetadata | None) -> dict[str, str]:
     """Return the text for a checkpoint; {} if targets are not fields."""
     if fields is None:
         return {}
@@ -111,10 +113,10 @@ def texts_of(fields: Fields | None) -> dict[str, str]:
         "step": fields.step,
         "order": list(fields.order),
     }
-    return {TEXT: json.dumps(facts)}
+    return {TEXT_NAME: json.dumps(facts)}
 
 
-def restore_fields(texts: Mapping[str, str], fields: Fields) -> Fields:
+def restore_fields(texts: Mapping[str, str], fields: FieldMetadata) -> FieldMetadata:
     """Return fields with the mean and std of a checkpoint.
 
     Raises
@@ -122,20 +124,20 @@ def restore_fields(texts: Mapping[str, str], fields: Fields) -> Fields:
     ValueError
         Its channels differ, with the first name that differs, or are not recorded.
     """
-    facts = FieldFacts.of(texts)
-    facts.require(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
-    _require_same("outputs", facts.outputs, fields.names)
+    facts = FieldFacts.from_texts(texts)
+    facts.check_compatible(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
+    _require_same("outputs", facts.output_names, fields.names)
     return replace(fields, mean=facts.mean, std=facts.std)
 
 
-def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
+def restore_dataset_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
     """Set the normalisation of an open data set to a checkpoint's; ValueError as `restore_fields`."""
     for split in dataset.splits.values():
         if split.fields is not None:
             split.fields = restore_fields(texts, split.fields)
             images = parse_json(texts.get("images", "{}"), dict)
-            count = len(split.normalisation[0])
-            factor, offset = (_numbers(images, name, count) for name in ("factor", "offset"))
+            count = len(split.factor_and_offset[0])
+            factor, offset = (_require_numbers(images, name, count) for name in ("factor", "offset"))
             if (factor == 0).any():
                 raise ValueError("'factor' is 0")
             split.normalise(offset / factor, 1 / factor)
@@ -152,12 +154,13 @@ def _require_same(kind: str, trained: Sequence[str], actual: Sequence[str]) -> N
             )
 
 
-def _names(facts: dict[str, Any], name: str) -> list[str]:
-    return [require_type(f"a name of '{name}'", item, str) for item in require_type(f"'{name}'", facts.get(name), list)]
+def _require_names(facts: dict[str, Any], name: str) -> list[str]:
+    names = require_json_type(f"'{name}'", facts.get(name), list)
+    return [require_json_type(f"a name of '{name}'", item, str) for item in names]
 
 
-def _numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
-    values = require_type(f"'{name}'", facts.get(name), list)
+def _require_numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
+    values = require_json_type(f"'{name}'", facts.get(name), list)
     if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
         raise ValueError(f"'{name}' are not {count} numbers")
     return np.array(values, np.float64)

@@ -11,7 +11,7 @@ from ..registry import suggest
 GRID_KEYS = ("replicas", "rows", "cols", "planes")
 
 
-def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
+def parse_grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
     """Return the factors of the grid that are given; ConfigError if a name or a number is wrong."""
     for key in grid or {}:
         if key not in GRID_KEYS:
@@ -19,7 +19,7 @@ def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
     return {key: int(value) for key, value in (grid or {}).items() if value is not None}
 
 
-def mode_factors(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
+def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
     """Return the factors of the grid under a `dist_mode`; ConfigError if given ones do not go with it."""
     modes: dict[str, dict[str, int | None]] = {
         "halopar": {"replicas": 1},

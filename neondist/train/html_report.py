@@ -11,29 +11,40 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..formats.base import faults
+from ..formats.base import read_errors
 from ..formats.class_colours import class_colours
-from ..io.files import reason
+from ..io.files import short_reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
 from .job_report import describe_job
-from .page import SPLIT_COLOURS, format_value, is_number, page, picture, png, safe, scrolled, table, text
+from .page import (
+    SPLIT_COLOURS,
+    escape_text,
+    file_section,
+    format_value,
+    html_page,
+    image_tag,
+    is_finite,
+    png_file,
+    scrollable,
+    table_tag,
+)
 from .state import Record
 from .svg_plot import plot
 
 _PICTURES = ("tiles.png",)  # curves are drawn from the records
-_ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
+_MAX_ROWS, _MAX_COLUMNS, _MAX_DEPTH = 5000, 100, 5
 """Limits of table rows, of columns, and of the nesting of a record's lists."""
-_FEW_CLASSES = 20
+_MAX_CLASSES_WITHOUT_PLOT = 20
 """Number of classes above which a table gets a plot."""
-_CLASSES, _NO_CLASS = 255, (128, 128, 128)
+_COLOURED_CLASSES, _OTHER_CLASS_COLOUR = 255, (128, 128, 128)
 """Number of classes with their own colour, and the colour of others, such as ignored cells."""
-_LARGEST = 1 << 27  # bytes of a picture, or of arrays
-_COSTS = {"seconds": "training time (s)", "samples_per_second": "samples/s", "bytes_sent": "halo bytes sent, all ranks",
-          "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
+_MAX_BYTES = 1 << 27  # bytes of a picture, or of arrays
+_COST_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s",
+                "bytes_sent": "halo bytes sent, all ranks", "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
 
 
-def report(folder: Path) -> str:
+def run_report(folder: Path) -> str:
     """Return the page about the run in a folder.
 
     Raises
@@ -43,40 +54,43 @@ def report(folder: Path) -> str:
     """
     records = read_records(folder / "metrics.jsonl")
     last = records[-1]
-    numbers = {name for record in records for name, value in record.items() if is_number(value)}
-    metrics = sorted(numbers - {"epoch", "step", *_COSTS})[:_COLUMNS]
-    last_rows = records[-_ROWS:]
+    numbers = {name for record in records for name, value in record.items() if is_finite(value)}
+    metrics = sorted(numbers - {"epoch", "step", *_COST_TITLES})[:_MAX_COLUMNS]
+    last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_plot_name, metrics))
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
-    return page(folder.resolve().name, [
-        *_headline(records),
+    return html_page(folder.resolve().name, [
+        *_run_headline(records),
         f"<p>{last['epoch']} epochs, {format_value(last.get('step', '?'))} steps. Source: metrics.jsonl.</p>",
         "<h2>Curves</h2>",
-        *(plot(base, _lines(base, metrics, records), along="epoch") for base in dict.fromkeys(map(_base, metrics))),
+        *(plot(name, _split_lines(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",
-        table(["epoch", *metrics], [[format_value(r.get(name)) for name in ("epoch", *metrics)] for r in last_rows]),
+        table_tag(["epoch", *metrics], [[format_value(r.get(n)) for n in ("epoch", *metrics)] for r in last_rows]),
         *_class_tables(last),
-        *(_worst_samples(_arrays(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
+        *(_worst_sample_figures(_read_worst_samples(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
-        table(["epoch", *_COSTS.values()], [[format_value(r.get(n)) for n in ("epoch", *_COSTS)] for r in last_rows]),
+        table_tag(
+            ["epoch", *_COST_TITLES.values()],
+            [[format_value(r.get(n)) for n in ("epoch", *_COST_TITLES)] for r in last_rows],
+        ),
         *describe_job(folder, last_rows),
         *_generation_table(folder),
-        *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
-        *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
+        *(f"<h2>{path.name}</h2>{image_tag(path.name, read_bytes(path, _MAX_BYTES, folder))}" for path in pictures),
+        *(file_section(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
 
 
-def _headline(records: Sequence[Record]) -> list[str]:
+def _run_headline(records: Sequence[Record]) -> list[str]:
     """Return the lowest error, or loss, of the split by which settings are chosen, and its epoch."""
     for number in ("error", "loss"):
-        split = records[-1].selection
-        values = [(r[key], r["epoch"]) for r in records if is_number(r.get(key := f"{split}_{number}"))]
+        split = records[-1].selection_split
+        values = [(r[key], r["epoch"]) for r in records if is_finite(r.get(key := f"{split}_{number}"))]
         if values:
             value, epoch = min(values)
             return [f"<p class='lead'>Lowest {split} {number}: {_format_score(number, value)}, epoch {epoch}</p>"]
     return []
 
 
-def result_page(
+def evaluation_page(
     name: str, facts: Mapping[str, str], results: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
 ) -> str:
     """Return a page of the results of `neondist evaluate`.
@@ -89,19 +103,19 @@ def result_page(
         Pictures, as `worst_samples` returns them.
     """
     numbers = {**facts, **{name: value for name, value in results.items() if not isinstance(value, list)}}
-    rows = [[safe(name), format_value(value)] for name, value in numbers.items()]
-    parts = [*_result(results), table((), rows), *_class_tables(results, "")]
-    return page(f"Evaluation of {name}", parts + (_worst_samples(samples, 256) if samples else []))
+    rows = [[escape_text(name), format_value(value)] for name, value in numbers.items()]
+    parts = [*_evaluation_headline(results), table_tag((), rows), *_class_tables(results, "")]
+    return html_page(f"Evaluation of {name}", parts + (_worst_sample_figures(samples, 256) if samples else []))
 
 
-def _result(results: Mapping[str, Any]) -> list[str]:
+def _evaluation_headline(results: Mapping[str, Any]) -> list[str]:
     """Return the error, or the loss, as the headline of an evaluation."""
-    number = next((key for key in ("error", "loss") if is_number(results.get(key))), None)
+    number = next((key for key in ("error", "loss") if is_finite(results.get(key))), None)
     if number is None:
         return []
     split = results.get("split")
     name = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
-    return [f"<p class='lead'>{safe(name)}: {_format_score(number, results[number])}</p>"]
+    return [f"<p class='lead'>{escape_text(name)}: {_format_score(number, results[number])}</p>"]
 
 
 def _format_score(number: str, value: float) -> str:
@@ -122,82 +136,83 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         text = read_bytes(path, root=path.parent).decode()
         lines = text.split("\n")[:-1] if continued else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); name the folder of a run") from None
+        raise DataError(f"{path}: cannot be read ({short_reason(error)}); name the folder of a run") from None
     records = []
     for at, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_flat(values, _DEPTH):
+        if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
             raise DataError(f"{path}:{at}: is not a record of an epoch; remove the line, or continue with --resume")
-        records.append(Record.of(values))
+        records.append(Record.upgrade(values))
     if not records and not continued:
         raise DataError(f"{path}: no epoch is complete yet; wait for the first")
     return records
 
 
-def _is_epoch(value: Any) -> bool:
+def _is_epoch(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_flat(value: Any, depth: int) -> bool:
+def _is_shallow(value: Any, depth: int) -> bool:
     """Return whether lists are nested at most as deeply as in a record."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_flat(item, depth - 1) for item in inside)
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in inside)
 
 
-def _base(name: str) -> str:
+def _plot_name(name: str) -> str:
     """Return 'loss' for 'train_loss': the name of a plot with all splits."""
     split, _, rest = name.partition("_")
     return rest if split in SPLIT_COLOURS and rest else name
 
 
-def _lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+def _split_lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
     """Return a number over the epochs by split; without a split's name it is that of the test split."""
     named = {f"{split}_{base}": split for split in SPLIT_COLOURS if f"{split}_{base}" in metrics}
     if base in metrics:
         named[base] = "test" if named else base
-    return {split: [(r["epoch"], r[name]) for r in records if is_number(r.get(name))] for name, split in named.items()}
+    return {split: [(r["epoch"], r[name]) for r in records if is_finite(r.get(name))] for name, split in named.items()}
 
 
 def _class_tables(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
     """Return tables of the per-class values of a record."""
-    lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_COLUMNS]}
+    lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_COLUMNS]}
     parts = []
     matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
     columns = {name: value for name, value in lists.items() if name not in matrices}
     if columns:
-        count = min(_ROWS, max(map(len, columns.values())))
+        count = min(_MAX_ROWS, max(map(len, columns.values())))
         rows = [
             [str(at), *(format_value(value[at]) if at < len(value) else "" for value in columns.values())]
             for at in range(count)
         ]
-        parts += [f"<h2>Classes{when}</h2>", table(["class", *columns], rows)]
-        for name, value in columns.items() if count > _FEW_CLASSES else ():
-            if points := [(float(at), one) for at, one in enumerate(value[:_ROWS]) if is_number(one)]:
-                parts.append(plot(name, {name: points}, dots=True, along="class"))
+        parts += [f"<h2>Classes{when}</h2>", table_tag(["class", *columns], rows)]
+        for name, value in columns.items() if count > _MAX_CLASSES_WITHOUT_PLOT else ():
+            if points := [(float(at), one) for at, one in enumerate(value[:_MAX_ROWS]) if is_finite(one)]:
+                parts.append(plot(name, {name: points}, points_only=True, x_label="class"))
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{safe(name.replace('_', ' ').capitalize())}{when}</h2>"
+                f"<h2>{escape_text(name.replace('_', ' ').capitalize())}{when}</h2>"
                 "<p>Rows: true classes. Columns: predicted classes.</p>",
-                _matrix([row[:_COLUMNS] for row in value[:_COLUMNS]]),
+                _confusion_matrix_table([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]]),
             ]
     return parts
 
 
 def _generation_table(folder: Path) -> list[str]:
     """Return a table of the events of a supervised run; nothing if these are only its start and end."""
-    events = [event for event in read_events(folder) if event["event"] != "run"][-_ROWS:]
+    events = [event for event in read_events(folder) if event["event"] != "run"][-_MAX_ROWS:]
     if all(event["event"] in ("start", "end") for event in events):
         return []
     rows = []
     for event in events:
         rest = {name: value for name, value in event.items() if name not in ("time", "event", "generation", "ranks")}
         details = "; ".join(f"{name}: {_as_text(value)}" for name, value in rest.items() if value not in (None, [], {}))
-        rows.append([format_value(event.get(n)) for n in ("time", "generation", "event", "ranks")] + [safe(details)])
-    return ["<h2>Generations</h2>", table(["time", "generation", "event", "ranks", ""], rows)]
+        cells = [format_value(event.get(name)) for name in ("time", "generation", "event", "ranks")]
+        rows.append([*cells, escape_text(details)])
+    return ["<h2>Generations</h2>", table_tag(["time", "generation", "event", "ranks", ""], rows)]
 
 
 def _as_text(value: Any) -> str:
@@ -207,31 +222,33 @@ def _as_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _worst_samples(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
+def _worst_sample_figures(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
     label, said = samples["label"], samples["said"]
     dense = label.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
-        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_key(label, said)]
+        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_class_legend(label, said)]
     least = 3 * width + 8 if dense else max(width, 160)
     parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
-        words = "" if dense else f": target {_few(label[at])}, prediction {_few(said[at])}"
-        maps: Iterable[np.ndarray] = _coloured(np.stack([label[at], said[at]])) if dense else ()
+        words = "" if dense else f": target {_format_target(label[at])}, prediction {_format_target(said[at])}"
+        maps: Iterable[np.ndarray] = _colour_classes(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
-        pictures = (picture(alt, png(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False))
+        pictures = (
+            image_tag(alt, png_file(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False)
+        )
         caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
         parts.append(f"<figure><div class='row'>{''.join(pictures)}</div><figcaption>{caption}</figcaption></figure>")
     return [*parts, "</div>"]
 
 
-def _key(*maps: np.ndarray) -> list[str]:
+def _class_legend(*maps: np.ndarray) -> list[str]:
     """Return the colours of the classes in some maps."""
     if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
-    classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_COLUMNS]
-    colours = _coloured(np.array(classes))
+    classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_MAX_COLUMNS]
+    colours = _colour_classes(np.array(classes))
     named = (
         f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
         f" {number}</span>"
@@ -240,12 +257,12 @@ def _key(*maps: np.ndarray) -> list[str]:
     return [f"<p>Classes: {''.join(named)}</p>"]
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
+def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a worst.npz; DataError if they are not what a run writes."""
-    with faults(path), open_regular(path, path.parent) as file:
+    with read_errors(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
-        if size > _LARGEST:
+        if size > _MAX_BYTES:
             raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
         file.seek(0)
         with np.load(file) as arrays:
@@ -262,23 +279,23 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         or loss.dtype.kind not in "iuf"
         or not {label.dtype.kind, said.dtype.kind} <= {*"iuf"}
         or (label.ndim == 3 and (label.shape != said.shape or not label.size))
-        or sample.size > _COLUMNS
+        or sample.size > _MAX_COLUMNS
     ):
         raise DataError(f"{path}: its arrays are not the worst samples of a run; remove it")
     return arrays_
 
 
-def _few(value: np.ndarray) -> str:
+def _format_target(value: np.ndarray) -> str:
     """Return a class, or up to four numbers."""
     return ", ".join(format_value(number) for number in np.ravel(value)[:4].tolist())
 
 
-def _coloured(maps: np.ndarray) -> np.ndarray:
+def _colour_classes(maps: np.ndarray) -> np.ndarray:
     """Return colours (n, h, w, 3) of classes; numbers are grey."""
     if maps.dtype.kind in "iu":
         classes, places = np.unique(maps, return_inverse=True)
-        colours = np.array([*class_colours(_CLASSES), _NO_CLASS], np.uint8)
-        chosen = np.where((classes >= 0) & (classes < _CLASSES), classes, _CLASSES)
+        colours = np.array([*class_colours(_COLOURED_CLASSES), _OTHER_CLASS_COLOUR], np.uint8)
+        chosen = np.where((classes >= 0) & (classes < _COLOURED_CLASSES), classes, _COLOURED_CLASSES)
         return colours[chosen][places.reshape(maps.shape)]
     maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()
@@ -286,15 +303,15 @@ def _coloured(maps: np.ndarray) -> np.ndarray:
         return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
-def _matrix(counts: Sequence[Sequence[Any]]) -> str:
+def _confusion_matrix_table(counts: Sequence[Sequence[Any]]) -> str:
     rows = []
     for at, row in enumerate(counts):
-        total = sum(abs(float(n)) for n in row if is_number(n)) or 1
-        shades = (0.6 * abs(float(n)) / total if is_number(n) else 0 for n in row)
+        total = sum(abs(float(n)) for n in row if is_finite(n)) or 1
+        shades = (0.6 * abs(float(n)) / total if is_finite(n) else 0 for n in row)
         cells = (
             f"<td style='background:rgba(31,119,180,{shade:.3f})'>{format_value(n)}</td>"
             for n, shade in zip(row, shades, strict=True)
         )
         rows.append(f"<tr><th>{at}</th>{''.join(cells)}</tr>")
     head = "".join(f"<th>{at}</th>" for at in range(len(counts)))
-    return scrolled(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")
+    return scrollable(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..io.output import RECOVERY
-from ..services.job_status import NAME, TASKS, JobStatus
-from ..system.memory import words
-from .callbacks.job_figures import JOB
-from .page import format_value, is_number, safe, table
+from ..io.output import SERVER_FOLDER
+from ..services.job_status import STATUS_FILE, TASK_STATES, JobStatus
+from ..system.memory import format_bytes
+from .callbacks.job_figures import JOB_KEY
+from .page import escape_text, format_value, is_finite, table_tag
 from .state import Record
 from .svg_plot import plot
 
-_MOST = 1000
+_MAX_ROWS = 1000
 """Limit of workers and servers in the tables."""
 
 
@@ -24,43 +24,44 @@ def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
 
     Empty if the run has no servers.
     """
-    parts, figures_by_epoch = [], [(r["epoch"], r[JOB]) for r in records if isinstance(r.get(JOB), dict)]
+    parts, figures_by_epoch = [], [(r["epoch"], r[JOB_KEY]) for r in records if isinstance(r.get(JOB_KEY), dict)]
     if figures_by_epoch:
-        rows = [[format_value(epoch), *_row(figures)] for epoch, figures in figures_by_epoch]
+        rows = [[format_value(epoch), *_job_row(figures)] for epoch, figures in figures_by_epoch]
         parts = ["<h2>Workers and servers</h2>"]
         for name, title in (("workers", "workers"), ("samples_per_second", "samples/s of all workers")):
-            points = [(at, record[name]) for at, record in figures_by_epoch if is_number(record.get(name))]
-            parts += [plot(title, {title: points}, along="epoch")] if len({value for _, value in points}) > 1 else []
-        tasks = [f"tasks {state}" for state in TASKS]
-        parts.append(table(["epoch", "workers", *tasks, "versions of servers", "samples/s, all workers"], rows))
-    return parts + _last_state(folder / RECOVERY)
+            points = [(at, record[name]) for at, record in figures_by_epoch if is_finite(record.get(name))]
+            parts += [plot(title, {title: points}, x_label="epoch")] if len({value for _, value in points}) > 1 else []
+        tasks = [f"tasks {state}" for state in TASK_STATES]
+        parts.append(table_tag(["epoch", "workers", *tasks, "versions of servers", "samples/s, all workers"], rows))
+    return parts + _job_status_section(folder / SERVER_FOLDER)
 
 
-def _row(figures: dict[str, Any]) -> list[str]:
+def _job_row(figures: dict[str, Any]) -> list[str]:
     tasks, versions = figures.get("tasks"), figures.get("server_versions")
-    counts = [format_value(tasks.get(state)) for state in TASKS] if isinstance(tasks, dict) else [""] * len(TASKS)
-    shown = ", ".join(map(format_value, versions[:_MOST])) if isinstance(versions, list) else ""
+    by_state = tasks if isinstance(tasks, dict) else {}
+    counts = [format_value(by_state.get(state)) for state in TASK_STATES]
+    shown = ", ".join(map(format_value, versions[:_MAX_ROWS])) if isinstance(versions, list) else ""
     return [format_value(figures.get("workers")), *counts, shown, format_value(figures.get("samples_per_second"))]
 
 
-def _last_state(folder: Path) -> list[str]:
-    if not (folder / NAME).is_file():
+def _job_status_section(folder: Path) -> list[str]:
+    if not (folder / STATUS_FILE).is_file():
         return []
     try:
         status = JobStatus.read(folder)
     except DataError:  # `neondist top` says why
         return []
-    workers = [[safe(name), format_value(steps)] for name, steps in sorted(status.workers.items())[:_MOST]]
+    workers = [[escape_text(name), format_value(steps)] for name, steps in sorted(status.workers.items())[:_MAX_ROWS]]
     servers = [
         [
             *map(format_value, (at, server.version, server.samples)),
-            words(server.bytes),
+            format_bytes(server.bytes),
             *map(format_value, (server.rows, server.refused)),
         ]
-        for at, server in enumerate(status.servers[:_MOST])
+        for at, server in enumerate(status.servers[:_MAX_ROWS])
     ]
     return [
         "<h3>At the end</h3>" if status.ended else "<h3>Now</h3>",
-        *([table(["worker", "steps"], workers)] if workers else []),
-        table(["server", "version", "samples", "parameters", "rows", "refused"], servers),
+        *([table_tag(["worker", "steps"], workers)] if workers else []),
+        table_tag(["server", "version", "samples", "parameters", "rows", "refused"], servers),
     ]

@@ -12,19 +12,19 @@ import numpy as np
 
 from ..arrays.namespace import to_host
 from ..comm import all_or_none
-from ..costs.mean import mean_of, parts_of, weighted, weights_of
+from ..costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
 from ..data import Dataset, Split
 from ..errors import ConfigError
-from ..metrics import Metric, Misclassification, Outputs
+from ..metrics import Metric, Misclassification, OutputLayout
 from ..models import Model, Trainable, TrainableModel
-from ..registry.arguments import checked
-from .callbacks.hook import Hook, opened
-from .state import Record, Stop, Totals, TrainState, without_nan
+from ..registry.arguments import type_checked
+from .callbacks.hook import Hook, open_hooks
+from .state import EpochTotals, Record, Stop, TrainState, replace_nonfinite
 
-_WAITED = Stop("requested while waiting for a task; --resume continues from here")
+_STOPPED_WHILE_WAITING = Stop("requested while waiting for a task; --resume continues from here")
 
 
-@checked
+@type_checked
 def fit(
     model: Model,
     dataset: Dataset,
@@ -57,14 +57,14 @@ def fit(
     epoch, history
         Completed epochs and their records, to continue an earlier run.
     """
-    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
+    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.upgrade(record) for record in history])
     hooks = list(hooks)
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
     names = None if metrics is None else [metric.name for metric in metrics]
     facts = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": names}
     model.grid.check("fit", facts)
-    with opened(hooks):
+    with open_hooks(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history
 
@@ -77,20 +77,20 @@ def train_loop(
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
     try:
-        if isinstance(model.whole, TrainableModel):  # trainables of others need not know of it
+        if isinstance(model.whole_model, TrainableModel):  # trainables of others need not know of it
             with all_or_none(model.grid.world):
-                model.whole.place(run.dataset.train.fields)
-        _call(hooks, lambda hook: hook.before_run(run))
-        _join_epoch(run)
+                model.whole_model.place_cost(run.dataset.train.fields)
+        _call_hooks(hooks, lambda hook: hook.before_run(run))
+        _join_running_job(run)
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
-                with model.whole.averaged():
-                    record = judge(run, metrics)
+                with model.whole_model.averaged_weights():
+                    record = evaluate_splits(run, metrics)
                 close_epoch(run, record)
-                _call(hooks, lambda hook: hook.after_epoch(run))
-        model.whole.settle()
-        _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
+                _call_hooks(hooks, lambda hook: hook.after_epoch(run))
+        model.whole_model.wait_for_messages()
+        _call_hooks(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
         for hook in hooks:
             with suppress(Exception):  # the first error is the one to read
@@ -98,38 +98,38 @@ def train_loop(
         raise
 
 
-def _join_epoch(run: TrainState) -> None:
+def _join_running_job(run: TrainState) -> None:
     """Start a worker that joins late at the epoch of its first task; collective.
 
     The first worker writes the records of all epochs.
     """
     if run.tasks is None or run.tasks.is_first or run.stop is not None or run.epoch >= run.epochs:
         return
-    epoch = run.tasks.next_epoch(run.is_asked_to_stop)
-    if run.tasks.interrupted:
-        run.stop = _WAITED
+    epoch = run.tasks.next_epoch(run.has_stop_request)
+    if run.tasks.wait_interrupted:
+        run.stop = _STOPPED_WHILE_WAITING
     elif epoch is None:
-        run.stop = Stop("all tasks are done", code=0)
+        run.stop = Stop("all tasks are done", exit_code=0)
     elif epoch > run.epoch:
-        run.epoch, run.samples_seen, run.totals = epoch, 0, Totals()
+        run.epoch, run.samples_seen, run.totals = epoch, 0, EpochTotals()
 
 
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train the rest of the epoch, or until a hook sets `run.stop`."""
     model, split, tasks = run.model, run.dataset.train, run.tasks
     model.begin_epoch(run.epoch, run.samples_seen)
-    losses = losses_so_far(run)
+    losses = selection_losses(run)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
-    sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
-    for split.epoch, batches in _rounds(run, seed):
+    sent, summed = model.whole_model.bytes_sent - totals.sent, model.whole_model.bytes_summed - totals.summed
+    for split.epoch, batches in _epoch_minibatches(run, seed):
         mine = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
-        with closing(_batches(model, split, mine)) as read:
+        with closing(_read_batches(model, split, mine)) as read:
             for (first, upto, batch), (x, targets) in zip(batches, read, strict=True):
                 if run.stop is not None:
                     return
-                set_schedule(run, losses)
+                apply_schedule(run, losses)
                 if tasks is not None:
-                    tasks.begin(first, upto, len(batch))
+                    tasks.begin_minibatch(first, upto, len(batch))
                 run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
                 credited = tasks is None or tasks.finish_minibatch()
                 if credited:
@@ -141,24 +141,25 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                     else:
                         totals.skipped += len(batch)
                 totals.seconds = time.perf_counter() - start
-                totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
-                _call(hooks, lambda hook: hook.after_step(run))
+                totals.sent = model.whole_model.bytes_sent - sent
+                totals.summed = model.whole_model.bytes_summed - summed
+                _call_hooks(hooks, lambda hook: hook.after_step(run))
                 if not credited:
                     break
-    if tasks is not None and tasks.interrupted:
-        run.stop = _WAITED
+    if tasks is not None and tasks.wait_interrupted:
+        run.stop = _STOPPED_WHILE_WAITING
     if tasks is not None and run.stop is not None:
         return
     totals.skipped += len(split) - run.samples_seen
     run.samples_seen = len(split)
-    if model.whole.remote is not None and run.epoch + 1 >= run.epochs:
-        model.whole.remote.finish()
+    if model.whole_model.remote_update is not None and run.epoch + 1 >= run.epochs:
+        model.whole_model.remote_update.finish()
 
 
-def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
+def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
     """Yield epochs and their consecutive minibatches: positions before and after, and samples."""
     if run.tasks is not None:
-        for task in run.tasks.of_epoch(run.epoch, run.is_asked_to_stop):
+        for task in run.tasks.tasks_through_epoch(run.epoch, run.has_stop_request):
             yield task.epoch, list(task.minibatches(run.batch_size))
             if run.stop is not None:
                 return
@@ -168,32 +169,32 @@ def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, i
     yield run.epoch, [(first, min(first + size, len(samples)), samples[first : first + size]) for first in starts]
 
 
-def losses_so_far(run: TrainState) -> list[float | None]:
+def selection_losses(run: TrainState) -> list[float | None]:
     """Return the losses of the selection split after each epoch."""
-    return [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
+    return [record.selection_value("loss") for record in run.history[len(run.history) - run.epoch :]]
 
 
-def set_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
+def apply_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
     """Set the model's learning rate and momentum for the current position in the data."""
-    model, epoch = run.model, run.epoch + run.samples_seen / run.samples
-    model.learning_rate_scale = model.optimizer.scale(epoch, losses)
+    model, epoch = run.model, run.epoch + run.samples_seen / run.epoch_size
+    model.learning_rate_scale = model.optimizer.schedule_factor(epoch, losses)
     model.momentum = model.optimizer.momentum_at(epoch)
 
 
-def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
-    """Yield images and targets; a streaming model reads its images lazily."""
-    options = {"lazily": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
+def _read_batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
+    """Yield images and targets; a streaming model reads its images strip by strip."""
+    options = {"lazy": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
     return split.batches(parts, model.dtype, **options)
 
 
-def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
+def evaluate_splits(run: TrainState, metrics: Sequence[Metric]) -> Record:
     """Evaluate the validation and the test split for a record; collective."""
     record = Record()
     for name, split in run.dataset.splits.items():
         if name != "train":
             results = evaluate(run.model, split, run.batch_size, metrics)
             loss, error = results.pop("loss"), results.pop(Misclassification.name, math.nan)
-            record |= {f"{name}_loss": loss, f"{name}_error": without_nan(error)}
+            record |= {f"{name}_loss": loss, f"{name}_error": replace_nonfinite(error)}
             record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in results.items()}
     return record
 
@@ -201,12 +202,12 @@ def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
 def close_epoch(run: TrainState, record: Record) -> None:
     """Count the epoch, append its record and reset the totals."""
     totals, seen = run.totals, run.samples_seen
-    sent, summed = totals.moved(run.grid)
-    scaler, scaling = run.model.whole.loss_scaler, {}
+    sent, summed = totals.bytes_of_all_ranks(run.grid)
+    scaler, scaling = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
-        scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
+        scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
         scaler.begin_epoch()
-    run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, Totals()
+    run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, EpochTotals()
     run.history.append(
         Record(
             epoch=run.epoch,
@@ -222,7 +223,7 @@ def close_epoch(run: TrainState, record: Record) -> None:
     )
 
 
-def _call(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
+def _call_hooks(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
     for hook in hooks:
         call(hook)
 
@@ -245,18 +246,18 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     dict
         Equal on every rank; NaN if no cell counts.
     """
-    costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted(model.cost)))
-    meters = [metric.meter(_outputs(model, split)) for metric in metrics]
+    costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted_parts(model.cost)))
+    meters = [metric.create_meter(_output_layout(model, split)) for metric in metrics]
     ignored = getattr(model.cost, "ignore_index", None)
     for _, y, targets, cost in evaluate_batches(model, split, batch_size):
         costs += cost
         if weights.size:  # outputs of a user's model may have no shape
-            weights += weights_of(model.cost, y.shape, targets)
-        cells = select_counted(y, targets, ignored)
+            weights += local_denominators(model.cost, y.shape, targets)
+        cells = drop_ignored_cells(y, targets, ignored)
         for meter in meters:
-            meter.add(to_host(cells[0]) if meter.metric.on_host else cells[0], cells[1])
+            meter.add(to_host(cells[0]) if meter.metric.needs_numpy else cells[0], cells[1])
     sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
-    loss = mean_of(model.cost, sums[: len(costs)], sums[len(costs) :], len(split), model.output_shape)
+    loss = mean_cost(model.cost, sums[: len(costs)], sums[len(costs) :], len(split), model.output_shape)
     results: dict[str, Any] = {"loss": loss}
     for meter in meters:
         results |= meter.result()
@@ -268,20 +269,20 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
-    with closing(_batches(model, split, parts)) as read:
+    with closing(_read_batches(model, split, parts)) as read:
         for part, count, (x, targets) in zip(parts, counts, read, strict=True):
             yield part, *model.evaluate_batch(x, targets, count)
 
 
-def _outputs(model: Trainable, split: Split) -> Outputs:
+def _output_layout(model: Trainable, split: Split) -> OutputLayout:
     """Return the layout and metadata of a model's outputs."""
     output = model.output
-    return Outputs(
+    return OutputLayout(
         model.grid, model.output_shape, output.total, getattr(output, "owns", True), getattr(split, "fields", None)
     )
 
 
-def select_counted(y: Any, targets: Any, ignore_index: int | None) -> tuple[Any, Any]:
+def drop_ignored_cells(y: Any, targets: Any, ignore_index: int | None) -> tuple[Any, Any]:
     """Return outputs and labels of the cells that are not ignored."""
     if ignore_index is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
         return y, targets

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..io.regular_file import read_bytes
-from ..terminal.console import visible
+from ..terminal.console import escape_invisible
 
-_LARGEST = sys.float_info.max / 4  # so that differences are finite
-_MOST_TEXT = 1 << 22  # bytes
-_FAR_APART = 20  # largest over smallest value from which an axis is logarithmic
-_NEAR = 2  # from which one that is not begins at 0
+_MAX_PLOTTED_VALUE = sys.float_info.max / 4  # so that differences are finite
+_MAX_TEXT_BYTES = 1 << 22  # bytes
+_LOGARITHMIC_RATIO = 20  # largest over smallest value from which an axis is logarithmic
+_ZERO_BASED_RATIO = 2  # from which one that is not begins at 0
 SPLIT_COLOURS = {"train": "#1f77b4", "validation": "#2ca02c", "test": "#ff7f0e"}
 _STYLE = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 h1,h2,h3{line-height:1.2;overflow-wrap:anywhere}h2{margin-top:1.6em}
@@ -38,18 +38,18 @@ td,th{padding:.15em .4em;font-size:13px}figure{margin-right:0}
 .matrix td,.matrix th{padding:.1em .25em}}"""
 
 
-def page(title: str, parts: Iterable[str]) -> str:
+def html_page(title: str, parts: Iterable[str]) -> str:
     """Return an HTML page."""
     head = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width'><title>{safe(title)}</title><style>{_STYLE}</style>"
+        f"<meta name='viewport' content='width=device-width'><title>{escape_text(title)}</title><style>{_STYLE}</style>"
     )
-    return head + "\n".join([f"<h1>{safe(title)}</h1>", *parts]) + "\n"
+    return head + "\n".join([f"<h1>{escape_text(title)}</h1>", *parts]) + "\n"
 
 
-def is_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Return whether a value can be plotted."""
-    return type(value) in (int, float) and abs(value) <= _LARGEST
+    return type(value) in (int, float) and abs(value) <= _MAX_PLOTTED_VALUE
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
@@ -58,53 +58,53 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
     Other axes begin at 0 unless values are negative or vary little.
     """
     low, high = min(values), max(values)
-    powers = low > 0 and _FAR_APART * low < high
-    from_zero = not powers and low >= 0 and (_NEAR * low <= high or low == high)
+    powers = low > 0 and _LOGARITHMIC_RATIO * low < high
+    from_zero = not powers and low >= 0 and (_ZERO_BASED_RATIO * low <= high or low == high)
     return 0.0 if from_zero else low, high, powers
 
 
 def format_value(value: Any) -> str:
     """Return a value as HTML text."""
-    if is_number(value):
+    if is_finite(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
-    return "" if value is None else safe(str(value))
+    return "" if value is None else escape_text(str(value))
 
 
-def safe(text: str, most: int = 200) -> str:
-    """Return untrusted text for HTML: escaped, with invisible characters as numbers, truncated to `most`."""
-    shown = visible(text[:most], keep="\n\t")
-    return escape(shown + " [...]" * (len(text) > most))
+def escape_text(text: str, max_length: int = 200) -> str:
+    """Return untrusted text for HTML: escaped, with invisible characters as numbers, truncated to `max_length`."""
+    shown = escape_invisible(text[:max_length], keep="\n\t")
+    return escape(shown + " [...]" * (len(text) > max_length))
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table_tag(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table of cells from `format_value`; without a header row if `head` is empty."""
-    names = "".join(f"<th>{_breakable(name)}</th>" for name in head)
+    names = "".join(f"<th>{_add_line_break_hints(name)}</th>" for name in head)
     lines = [f"<tr>{names}</tr>"] if names else []
-    lines += ["<tr>" + "".join(f"<td{_alignment(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    return scrolled(f"<table>{''.join(lines)}</table>")
+    lines += ["<tr>" + "".join(f"<td{_cell_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    return scrollable(f"<table>{''.join(lines)}</table>")
 
 
-def _breakable(name: str) -> str:
+def _add_line_break_hints(name: str) -> str:
     """Return a metric's name with line-break opportunities."""
-    return safe(name).replace("_", "_<wbr>")
+    return escape_text(name).replace("_", "_<wbr>")
 
 
-def _alignment(cell: str) -> str:
+def _cell_attribute(cell: str) -> str:
     return "" if not cell or cell[0].isdigit() or cell[0] in "-." else " class='text'"
 
 
-def scrolled(content: str) -> str:
+def scrollable(content: str) -> str:
     """Return content that scrolls horizontally in narrow windows."""
     return f"<div class='wide'>{content}</div>"
 
 
-def picture(title: str, png: bytes, **attributes: object) -> str:
+def image_tag(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
     extra = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
-    return f"<img alt='{safe(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    return f"<img alt='{escape_text(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
 
 
-def png(pixels: np.ndarray) -> bytes:
+def png_file(pixels: np.ndarray) -> bytes:
     """Return a PNG file of uint8 (h, w), (h, w, 1) or (h, w, 3)."""
     height, width, colours = (*pixels.shape, 1)[:3]
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter type, 0
@@ -117,7 +117,7 @@ def png(pixels: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
-def text(path: Path) -> str:
+def file_section(path: Path) -> str:
     """Return the text of a file of a run."""
-    content = read_bytes(path, _MOST_TEXT, path.parent).decode("utf-8", errors="replace")
-    return f"<h2>{safe(path.name)}</h2><pre>{safe(content, _MOST_TEXT)}</pre>"
+    content = read_bytes(path, _MAX_TEXT_BYTES, path.parent).decode("utf-8", errors="replace")
+    return f"<h2>{escape_text(path.name)}</h2><pre>{escape_text(content, _MAX_TEXT_BYTES)}</pre>"

@@ -13,16 +13,16 @@ from ..comm import Transport
 from ..data import Dataset, Split
 from ..metrics import Metric
 from ..models import Autoencoder, Model, Reconstruction, TrainableModel
-from ..registry.arguments import checked
+from ..registry.arguments import type_checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
-from .callbacks.hook import Hook, opened
+from .callbacks.hook import Hook, open_hooks
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.stage_pictures import StagePictures
-from .loop import judge, train_loop
+from .loop import evaluate_splits, train_loop
 from .state import Record, Stop, TrainState
 
 
-@checked
+@type_checked
 def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
     """Train every stage of a model for its `num_pretrain_epochs`; collective, with the same records on every rank.
 
@@ -47,10 +47,10 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     history: list[Record] = []
     hooks = list(hooks)
     model.grid.check("pretrain", {"batch_size": batch_size})
-    with opened(hooks):
+    with open_hooks(hooks):
         for stage in model.stages if model.num_pretrain_epochs else ():
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
-            _train(run, stage, hooks, None)
+            _train_stage(run, stage, hooks, None)
             history = run.history
     return history
 
@@ -61,33 +61,33 @@ def pretrain_stages(
     batch_size: int,
     hooks: Iterable[Hook],
     folder: Path | None,
-    first: int,
+    resume_stage: int,
     schedule: CheckpointSchedule,
-    resolved: str | None,
+    yaml_text: str | None,
 ) -> Stop | None:
-    """Pretrain for an experiment: write files in `folder`, and resume from the checkpoint of stage `first` (if not 0).
+    """Pretrain for an experiment: write files in `folder`, and resume from the checkpoint of a stage, if not 0.
 
-    Only `hooks` that join pretraining are called; `schedule` and `resolved` are for the checkpoints. Returns the reason
-    of an early end, if any; collective.
+    Only `hooks` that join pretraining are called; `schedule` and `yaml_text` are for the checkpoints. Returns the
+    reason of an early end, if any; collective.
     """
     hooks = [hook for hook in hooks if hook.joins_pretraining]
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
-        if number >= first:
+        if number >= resume_stage:
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
             writers: list[Hook] = []
             if folder is not None:
-                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
+                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, yaml_text)
                 writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
-            interrupted = folder / f"pretrain_{number}.h5" if folder and number == first else None
-            _train(run, stage, [*hooks, *writers], interrupted)
+            interrupted = folder / f"pretrain_{number}.h5" if folder and number == resume_stage else None
+            _train_stage(run, stage, [*hooks, *writers], interrupted)
             if run.stop is not None:
                 return run.stop
             history = run.history
     return None
 
 
-def last_stage(world: Transport, folder: Path) -> int:
+def find_resume_stage(world: Transport, folder: Path) -> int:
     """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining; collective."""
     stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
@@ -96,19 +96,19 @@ def last_stage(world: Transport, folder: Path) -> int:
     return int(world.bcast(stage))
 
 
-def _train(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
+def _train_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
     """Train a stage from scratch or from a checkpoint."""
     stage.begin_epoch(0)
     if checkpoint is not None:
         restore(checkpoint, run)
-    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train.plain(), run.batch_size)]
+    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train.without_augmentation(), run.batch_size)]
     if checkpoint is None:
-        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
-    train_loop(run, [NameStage(stage.name), *hooks], metrics)
+        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **evaluate_splits(run, metrics))]
+    train_loop(run, [RecordStageName(stage.name), *hooks], metrics)
     stage.close()
 
 
-class NameStage(Hook):
+class RecordStageName(Hook):
     """Write the stage's name into its records."""
 
     def __init__(self, name: str) -> None:
@@ -133,22 +133,22 @@ class ReconstructionError:
         Samples per pass, over all replicas.
     """
 
-    name, on_host = "reconstruction_error", False
-    meter, result = Metric.meter, Metric.result  # not available in YAML
+    name, needs_numpy = "reconstruction_error", False
+    create_meter, result = Metric.create_meter, Metric.result  # not available in YAML
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])
         for start in range(0, len(split), batch_size):
             batch = np.arange(start, min(start + batch_size, len(split)))
             lo, hi = grid.sample_range(len(batch))
-            total += to_host(stage.inputs(split.images(batch[lo:hi], stage.dtype))).sum(axis=0, dtype=np.float64)
+            total += to_host(stage.stage_input(split.images(batch[lo:hi], stage.dtype))).sum(axis=0, dtype=np.float64)
         grid.replica_comm.allreduce(total)
         self.mean = (total / max(1, len(split))).astype(stage.dtype)
 
-    def measure(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
+    def local_sums(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
         """Return the two sums over the local cells."""
-        return _squares(to_host(y.residual)), _squares(to_host(y.x) - self.mean)
+        return _sum_of_squares(to_host(y.residual)), _sum_of_squares(to_host(y.x) - self.mean)
 
 
-def _squares(array: np.ndarray) -> float:
+def _sum_of_squares(array: np.ndarray) -> float:
     return float(np.sum(array * array, dtype=np.float64))

@@ -8,35 +8,35 @@ from pathlib import Path
 from ..comm import Transport, all_or_none
 from ..io import checkpoint
 from ..io.checkpoint import SnapshotStore
-from ..io.output import CHECKPOINT, has_run, is_new
+from ..io.output import CHECKPOINT, has_run, is_empty_or_untrained
 from .callbacks.snapshots import restore_newest
-from .pretrain import last_stage
+from .pretrain import find_resume_stage
 from .state import TrainState
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """Starting point of an experiment.
 
     Attributes
     ----------
     resumed : whether the files of the earlier run are kept
-    stage : pretraining stage whose checkpoint is loaded, 0 for none
+    resume_stage : pretraining stage whose checkpoint is loaded, 0 for none
     pretrained : whether pretraining is complete
     """
 
     resumed: bool = False
-    stage: int = 0
+    resume_stage: int = 0
     pretrained: bool = False
 
 
-def begin(
+def initialise_run(
     run: TrainState,
     folder: Path | None,
     resume: bool | str,
     init_from: str | Path | None,
     store: SnapshotStore | None,
-) -> Start:
+) -> StartingPoint:
     """Initialise the weights and the position of `run`; collective.
 
     Raises
@@ -45,24 +45,24 @@ def begin(
         On every rank: a file is missing, damaged or does not fit.
     """
     if resume and folder is not None:
-        stage = last_stage(run.grid.world, folder) if run.model.whole.num_pretrain_epochs else 0
+        stage = find_resume_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
         if stage:
-            return Start(True, stage)
-        if not _starts_over(run.grid.world, folder, resume):
+            return StartingPoint(True, stage)
+        if not _starts_from_scratch(run.grid.world, folder, resume):
             restore_newest(folder / CHECKPOINT, run, store)
-            return Start(True, pretrained=True)
-        run.notes.append("no earlier run has written a checkpoint: starting from scratch")
+            return StartingPoint(True, pretrained=True)
+        run.start_messages.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.open_checkpoint(Path(init_from), run.grid.world) as file:
-            match = checkpoint.load_weights(file, run.model.kept_arrays()["model"])
-            run.notes.append(f"weights from {init_from}: {match}")
-    return Start()
+            match = checkpoint.load_weights(file, run.model.checkpoint_arrays()["model"])
+            run.start_messages.append(f"weights from {init_from}: {match}")
+    return StartingPoint()
 
 
-def _starts_over(world: Transport, folder: Path, resume: bool | str) -> bool:
+def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> bool:
     """Return whether a resumed run starts from scratch; collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:
-            new = not has_run(folder) if resume == "auto" else is_new(folder)
+            new = not has_run(folder) if resume == "auto" else is_empty_or_untrained(folder)
     return bool(world.bcast(new))

@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
-from .field_facts import restore_fields, texts_of
+from .field_facts import field_texts, restore_fields
 
 if TYPE_CHECKING:
     from ..services.worker_tasks import WorkerTasks
@@ -31,31 +31,31 @@ class Record(dict[str, Any]):
     """
 
     @classmethod
-    def of(cls, numbers: Mapping[str, Any]) -> Record:
+    def upgrade(cls, numbers: Mapping[str, Any]) -> Record:
         """Return a record written by any version; in 0.1 numbers of the test split were named valid_*."""
-        return cls({_renamed(name): value for name, value in numbers.items()})
+        return cls({_current_name(name): value for name, value in numbers.items()})
 
     def __missing__(self, name: str) -> Any:
         """Return a number by its name of version 0.1, with a warning."""
-        if (new := _renamed(name)) not in self:
+        if (new := _current_name(name)) not in self:
             raise KeyError(name)
         warnings.warn(f"'{name}' of a record is now called '{new}'", DeprecationWarning, stacklevel=2)
         return self[new]
 
     @property
-    def selection(self) -> str:
+    def selection_split(self) -> str:
         """Split for model selection: 'validation', or 'test' if there is no validation split."""
         return "validation" if "validation_loss" in self else "test"
 
-    def selected(self, number: str) -> Any:
+    def selection_value(self, number: str) -> Any:
         """Return 'loss' or 'error' of the selection split; None if there is none."""
-        return self.get(f"{self.selection}_{number}")
+        return self.get(f"{self.selection_split}_{number}")
 
 
-def without_nan(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Return a number of a record, or a list of them, with None for non-finite values, for JSON."""
     if isinstance(value, list):
-        return [without_nan(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -64,16 +64,16 @@ def format_results(samples: int, results: Mapping[str, Any]) -> dict[str, Any]:
 
     Non-finite values are None.
     """
-    rest = {name: without_nan(value) for name, value in results.items()}
+    rest = {name: replace_nonfinite(value) for name, value in results.items()}
     return {"samples": samples, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
 
 
-def _renamed(name: str) -> str:
+def _current_name(name: str) -> str:
     return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
 
 
 @dataclass
-class Totals:
+class EpochTotals:
     """Sums over an epoch so far.
 
     Attributes
@@ -93,7 +93,7 @@ class Totals:
     summed_before: int = 0
     summed: int = 0
 
-    def moved(self, grid: ProcessGrid) -> tuple[int, int]:
+    def bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced; collective."""
         sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
         return self.sent_before + sum(sent), self.summed_before + sum(summed)
@@ -104,7 +104,7 @@ class Stop:
     """Reason and exit code of a run that ends before its last epoch; with code 0 it is complete."""
 
     reason: str
-    code: int = 75
+    exit_code: int = 75
 
 
 @dataclass
@@ -123,7 +123,7 @@ class TrainState:
     stop : set on every rank in the same hook call to end the run there: a checkpoint is written, and `--resume`
         continues from this step
     totals : sums over the present epoch
-    notes : messages to print at the start
+    start_messages : messages to print at the start
     tasks : tasks of a worker of an asynchronous job; None: whole epochs
     """
 
@@ -136,8 +136,8 @@ class TrainState:
     loss: float = float("nan")
     history: list[Record] = field(default_factory=list)
     stop: Stop | None = None
-    totals: Totals = field(default_factory=Totals)
-    notes: list[str] = field(default_factory=list)
+    totals: EpochTotals = field(default_factory=EpochTotals)
+    start_messages: list[str] = field(default_factory=list)
     tasks: WorkerTasks | None = None
 
     @property
@@ -156,40 +156,40 @@ class TrainState:
         return self.grid.rank == 0
 
     @property
-    def samples(self) -> int:
+    def epoch_size(self) -> int:
         """Samples of an epoch."""
         return len(self.dataset.train)
 
     def request_stop(self, reason: str) -> None:
         """Request, on one rank or more, that the run ends on all ranks after the next step, as complete."""
-        self.model.sync.flags.mine[Flag.STOP] = 1
+        self.model.sync.flags.own_flags[Flag.STOP] = 1
 
-    def is_asked_to_stop(self) -> bool:
+    def has_stop_request(self) -> bool:
         """Whether this rank has a stop request, which all ranks receive in the next step."""
-        return bool(self.model.sync.flags.mine[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
+        return bool(self.model.sync.flags.own_flags[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
 
-    def read_requests(self) -> None:
+    def receive_stop_requests(self) -> None:
         """Stop if a rank requested it in the completed step."""
-        if self.stop is None and self.model.sync.flags.ranks(Flag.STOP):
-            self.stop = Stop("requested by a rank", code=0)
+        if self.stop is None and self.model.sync.flags.count_ranks(Flag.STOP):
+            self.stop = Stop("requested by a rank", exit_code=0)
 
-    def check_samples(self, samples: int) -> None:
+    def check_epoch_samples(self, samples: int) -> None:
         """Raise DataError unless the epoch to continue has this number of samples."""
-        if self.samples != samples:
+        if self.epoch_size != samples:
             raise DataError(
-                f"was written in the middle of an epoch of {samples} samples, but the data set has {self.samples};"
+                f"was written in the middle of an epoch of {samples} samples, but the data set has {self.epoch_size};"
                 " resume"
                 " with the same data"
             )
 
-    def texts(self) -> dict[str, str]:
+    def checkpoint_texts(self) -> dict[str, str]:
         """Return the texts of a checkpoint: normalisation and fields; collective."""
         train = self.dataset.train
-        factor, offset = train.normalisation
+        factor, offset = train.factor_and_offset
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
-        return {"images": json.dumps(images), **texts_of(getattr(train, "fields", None))}
+        return {"images": json.dumps(images), **field_texts(getattr(train, "fields", None))}
 
-    def take_texts(self, texts: Mapping[str, str]) -> None:
+    def restore_texts(self, texts: Mapping[str, str]) -> None:
         """Continue with texts of a checkpoint; ValueError if they do not match."""
         fields = getattr(self.dataset.train, "fields", None)  # what is only like a split may not have it
         if fields is not None:

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .page import SPLIT_COLOURS, axis_range, format_value, safe
+from .page import SPLIT_COLOURS, axis_range, escape_text, format_value
 
 _WIDTH, _HEIGHT = 330, 210  # three fit in a row of a page, one in 400 pixels without scaling
-_TOP, _RIGHT, _BOTTOM = 10, 16, 38
-_CHARACTER = 6.4  # pixels of width
-_TICKS = 4  # approximate number of intervals between ticks
-_TINY = 1e-300  # smaller differences cannot be divided
-_FLAT = 1e-12  # smaller relative variations are rounding errors
-_BEST = "#d62728"
+_TOP_MARGIN, _RIGHT_MARGIN, _BOTTOM_MARGIN = 10, 16, 38
+_CHARACTER_WIDTH = 6.4  # pixels of width
+_TICK_INTERVALS = 4  # approximate number of intervals between ticks
+_MIN_DIFFERENCE = 1e-300  # smaller differences cannot be divided
+_MIN_RELATIVE_VARIATION = 1e-12  # smaller relative variations are rounding errors
+_BEST_COLOUR = "#d62728"
 _COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 
 
@@ -32,30 +32,30 @@ class Axis:
         """Return a y axis that ends at ticks, with the scale of `axis_range`."""
         low, high, powers = axis_range(values)
         if powers:
-            ticks = _powers(low, high)
+            ticks = _logarithmic_ticks(low, high)
         else:
-            low, high = _widened(low, high)
-            step = _step(low, high)
+            low, high = _distinct_range(low, high)
+            step = _tick_spacing(low, high)
             ticks = [at * step for at in range(math.floor(low / step), math.ceil(high / step) + 1)]
         return cls(min(low, ticks[0]), max(high, ticks[-1]), powers, tuple(ticks))
 
     @classmethod
-    def horizontal(cls, values: Sequence[float], powers: bool) -> Axis:
+    def horizontal(cls, values: Sequence[float], logarithmic: bool) -> Axis:
         """Return an x axis: a linear one ends at the values; integers have integer ticks."""
         low, high = min(values), max(values)
-        if powers and _FLAT * high < high - low:
-            ticks = _powers(low, high)
+        if logarithmic and _MIN_RELATIVE_VARIATION * high < high - low:
+            ticks = _logarithmic_ticks(low, high)
             return cls(min(low, ticks[0]), max(high, ticks[-1]), True, tuple(ticks))
-        if high - low <= max(_TINY, _FLAT * max(abs(low), abs(high))):
+        if high - low <= max(_MIN_DIFFERENCE, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
             return cls(low - 1, high + 1, False, (low,))
-        step = _step(low, high)
+        step = _tick_spacing(low, high)
         if all(float(value).is_integer() for value in values):
             step = max(step, 1.0)
         return cls(low, high, False, tuple(
             at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)
         ))  # fmt: skip
 
-    def place(self, value: float) -> float:
+    def fraction(self, value: float) -> float:
         """Return the relative position of a value, from 0 to 1."""
         scale = math.log if self.logarithmic else float
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low) or 1)
@@ -71,25 +71,25 @@ class Axis:
         return [f"{tick:.{max(2, math.ceil(math.log10(most / step)) + 1)}g}" for tick in self.ticks]
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
+def _distinct_range(low: float, high: float) -> tuple[float, float]:
     """Return distinct ends of an axis."""
-    if high - low > max(_TINY, _FLAT * max(abs(low), abs(high))):
+    if high - low > max(_MIN_DIFFERENCE, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
         return low, high
-    return (min(low, 0.0), max(high, 0.0)) if abs(high) > 4 * _TINY else (0.0, 1.0)
+    return (min(low, 0.0), max(high, 0.0)) if abs(high) > 4 * _MIN_DIFFERENCE else (0.0, 1.0)
 
 
-def _step(low: float, high: float) -> float:
+def _tick_spacing(low: float, high: float) -> float:
     """Return a tick spacing: 1, 2 or 5 times a power of ten."""
-    least = (high - low) / _TICKS
+    least = (high - low) / _TICK_INTERVALS
     power = 10.0 ** math.floor(math.log10(least))
     return next(many * power for many in (1, 2, 5, 10) if many * power >= 0.999 * least)
 
 
-def _powers(low: float, high: float) -> list[float]:
+def _logarithmic_ticks(low: float, high: float) -> list[float]:
     """Return ticks of a logarithmic axis that enclose its ends."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if last - first > 2:  # decades are enough
-        every = -(-(last - first) // (_TICKS + 1))
+        every = -(-(last - first) // (_TICK_INTERVALS + 1))
         return [10.0**at for at in range(first, last + every, every) if at < 308]
     ticks = [many * 10.0**at for at in range(first, last) for many in (1, 2, 5)] + [10.0**last]
     below, above = max(t for t in ticks if t <= low * 1.001), min(t for t in ticks if t >= high * 0.999)
@@ -99,69 +99,70 @@ def _powers(low: float, high: float) -> list[float]:
 def plot(
     title: str,
     lines: Mapping[str, Sequence[tuple[float, float]]],
-    dots: bool = False,
-    powers: bool = False,
+    points_only: bool = False,
+    logarithmic_x: bool = False,
     best: tuple[float, float] | None = None,
-    along: str = "",
+    x_label: str = "",
 ) -> str:
     """Return an SVG figure of lines of points (x, y) by name.
 
     Parameters
     ----------
-    dots : bool
+    points_only : bool
         Draw points without lines.
-    powers : bool
+    logarithmic_x : bool
         Use a logarithmic x axis. `axis_range` chooses the scale of y.
     best : (x, y), optional
         A point to mark.
-    along : str
+    x_label : str
         Label of the x axis.
     """
     points = [point for line in lines.values() for point in line]
-    horizontal, vertical = Axis.horizontal([x for x, _ in points], powers), Axis.vertical([y for _, y in points])
+    horizontal, vertical = Axis.horizontal([x for x, _ in points], logarithmic_x), Axis.vertical([y for _, y in points])
     heights = vertical.labels()
-    left = 10 + _CHARACTER * max(map(len, heights))
-    across, up = _WIDTH - left - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    left = 10 + _CHARACTER_WIDTH * max(map(len, heights))
+    across, up = _WIDTH - left - _RIGHT_MARGIN, _HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN
 
-    def place(x: float, y: float) -> tuple[str, str]:
-        return f"{left + horizontal.place(x) * across:.1f}", f"{_TOP + (1 - vertical.place(y)) * up:.1f}"
+    def to_pixels(x: float, y: float) -> tuple[str, str]:
+        return (f"{left + horizontal.fraction(x) * across:.1f}", f"{_TOP_MARGIN + (1 - vertical.fraction(y)) * up:.1f}")
 
-    bottom, svg, keys = _HEIGHT - _BOTTOM, [], []
+    bottom, svg, keys = _HEIGHT - _BOTTOM_MARGIN, [], []
     for tick, label in zip(vertical.ticks, heights, strict=True):
-        _, y = place(horizontal.low, tick)
-        svg.append(f"<path d='M{left:.1f} {y}H{_WIDTH - _RIGHT}' stroke='#ddd'/>")
+        _, y = to_pixels(horizontal.low, tick)
+        svg.append(f"<path d='M{left:.1f} {y}H{_WIDTH - _RIGHT_MARGIN}' stroke='#ddd'/>")
         svg.append(f"<text x='{left - 6:.1f}' y='{float(y) + 4:.1f}' text-anchor='end'>{label}</text>")
     for tick, label in zip(horizontal.ticks, horizontal.labels(), strict=True):
-        x, _ = place(tick, vertical.low)
+        x, _ = to_pixels(tick, vertical.low)
         svg.append(f"<path d='M{x} {bottom}v4' stroke='#888'/>")
         svg.append(f"<text x='{x}' y='{bottom + 18}' text-anchor='middle'>{label}</text>")
-    svg.append(f"<path d='M{left:.1f} {_TOP}V{bottom}H{_WIDTH - _RIGHT}' fill='none' stroke='#888'/>")
+    svg.append(f"<path d='M{left:.1f} {_TOP_MARGIN}V{bottom}H{_WIDTH - _RIGHT_MARGIN}' fill='none' stroke='#888'/>")
     middle = left + across / 2
-    svg.append(f"<text x='{middle:.1f}' y='{_HEIGHT - 4}' text-anchor='middle'>{safe(along)}</text>" if along else "")
+    if x_label:
+        svg.append(f"<text x='{middle:.1f}' y='{_HEIGHT - 4}' text-anchor='middle'>{escape_text(x_label)}</text>")
     for at, (name, line) in enumerate(lines.items()):
-        colour, positions = SPLIT_COLOURS.get(name, _COLOURS[at % len(_COLOURS)]), [place(*point) for point in line]
-        if not dots:
+        colour, positions = SPLIT_COLOURS.get(name, _COLOURS[at % len(_COLOURS)]), [to_pixels(*point) for point in line]
+        if not points_only:
             joined = " ".join(map(",".join, positions))
             svg.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
-        if dots or len(positions) <= 40:
+        if points_only or len(positions) <= 40:
             svg += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in positions]
         if name != title:
-            keys.append(_key(safe(name), f"<circle cx='5' cy='5' r='5' fill='{colour}'/>"))
+            keys.append(_legend_entry(escape_text(name), f"<circle cx='5' cy='5' r='5' fill='{colour}'/>"))
     if scaled := [name for name, axis in (("x", horizontal), ("y", vertical)) if axis.logarithmic]:
-        keys.append(_key(f"logarithmic: {', '.join(scaled)}"))
+        keys.append(_legend_entry(f"logarithmic: {', '.join(scaled)}"))
     if best is not None:
-        x, y = place(*best)
-        ring = f"fill='none' stroke='{_BEST}' stroke-width='2'/>"
+        x, y = to_pixels(*best)
+        ring = f"fill='none' stroke='{_BEST_COLOUR}' stroke-width='2'/>"
         svg.append(f"<circle cx='{x}' cy='{y}' r='7' {ring}")
         text = f"best: {format_value(best[1])} at {format_value(best[0])}"
-        keys.append(_key(text, f"<circle cx='5' cy='5' r='4' {ring}"))
+        keys.append(_legend_entry(text, f"<circle cx='5' cy='5' r='4' {ring}"))
     return (
-        f"<figure><figcaption><b>{safe(title)}</b><div>{''.join(keys)}</div></figcaption>"
+        f"<figure><figcaption><b>{escape_text(title)}</b><div>{''.join(keys)}</div></figcaption>"
         f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'"
-        f" aria-label='{safe(title)}' font-size='11' fill='#444'>{''.join(svg)}</svg></figure>"
+        f" aria-label='{escape_text(title)}' font-size='11' fill='#444'>{''.join(svg)}</svg></figure>"
     )
 
 
-def _key(text: str, mark: str = "") -> str:
+def _legend_entry(text: str, mark: str = "") -> str:
     icon = f"<svg width='10' height='10'>{mark}</svg> " if mark else ""
     return f"<span class='key'>{icon}{text}</span>"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from ..backends import check_backend
+from ..backends import memory_per_rank
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..data import Dataset
@@ -18,12 +18,12 @@ from ..geometry import GridShape, grid_shape, part_range
 from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
-from ..system.memory import require_room
+from ..system.memory import require_memory
 from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.loggers import Logger
 
-_BATCHES = 3  # in memory: the current, the next, and the first layer's view
+_BATCHES_IN_MEMORY = 3  # in memory: the current, the next, and the first layer's view
 
 
 class Experiment(Protocol):
@@ -40,17 +40,19 @@ class Experiment(Protocol):
     checkpoint: CheckpointSchedule
     best: Best | None
     loggers: list[Logger]
-    model_fields: frozenset[str]
+    overridden_model_fields: frozenset[str]
 
 
-def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, room: int | None = None) -> Plan:
+def validate(
+    experiment: Experiment, ranks: int, grid: GridShape | None = None, available_bytes: int | None = None
+) -> Plan:
     """Return the plan of an experiment on `ranks` ranks; needs no MPI.
 
     Parameters
     ----------
     grid : GridShape, optional
         Default: the experiment's grid.
-    room : int, optional
+    available_bytes : int, optional
         Bytes available to a rank; default: those of a single rank on this machine.
 
     Raises
@@ -59,79 +61,79 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
         GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
     """
     model, dataset = experiment.model, experiment.dataset
-    with about(experiment):
-        default_shape = grid_shape_of(experiment, ranks)
+    with name_in_errors(experiment):
+        default_shape = experiment_grid_shape(experiment, ranks)
         shape = grid or default_shape
-    with about(dataset):
+    with name_in_errors(dataset):
         dataset.check()
-    with about_model(experiment):
-        room_for_each = check_backend(model.backend)
-        model.room = room_for_each(1) if room is None else room
+    with name_model_in_errors(experiment):
+        free_bytes_per_rank = memory_per_rank(model.backend)
+        model.available_bytes = free_bytes_per_rank(1) if available_bytes is None else available_bytes
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
-        plan = model.within(plan)
+        plan = model.fit_to_memory(plan)
         if model.precision.narrow:
             model.array_backend()
         if not plan.streams:
-            _check_room_for_layers(plan, room_for_each)
-    with about(dataset):
+            _check_memory_for_layers(plan, free_bytes_per_rank)
+    with name_in_errors(dataset):
         if not plan.streams:
-            _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
-    with about(model.subject_of_outputs):
-        model.cost.check(plan.output_shape, dataset.classes)
+            _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
+    with name_in_errors(model.output_layer):
+        model.cost.check_output_shape(plan.output_shape, dataset.classes)
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
-        with about(part):
-            part.check_place(plan.output_shape, dataset.fields)
-    model.optimizer.check(experiment.epochs)
+        with name_in_errors(part):
+            part.check_fields(plan.output_shape, dataset.fields)
+    model.optimizer.check_epochs(experiment.epochs)
     if model.num_pretrain_epochs:
-        model.pretrain_optimizer.check(model.num_pretrain_epochs)
+        model.pretrain_optimizer.check_epochs(model.num_pretrain_epochs)
     for transform in experiment.augment:
-        with about(transform):
-            transform.check(dataset.sample_shape)
+        with name_in_errors(transform):
+            transform.check_shape(dataset.sample_shape)
     for metric in experiment.metrics:
-        with about(metric):
-            metric.check(dataset.classes)
+        with name_in_errors(metric):
+            metric.check_class_count(dataset.classes)
             metric.check_outputs(plan.output_shape)
-            metric.check_place(plan.output_shape, dataset.fields)
+            metric.check_fields(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
-        with about(logger):
-            logger.check()
+        with name_in_errors(logger):
+            logger.check_installed()
     if experiment.best is not None:
-        with about(experiment.best):
-            experiment.best.check(experiment.metrics)
+        with name_in_errors(experiment.best):
+            experiment.best.check_number(experiment.metrics)
     return plan
 
 
-def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
+def _check_memory_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
     """Raise DataError if a batch's tile does not fit in the memory of this machine."""
     extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
     samples = part_range(batch_size, shape.replicas, 0)[1]
     cells = shape.partition(extent).box(0).size * channels  # the first tile is the largest
-    needed = _BATCHES * samples * cells * itemsize
-    require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
+    needed = _BATCHES_IN_MEMORY * samples * cells * itemsize
+    require_memory(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
 
 
-def _check_room_for_layers(plan: Plan, room_for_each: Callable[[int], int | None]) -> None:
+def _check_memory_for_layers(plan: Plan, free_bytes_per_rank: Callable[[int], int | None]) -> None:
     """Raise DataError if a layer's view or parameters do not fit in the memory of this machine."""
     remedy = "use more ranks, smaller batches, or fewer outputs"
-    for name, needed in plan.each_needs():
-        require_room(needed, f"layer '{name}'", remedy, partial(room_for_each, 1))
+    for name, needed in plan.memory_by_layer():
+        require_memory(needed, f"layer '{name}'", remedy, partial(free_bytes_per_rank, 1))
 
 
 @contextmanager
-def about_model(experiment: Experiment) -> Iterator[None]:
+def name_model_in_errors(experiment: Experiment) -> Iterator[None]:
     """Set the subject of a UserError to the model, or to the experiment if that sets the field at fault."""
     try:
-        with about(experiment.model):
+        with name_in_errors(experiment.model):
             yield
     except UserError as error:
         field = re.match(r"\w*", str(error))
-        if error.subject is experiment.model and field is not None and field[0] in experiment.model_fields:
+        if error.subject is experiment.model and field is not None and field[0] in experiment.overridden_model_fields:
             error.subject = experiment
         raise
 
 
 @contextmanager
-def about(subject: Any) -> Iterator[None]:
+def name_in_errors(subject: object) -> Iterator[None]:
     """Set the subject of a UserError of the block to `subject`, unless it has one."""
     try:
         yield
@@ -141,7 +143,7 @@ def about(subject: Any) -> Iterator[None]:
         raise
 
 
-def grid_shape_of(experiment: Experiment, ranks: int) -> GridShape:
+def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
     """Return the grid of an experiment on `ranks` ranks; GridError or ConfigError if there is none."""
     if not experiment.dist_flag:
         if ranks > 1:

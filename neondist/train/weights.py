@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..io.checkpoint import Piece, load_weights
+from ..io.checkpoint import ArrayPart, load_weights
 from ..io.checkpoint.read import CheckpointReader
 from ..io.checkpoint.texts import parse_json
 from ..models import TrainableModel
-from ..optim import AVERAGE
+from ..optim import AVERAGE_SLOT
 
 
-def take_weights(file: CheckpointReader, model: TrainableModel) -> None:
+def load_inference_weights(file: CheckpointReader, model: TrainableModel) -> None:
     """Load a checkpoint's weights, or their running mean if present, into a model; collective."""
-    arrays = model.kept_arrays()["model"]
+    arrays = model.checkpoint_arrays()["model"]
     load_weights(file, arrays, strict=True)
     trained = None
     with suppress(ValueError):
         trained = parse_json(file.facts.texts.get("position", "{}"), dict).get("step")
     slots = file.facts.group("optimizer") if trained else {}
-    means = [(shard.slot(AVERAGE), array) for shard, array in arrays]
-    file.fill([Piece.of(*each, "optimizer") for each in means if each[0].full_name in slots])
+    means = [(shard.slot_shard(AVERAGE_SLOT), array) for shard, array in arrays]
+    file.fill([ArrayPart.of(*each, "optimizer") for each in means if each[0].full_name in slots])

@@ -5,6 +5,9 @@ read: a file's text, limited in size. parse: text to `tree`, without constructin
 
 from .parse import parse
 from .read import parse_file, read_text
-from .tree import Node, fault, join, message, node_of, shorten, value_of
+from .tree import Node, format_message, join_path, node_error, shorten_to_line, to_node, typed_value
 
-__all__ = ["Node", "fault", "join", "message", "node_of", "parse", "parse_file", "read_text", "shorten", "value_of"]
+__all__ = [
+    "Node", "format_message", "join_path", "node_error", "parse", "parse_file", "read_text", "shorten_to_line",
+    "to_node", "typed_value",
+]  # fmt: skip

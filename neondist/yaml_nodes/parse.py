@@ -8,38 +8,42 @@ from typing import TypeAlias
 import yaml
 
 from ..errors import ConfigError
-from .scalars import scalar
-from .tree import Node, Plain, fault, join, message
+from .scalars import parse_scalar
+from .tree import Node, Plain, format_message, join_path, node_error
 
 MAX_NODES = 10_000  # nested aliases can expand to billions
 MAX_DEPTH = 50
-CORE = "tag:yaml.org,2002:"
-SCALARS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge")
-KINDS: dict[type, tuple[str, ...]] = {yaml.ScalarNode: SCALARS, yaml.SequenceNode: ("seq",), yaml.MappingNode: ("map",)}
+CORE_TAG_PREFIX = "tag:yaml.org,2002:"
+SCALAR_KINDS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge")
+ALLOWED_KINDS: dict[type, tuple[str, ...]] = {
+    yaml.ScalarNode: SCALAR_KINDS,
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
+}
 
 Locator: TypeAlias = Callable[[int], str]
 
 
-def parse(text: str, where: Locator, path: str = "", most_nodes: int = MAX_NODES) -> Node | None:
+def parse(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_NODES) -> Node | None:
     """Return the tree of a YAML document, or None for an empty one.
 
     Parameters
     ----------
     text : the document
-    where : maps a line number, from 0, to its place, such as 'FILE:LINE'
+    locate : maps a line number, from 0, to its place, such as 'FILE:LINE'
     path : the dotted path of the document's root, for messages
-    most_nodes : the maximum number of values after expansion of aliases
+    max_nodes : the maximum number of values after expansion of aliases
 
     Raises
     ------
     ConfigError
         For syntax errors, forbidden tags, duplicate keys, and aliases that expand without end.
     """
-    root = _compose(text, where, path)
-    return None if root is None else _TreeCopier(where, most_nodes).node(root, path, where(root.start_mark.line))
+    root = _compose(text, locate, path)
+    return None if root is None else _TreeCopier(locate, max_nodes).copy_node(root, path, locate(root.start_mark.line))
 
 
-def _compose(text: str, where: Locator, path: str) -> yaml.Node | None:
+def _compose(text: str, locate: Locator, path: str) -> yaml.Node | None:
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -51,86 +55,89 @@ def _compose(text: str, where: Locator, path: str) -> yaml.Node | None:
         line = mark.line if mark else 0
         problem = error.problem or "unreadable"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
-        raise ConfigError(message(where(line), path, f"not valid YAML: {problem}{remedy}")) from None
+        raise ConfigError(format_message(locate(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
         reason = "not a text file: it has a character that YAML does not allow; remove it"
-        raise ConfigError(message(where(line), path, reason)) from None
+        raise ConfigError(format_message(locate(line), path, reason)) from None
     except RecursionError:
-        raise ConfigError(message(where(0), path, _TOO_DEEP)) from None
+        raise ConfigError(format_message(locate(0), path, _TOO_DEEP_MESSAGE)) from None
 
 
-_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep; flatten them"
+_TOO_DEEP_MESSAGE = f"lists and mappings are nested more than {MAX_DEPTH} deep; flatten them"
 
 
 class _TreeCopier:
     """Copies a YAML node graph into a tree, in which each alias is a separate value."""
 
-    def __init__(self, where: Locator, most_nodes: int) -> None:
-        self.where, self.most_nodes = where, most_nodes
-        self.count = 0
-        self.open: list[int] = []
+    def __init__(self, locate: Locator, max_nodes: int) -> None:
+        self._locate, self._max_nodes = locate, max_nodes
+        self._node_count = 0
+        self._ancestor_ids: list[int] = []
 
-    def node(self, source: yaml.Node, path: str, place: str) -> Node:
-        node = Node(None, place)
-        self.count += 1
-        if self.count > self.most_nodes:
-            raise fault(node, path, f"aliases expand to more than {self.most_nodes} values; use fewer")
-        if id(source) in self.open:
-            raise fault(node, path, "an alias refers to a value that contains it; remove the alias")
-        if len(self.open) >= MAX_DEPTH:
-            raise fault(node, path, _TOO_DEEP)
-        node.tag = self._tag(source, path, node)
-        self.open.append(id(source))
+    def copy_node(self, source: yaml.Node, path: str, location: str) -> Node:
+        node = Node(None, location)
+        self._node_count += 1
+        if self._node_count > self._max_nodes:
+            raise node_error(node, path, f"aliases expand to more than {self._max_nodes} values; use fewer")
+        if id(source) in self._ancestor_ids:
+            raise node_error(node, path, "an alias refers to a value that contains it; remove the alias")
+        if len(self._ancestor_ids) >= MAX_DEPTH:
+            raise node_error(node, path, _TOO_DEEP_MESSAGE)
+        node.tag = self._custom_tag(source, path, node)
+        self._ancestor_ids.append(id(source))
         if isinstance(source, yaml.MappingNode):
-            node.value = self._fields(source, path, node)
+            node.value = self._mapping_fields(source, path, node)
         elif node.tag is not None:
             if isinstance(source, yaml.SequenceNode) or source.value:
-                raise fault(node, path, f"!{node.tag} takes its fields by name; write !{node.tag} {{field: value}}")
+                raise node_error(
+                    node, path, f"!{node.tag} takes its fields by name; write !{node.tag} {{field: value}}"
+                )
             node.value = {}
         elif isinstance(source, yaml.SequenceNode):
             node.value = [
-                self.node(item, join(path, i), self.where(item.start_mark.line)) for i, item in enumerate(source.value)
+                self.copy_node(item, join_path(path, i), self._locate(item.start_mark.line))
+                for i, item in enumerate(source.value)
             ]
         elif isinstance(source, yaml.ScalarNode):
-            node.value = self._scalar(source, path, node)
-        self.open.pop()
+            node.value = self._scalar_value(source, path, node)
+        self._ancestor_ids.pop()
         return node
 
-    def _tag(self, source: yaml.Node, path: str, node: Node) -> str | None:
+    def _custom_tag(self, source: yaml.Node, path: str, node: Node) -> str | None:
         tag: str = source.tag
         if tag.startswith("!"):
             return tag[1:] or None
-        kind = tag.removeprefix(CORE)
-        if tag == kind or kind not in KINDS.get(type(source), ()):
+        kind = tag.removeprefix(CORE_TAG_PREFIX)
+        if tag == kind or kind not in ALLOWED_KINDS.get(type(source), ()):
             name = f"!!{kind}" if tag != kind else f"!<{tag}>"
-            raise fault(node, path, f"the tag {name} is not allowed; a tag names a neondist class, such as !MNIST")
+            raise node_error(node, path, f"the tag {name} is not allowed; a tag names a neondist class, such as !MNIST")
         return None
 
-    def _scalar(self, source: yaml.ScalarNode, path: str, node: Node) -> Plain:
-        kind = source.tag.removeprefix(CORE)
+    def _scalar_value(self, source: yaml.ScalarNode, path: str, node: Node) -> Plain:
+        kind = source.tag.removeprefix(CORE_TAG_PREFIX)
         try:
-            return scalar(source.value, kind, quoted=source.style is not None)
+            return parse_scalar(source.value, kind, quoted=source.style is not None)
         except ValueError:
-            raise fault(node, path, f"'{source.value}' is not a !!{kind}; remove the tag") from None
+            raise node_error(node, path, f"'{source.value}' is not a !!{kind}; remove the tag") from None
 
-    def _fields(self, source: yaml.MappingNode, path: str, node: Node) -> dict[str, Node]:
+    def _mapping_fields(self, source: yaml.MappingNode, path: str, node: Node) -> dict[str, Node]:
         fields: dict[str, Node] = {}
         bases: list[yaml.Node] = []
         for key, value in source.value:
-            key_node = Node(None, self.where(key.start_mark.line))
+            key_node = Node(None, self._locate(key.start_mark.line))
             if not isinstance(key, yaml.ScalarNode):
-                raise fault(key_node, path, "a field's name must be a word, not a list or a mapping")
-            if key.tag == CORE + "merge":
+                raise node_error(key_node, path, "a field's name must be a word, not a list or a mapping")
+            if key.tag == CORE_TAG_PREFIX + "merge":
                 bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
                 continue
             if key.value in fields:
                 first = fields[key.value].place
-                raise fault(key_node, join(path, key.value), f"given twice, first at {first}; remove one")
-            fields[key.value] = self.node(value, join(path, key.value), key_node.place)
+                raise node_error(key_node, join_path(path, key.value), f"given twice, first at {first}; remove one")
+            fields[key.value] = self.copy_node(value, join_path(path, key.value), key_node.place)
         for base in bases:  # '<<: *name' sets defaults of missing fields
             if not isinstance(base, yaml.MappingNode):
-                raise fault(node, path, "'<<' merges mappings only; write '<<: *name' of one")
-            for name, child in self.node(base, path, node.place).value.items():  # type: ignore[union-attr]
+                raise node_error(node, path, "'<<' merges mappings only; write '<<: *name' of one")
+            for name, child in self.copy_node(base, path, node.place).value.items():  # type: ignore[union-attr]
                 fields.setdefault(name, child)
         return fields

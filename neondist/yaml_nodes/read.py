@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 20
 
 
 def parse_file(
-    path: Path, text: str | None = None, most_bytes: int = MAX_BYTES, most_nodes: int = MAX_NODES
+    path: Path, text: str | None = None, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES
 ) -> Node | None:
     """Return the tree of a file, or of its `text` if already read; None for an empty one.
 
@@ -23,15 +23,15 @@ def parse_file(
     ConfigError
         As 'FILE:LINE: field: problem and remedy'.
     """
-    content = read_text(path, most_bytes) if text is None else text
-    return parse(content, lambda line: f"{path}:{line + 1}", most_nodes=most_nodes)
+    content = read_text(path, max_bytes) if text is None else text
+    return parse(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)
 
 
-def read_text(path: Path, most: int = MAX_BYTES) -> str:
-    """Return the text of a file of at most `most` bytes; otherwise raise ConfigError."""
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a file of at most `max_bytes` bytes; otherwise raise ConfigError."""
     try:
         with open_regular(path) as file:
-            content = file.read(most + 1)
+            content = file.read(max_bytes + 1)
     except FileNotFoundError:
         near = suggest(path.name, [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no such file{near or '; check the path'}") from None
@@ -39,8 +39,8 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
         raise ConfigError(f"{path}: is a directory; name the YAML file inside it") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    if len(content) > most:
-        raise ConfigError(f"{path}: larger than {most >> 20} MiB; this cannot be an experiment or settings file")
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path}: larger than {max_bytes >> 20} MiB; this cannot be an experiment or settings file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

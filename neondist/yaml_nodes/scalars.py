@@ -9,10 +9,10 @@ from yaml.constructor import SafeConstructor
 from .tree import Plain
 
 # YAML 1.1 reads 1e-3 (no dot, no sign) as text; a number is meant
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-def scalar(text: str, kind: str, quoted: bool) -> Plain:
+def parse_scalar(text: str, kind: str, quoted: bool) -> Plain:
     """Return the value of a scalar of a YAML core `kind` ('int', 'str', ...); ValueError for invalid text."""
     if kind == "null":
         return None
@@ -20,17 +20,17 @@ def scalar(text: str, kind: str, quoted: bool) -> Plain:
         if text.lower() not in SafeConstructor.bool_values:
             raise ValueError(text)
         return SafeConstructor.bool_values[text.lower()]
-    if kind in ("int", "float") or (not quoted and _EXPONENT.fullmatch(text)):
-        return _number(text)
+    if kind in ("int", "float") or (not quoted and _EXPONENT_NUMBER.fullmatch(text)):
+        return _parse_number(text)
     return text
 
 
 def needs_quotes(text: str) -> bool:
     """Return whether this text, written without quotes, would be read as a number."""
-    return bool(_EXPONENT.fullmatch(text))
+    return bool(_EXPONENT_NUMBER.fullmatch(text))
 
 
-def _number(text: str) -> Plain:
+def _parse_number(text: str) -> Plain:
     digits = text.replace("_", "").lower()
     if digits.lstrip("+-") in (".inf", ".nan"):
         return float(digits.replace(".", ""))

@@ -36,44 +36,44 @@ class Node:
         if isinstance(value, dict):
             return "a mapping"
         if isinstance(value, str):
-            return f"the text '{shorten(value)}'"
+            return f"the text '{shorten_to_line(value)}'"
         return "nothing" if value is None else str(value).lower()
 
 
-def node_of(value: object, place: str) -> Node:
+def to_node(value: object, location: str) -> Node:
     """Return the tree of a plain Python value, list or mapping, all at one source position."""
     if isinstance(value, Mapping):
-        return Node({str(name): node_of(child, place) for name, child in value.items()}, place)
+        return Node({str(name): to_node(child, location) for name, child in value.items()}, location)
     if isinstance(value, list | tuple):
-        return Node([node_of(child, place) for child in value], place)
+        return Node([to_node(child, location) for child in value], location)
     if value is None or isinstance(value, bool | int | float | str):
-        return Node(value, place)
-    return Node(None, place, type(value).__name__)
+        return Node(value, location)
+    return Node(None, location, type(value).__name__)
 
 
-def shorten(text: str, most: int = 60) -> str:
-    """Return the text on one line, truncated to `most` characters."""
+def shorten_to_line(text: str, max_length: int = 60) -> str:
+    """Return the text on one line, truncated to `max_length` characters."""
     line = " ".join(text.splitlines())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= max_length else line[: max_length - 3] + "..."
 
 
-def join(path: str, name: object) -> str:
+def join_path(path: str, name: object) -> str:
     """Return the dotted path of a field inside `path`."""
     return f"{path}.{name}" if path else str(name)
 
 
-def message(place: str, path: str, text: str) -> str:
+def format_message(location: str, path: str, text: str) -> str:
     """Return 'FILE:LINE: field: text'; the top object has no field."""
-    return ": ".join(part for part in (place, path, text) if part)
+    return ": ".join(part for part in (location, path, text) if part)
 
 
-def value_of(node: Node, path: str, kind: type, words: str) -> Any:
-    """Return the value of an untagged node; ConfigError, which states the expected `words`, if it has another type."""
-    if node.tag is not None or not isinstance(node.value, kind):
-        raise fault(node, path, f"expected {words}, got {node}")
+def typed_value(node: Node, path: str, expected_type: type, expected: str) -> Any:
+    """Return the value of an untagged node; ConfigError with `expected` if it has another type."""
+    if node.tag is not None or not isinstance(node.value, expected_type):
+        raise node_error(node, path, f"expected {expected}, got {node}")
     return node.value
 
 
-def fault(node: Node, path: str, text: str) -> ConfigError:
+def node_error(node: Node, path: str, text: str) -> ConfigError:
     """Return the error for one value of the file."""
-    return ConfigError(message(node.place, path, text))
+    return ConfigError(format_message(node.place, path, text))

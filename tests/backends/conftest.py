@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.backends.gomp import gomp_parallel
+from neondist.backends.gomp import gomp_parallel_address
 from neondist.backends.host import HostKernels
 
 
@@ -10,9 +10,9 @@ from neondist.backends.host import HostKernels
 def kernels(request):
     """Compiled kernels with one and with two threads."""
     host_kernels = HostKernels()
-    host_kernels.threads, host_kernels.start = 1, 0
+    host_kernels.threads, host_kernels.gomp_address = 1, 0
     if request.param > 1:
-        host_kernels.threads, host_kernels.start = request.param, gomp_parallel()
-        if not host_kernels.start:
+        host_kernels.threads, host_kernels.gomp_address = request.param, gomp_parallel_address()
+        if not host_kernels.gomp_address:
             pytest.skip("requires libgomp")
     return host_kernels

@@ -6,7 +6,9 @@ import pytest
 from neondist.backends import Kernels, Normalisation, get_backend
 from neondist.backends import cells as cells_module
 
-pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
+pytestmark = pytest.mark.skipif(
+    cells_module.load_compiled_kernels() is None, reason="neondist was installed without a C compiler"
+)
 SHAPES = [
     (3, 5, 7, 4),
     (2, 40, 41, 16),
@@ -77,31 +79,31 @@ def test_kernels_match_the_reference(kernels, shape, dtype, layout):
             REFERENCE.normalise(x64, normalisation64, expected)
             check(y, expected)
             sums = zip(
-                kernels.normalise_sums(x, dy, normalisation),
-                REFERENCE.normalise_sums(x64, dy64, normalisation64),
+                kernels.normalise_gradient_sums(x, dy, normalisation),
+                REFERENCE.normalise_gradient_sums(x64, dy64, normalisation64),
                 strict=True,
             )
             for actual_item, desired_item in sums:
                 check(actual_item, desired_item)
-            kernels.normalise_back(x, dy, normalisation, parameters[3:], y)
-            REFERENCE.normalise_back(x64, dy64, normalisation64, parameters[3:], expected)
+            kernels.normalise_backward(x, dy, normalisation, parameters[3:], y)
+            REFERENCE.normalise_backward(x64, dy64, normalisation64, parameters[3:], expected)
             check(y, expected)
 
 
 def test_supported_arrays(kernels):
     """Run compiled kernels on strided rows and cells, but leave other dtypes and strided channels to NumPy."""
     x = np.ones((2, 5, 6, 4), np.float32)
-    assert kernels._run("clip", with_layout(x, "rows"), with_layout(x, "cells"))
-    assert not kernels._run("clip", x.astype("float16"), x.astype("float16"))
-    assert not kernels._run("clip", x.swapaxes(1, 3), x.swapaxes(1, 3).copy())
-    assert not kernels._run("clip", x, x.astype("float64"))
-    assert not kernels._run("clip", x, x[:1])
-    assert not kernels._run("normalise", x, x, by=np.ones((3, 1, 5)))
-    assert not kernels._run("normalise", x, x, by=np.ones((3, 3, 4)))
+    assert kernels._run_compiled("clip", with_layout(x, "rows"), with_layout(x, "cells"))
+    assert not kernels._run_compiled("clip", x.astype("float16"), x.astype("float16"))
+    assert not kernels._run_compiled("clip", x.swapaxes(1, 3), x.swapaxes(1, 3).copy())
+    assert not kernels._run_compiled("clip", x, x.astype("float64"))
+    assert not kernels._run_compiled("clip", x, x[:1])
+    assert not kernels._run_compiled("normalise", x, x, group_numbers=np.ones((3, 1, 5)))
+    assert not kernels._run_compiled("normalise", x, x, group_numbers=np.ones((3, 3, 4)))
     kernels.relu(x.astype("float16"), half := np.empty(x.shape, "float16"))
     assert (half == 1).all()
     with pytest.raises(ValueError, match="kernel 'clap' is unknown"):
-        kernels._run("clap", x, x)
+        kernels._run_compiled("clap", x, x)
 
 
 @pytest.mark.parametrize("by_sample", [False, True])

@@ -14,7 +14,7 @@ import neondist as nd
 from neondist.arrays.namespace import namespace
 from neondist.backends import cupy, gpus
 from neondist.backends.cupy_torch import torch_allocator
-from neondist.system.memory import out_of_memory, words
+from neondist.system.memory import format_bytes, out_of_memory_error
 
 YAML = """
 !FitExperiment
@@ -78,7 +78,7 @@ def test_description(install_gpu):
 )
 def test_no_gpu(install_gpu, options, message):
     install_gpu(**options)
-    assert gpus.find_problem().startswith(message)
+    assert gpus.find_cupy_problem().startswith(message)
     assert not {backend.name: backend for backend in nd.available()}["cupy"].usable
 
 
@@ -98,11 +98,11 @@ def test_broken_installations(install_gpu, monkeypatch):
     install_gpu()
     monkeypatch.setattr(metadata, "version", {"cupy-cuda11x": "13.1", "cupy-cuda12x": "14.2"}.__getitem__)
     monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
-    assert gpus.find_problem().startswith("cupy-cuda12x and cupy-cuda11x are installed together")
+    assert gpus.find_cupy_problem().startswith("cupy-cuda12x and cupy-cuda11x are installed together")
     monkeypatch.undo()
     install_gpu()
     monkeypatch.setattr(gpus.importlib, "import_module", lambda name: 1 / 0)
-    assert gpus.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
+    assert gpus.find_cupy_problem() == "cannot be imported: ZeroDivisionError: division by zero"
 
 
 def make_model(**options):
@@ -113,11 +113,11 @@ def make_model(**options):
 def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     """Suggest a memory limit with which the model is planned and fits."""
     # memory reserved for blocks of kernels, which are small in this test
-    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
     monkeypatch.setattr(cupy.CupyKernels, "block", 1 << 12)
     monkeypatch.setattr(cupy.CupyKernels, "strip", 1 << 12)
     model, x = make_model(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)
-    needed = model.plan((64, 64, 3), batch_size=4).needed
+    needed = model.plan((64, 64, 3), batch_size=4).needed_bytes
 
     def train(device, **options):
         model = make_model(**options)
@@ -130,11 +130,11 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     ) as caught:
         train(install_gpu())
     message = str(caught.value)
-    assert f"the planned peak of a step is {words(needed)} per rank" in message
+    assert f"the planned peak of a step is {format_bytes(needed)} per rank" in message
     assert isinstance(caught.value.__cause__, MemoryError)
     setting = re.search(r"set memory: (.*?B), or use more ranks or smaller batches", message).group(1)
     fitted, loss = train(install_gpu(), memory=setting)
-    assert fitted.compiled.needed < needed
+    assert fitted.compiled.needed_bytes < needed
     assert fitted.streams
     assert np.isfinite(loss)
 
@@ -149,7 +149,7 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     ],
 )
 def test_memory_errors_of_libraries(message, size):
-    error = out_of_memory(MemoryError(message), "conv1", "forward", 30 << 30, None, 1)
+    error = out_of_memory_error(MemoryError(message), "conv1", "forward", 30 << 30, None, 1)
     assert str(error).startswith(f"memory: layer 'conv1' needs {size} in the forward pass; the planned peak")
 
 

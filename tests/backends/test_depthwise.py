@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from neondist.backends import Kernels
-from neondist.backends.cells import compiled
+from neondist.backends.cells import load_compiled_kernels
 from neondist.backends.host import HostKernels
 from neondist.backends.windows import clear_sides
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(compiled(), "depthwise"), reason="neondist was installed without a C compiler for x86-64"
+    not hasattr(load_compiled_kernels(), "depthwise"), reason="neondist was installed without a C compiler for x86-64"
 )
 WINDOWS = {
     "3x3": ((3, 3), (1, 1), (1, 1)),
@@ -35,7 +35,7 @@ def test_depthwise(window, dtype, channels, error):
     (kernel, stride, dilation), host, reference = WINDOWS[window], HostKernels(), Kernels()
     x, w, bias, dy = draw_operands(window, channels, dtype)
     options, extent, crop = (stride, dilation, channels), x.shape[1:-1], [(1, 2)] * len(kernel)
-    assert host.is_depthwise(x, w.shape, channels)
+    assert host.uses_depthwise_kernel(x, w.shape, channels)
     for method, arguments in (
         ("conv_forward", (x, w, *options, bias)),
         ("conv_backward_weights", (x, dy, kernel, *options)),

@@ -15,7 +15,7 @@ from neondist.costs import Cost
 from neondist.halo import scheme_names
 from neondist.layers import Activation, Layer
 from neondist.optim import Optimizer
-from neondist.registry import registered
+from neondist.registry import registered_classes
 
 TOLERANCES = {"rtol": 1e-6, "atol": 1e-6} if ON_GPU else {"rtol": 1e-12, "atol": 1e-12}
 SHAPE, BATCH, CLASSES = (7, 8, 4), 3, 5
@@ -62,7 +62,9 @@ class IndexActivation(Activation):
 
 def list_names(base):
     return sorted(
-        name for name, cls in registered(base).items() if cls.__module__.startswith("neondist.") and "Dist" not in name
+        name
+        for name, cls in registered_classes(base).items()
+        if cls.__module__.startswith("neondist.") and "Dist" not in name
     )
 
 

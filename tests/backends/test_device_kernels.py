@@ -93,7 +93,7 @@ def test_normalisation_is_one_launch_per_pass(data, clip, by_sample, dtype):
         backward_factors = [to_array(factor) for factor in factors[3:]]
         launches_before = device.launches
         kernels.normalise(x, normalisation, y)
-        kernels.normalise_back(x, dy, normalisation, backward_factors, dx)
+        kernels.normalise_backward(x, dy, normalisation, backward_factors, dx)
         results.append((to_host(y), to_host(dx)))
     assert device.launches - launches_before <= 2
     tolerances = {"rtol": 1e-6 if ON_GPU else 0, "atol": 1e-3 if ON_GPU else 0}
@@ -107,7 +107,7 @@ def test_reductions_need_few_launches(data, clip, by_sample, dtype):
     """Reduce arrays of any strides, with offsets of 32 or 64 bits and one or many lanes, without cancellation."""
     device, shape = select_device(), data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
     kernels, view = device.backend.kernels, tuple(slice(1, 1 + n) for n in shape)
-    kernels.wide = data.draw(st.sampled_from([0, 1 << 30]))
+    kernels.int64_threshold = data.draw(st.sampled_from([0, 1 << 30]))
     many_cells = data.draw(st.booleans())  # enough cells for four launches
     values, slopes = (
         draw_values([200 if many_cells else shape[0] + 2, *(n + 2 for n in shape[1:])], dtype, seed) for seed in (0, 1)
@@ -120,14 +120,14 @@ def test_reductions_need_few_launches(data, clip, by_sample, dtype):
     launches_before = device.launches
     sums = [
         *kernels.moments(x, by_sample),
-        *kernels.normalise_sums(x, dy, Normalisation(*map(device.xp.array, factors), clip)),
+        *kernels.normalise_gradient_sums(x, dy, Normalisation(*map(device.xp.array, factors), clip)),
     ]
     sums += [kernels.channel_sum(x), kernels.sample_sum(x)]
     assert device.launches - launches_before <= 16
     x, dy = values[view].astype("f8"), slopes[view].astype("f8")
     expected = [*REFERENCE.moments(x, by_sample)]
     if not clip:  # clipping depends on rounding
-        expected += REFERENCE.normalise_sums(x, dy, Normalisation(*factors))
+        expected += REFERENCE.normalise_gradient_sums(x, dy, Normalisation(*factors))
     expected += [REFERENCE.channel_sum(x), REFERENCE.sample_sum(x)]
     sums = sums[:2] + sums[4 if clip else 2 :]
     tolerance = 1e-4 if dtype == "float32" else 1e-12
@@ -142,10 +142,10 @@ def test_clipped_cells_have_no_gradient():
     device = select_device()
     x, dy = np.array([[-1.0, 2.0], [3.0, -4.0], [5.0, 6.0]]), np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
     normalisation = Normalisation(*(np.array([values]) for values in ([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])), True)
-    expected = REFERENCE.normalise_sums(x, dy, normalisation)
+    expected = REFERENCE.normalise_gradient_sums(x, dy, normalisation)
     np.testing.assert_array_equal(expected[0], [[80.0, 80.0]])
     device_normalisation = Normalisation(*map(device.xp.array, normalisation[:3]), True)
-    sums = device.backend.kernels.normalise_sums(device.xp.array(x), device.xp.array(dy), device_normalisation)
+    sums = device.backend.kernels.normalise_gradient_sums(device.xp.array(x), device.xp.array(dy), device_normalisation)
     for actual, reference in zip(sums, expected, strict=True):
         np.testing.assert_array_equal(to_host(actual), reference)
 
@@ -156,7 +156,7 @@ def test_bfloat16_rounding_is_one_launch(wide):
     values[0, :4, 0] = np.nan, np.inf, -np.inf, np.finfo("f4").max
     values[1] = (np.arange(7 * 8, dtype="u4") * 0x1000 + 0x3F800000).view("f4").reshape(7, 8)
     kernels, precision = device.backend.kernels, ComputePrecision("bfloat16")
-    kernels.wide = wide
+    kernels.int64_threshold = wide
     x, launches_before = device.xp.array(values)[:, 1::2].swapaxes(0, 2), device.launches
     rounded = kernels.round_operand(x, precision)
     assert device.launches - launches_before <= 1

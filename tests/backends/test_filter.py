@@ -34,7 +34,7 @@ def test_separable_filter(kernels, case):
             window = np.tensordot(window, weights, (1, 0))
         np.testing.assert_allclose(y[(slice(None), *position)], window, rtol=0, atol=1e-12)
     dy = rng.normal(size=y.shape)
-    dx = kernels.separable_spread(dy, extent, taps)
+    dx = kernels.separable_filter_adjoint(dy, extent, taps)
     assert dx.shape == x.shape
     assert abs(np.sum(y * dy) - np.sum(x * dx)) < 1e-11
 
@@ -44,7 +44,7 @@ def test_separable_filter_keeps_input_and_dtype():
     y = NUMPY_KERNELS.separable_filter(x, [[1.0], [1.0]])
     y += 1
     assert (x == 1).all()
-    assert y.dtype == NUMPY_KERNELS.separable_spread(y, (4, 4), [[1.0], [1.0]]).dtype == np.float32
+    assert y.dtype == NUMPY_KERNELS.separable_filter_adjoint(y, (4, 4), [[1.0], [1.0]]).dtype == np.float32
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5, 2), (0, 4, 2), (3, 0, 2), (2, 3), (2, 2, 1, 3, 4)])

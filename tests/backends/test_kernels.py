@@ -9,7 +9,7 @@ from device import HostCalls, select_device
 
 from neondist.backends.cupy import CupyKernels
 from neondist.backends.cupy_torch import CupyTorchKernels
-from neondist.backends.windows import blocks
+from neondist.backends.windows import split_into_blocks
 
 torch = pytest.importorskip("torch", reason="PyTorch is the reference")
 RNG = np.random.default_rng(0)
@@ -73,27 +73,27 @@ def compare_convolution(backend, extent, kernel, stride, dilation, groups, inner
 @pytest.mark.parametrize("block", [1, 300, 2000])
 def test_blocks_of_rows_match_complete_kernels(monkeypatch, block):
     """Compute convolutions that exceed the cache a few rows at a time."""
-    from neondist.backends.torch_conv import weights_by_gemm
+    from neondist.backends.torch_conv import weight_gradient_by_gemm
 
     x, uncompiled = RNG.normal(size=(3, 11, 8, 4)), make_backend("not compiled").kernels
     options = (2, 1), (2, 1), 2
     w, local_weights = RNG.normal(size=(3, 2, 2, 6)), RNG.normal(size=(5, 7, 3, 2, 4, 6))
 
     def compute_all():
-        y, z = uncompiled.conv_forward(x, w, *options), uncompiled.local_forward(x, local_weights, (2, 1))
+        y, z = uncompiled.conv_forward(x, w, *options), uncompiled.unshared_forward(x, local_weights, (2, 1))
         return [
             y,
             uncompiled.conv_backward_input(y, w, (11, 8), *options),
             uncompiled.conv_backward_weights(x, y, (3, 2), *options),
-            weights_by_gemm(x, y, (3, 2), *options[:2]),
+            weight_gradient_by_gemm(x, y, (3, 2), *options[:2]),
             z,
-            uncompiled.local_backward_input(z, local_weights, (11, 8), (2, 1)),
-            uncompiled.local_backward_weights(x, z, local_weights, (2, 1)),
+            uncompiled.unshared_backward_input(z, local_weights, (11, 8), (2, 1)),
+            uncompiled.unshared_backward_weights(x, z, local_weights, (2, 1)),
         ]
 
     expected = compute_all()
-    uncompiled.block = uncompiled.unshared = block
-    monkeypatch.setattr("neondist.backends.torch_conv._BLOCK", block)
+    uncompiled.block = uncompiled.unshared_block = block
+    monkeypatch.setattr("neondist.backends.torch_conv._GATHER_BLOCK", block)
     for actual, reference in zip(compute_all(), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-11 * np.abs(reference).max())
 
@@ -117,7 +117,7 @@ def test_pooling(backend, kernel, stride, channels):
     yt = torch.nn.functional.avg_pool2d(xt, kernel, stride, divisor_override=1)
     yt.backward(channels_first(dy))
     np.testing.assert_allclose(backend.window_sum(x, kernel, stride), channels_last(yt), rtol=0, atol=1e-12)
-    spread = backend.window_spread(dy, (9, 11), kernel, stride)
+    spread = backend.window_sum_adjoint(dy, (9, 11), kernel, stride)
     np.testing.assert_allclose(spread, channels_last(xt.grad), rtol=0, atol=1e-12)
 
 
@@ -158,12 +158,12 @@ def test_extents_of_zero(backend, shape):
     pooled, positions = backend.max_pool(np.ones(shape), (3, 3), (1, 1))
     assert backend.max_pool_backward(pooled, positions, extent, (3, 3), (1, 1)).shape == shape
     sums = backend.window_sum(np.ones(shape), (3, 3), (1, 1))
-    assert backend.window_spread(sums, extent, (3, 3), (1, 1)).shape == shape
+    assert backend.window_sum_adjoint(sums, extent, (3, 3), (1, 1)).shape == shape
 
 
 @pytest.mark.parametrize("budget", [1, 7, 40, 1000])
 def test_blocks_partition_the_output(budget):
     counts = np.zeros((5, 4), int)
-    for block in blocks(5, (4, 9), 3, budget):
+    for block in split_into_blocks(5, (4, 9), 3, budget):
         counts[block] += 1
     assert (counts == 1).all()

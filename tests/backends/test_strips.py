@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.backends import Kernels
-from neondist.backends.windows import clear_sides, strips
+from neondist.backends.windows import clear_sides, split_into_strips
 
 
 @st.composite
@@ -79,9 +79,9 @@ def test_rows_outside_of_strips(case, limit, sides):
     samples, extent, kernel, stride, dilation, _ = case
     out_extent = ((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True))
     x, y = np.zeros((samples, *extent, 2)), np.zeros((samples, *out_extent, 3))
-    for strip in strips(x, y, kernel, stride, dilation, limit):
-        rows = range(extent[0])[strip.seen]
-        before, after = strip.outside(sides, x)
+    for strip in split_into_strips(x, y, kernel, stride, dilation, limit):
+        rows = range(extent[0])[strip.view_rows]
+        before, after = strip.zero_rows(sides, x)
         assert min(before, len(rows)) == sum(row < sides[0] for row in rows)
         assert min(after, len(rows)) == sum(row >= extent[0] - sides[1] for row in rows)
 

@@ -80,14 +80,14 @@ def test_pointwise_and_small_windows(extent, kernel):
 
 @pytest.mark.parametrize("shape", [(3, 3, 4, 8), (5, 1, 1), (2, 1, 3, 7, 5)])
 def test_weight_layouts(shape):
-    from neondist.backends.torch_conv import arranged, in_order
+    from neondist.backends.torch_conv import reorder_weights, restore_weight_order
 
     weights = RNG.normal(size=shape)
-    rearranged = arranged(weights)
+    rearranged = reorder_weights(weights)
     assert np.moveaxis(rearranged, -1, 0).flags.c_contiguous
     assert (rearranged == weights).all()
-    assert in_order(rearranged).flags.c_contiguous
-    assert (in_order(rearranged) == weights).all()
+    assert restore_weight_order(rearranged).flags.c_contiguous
+    assert (restore_weight_order(rearranged) == weights).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -97,32 +97,32 @@ def test_weight_layouts(shape):
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.long
 def test_known_padding_is_skipped(monkeypatch, dtype, sides, ndim):
-    from neondist.backends.torch_conv import weights_by_gemm
-    from neondist.backends.windows import cropped
+    from neondist.backends.torch_conv import weight_gradient_by_gemm
+    from neondist.backends.windows import crop_sides
 
     extent, sides = (9, 8, 7)[:ndim], sides[:ndim]
     for stride, dilation, samples in itertools.product([1, 2], [1, 2], [1, 3]):
         options = (stride,) * ndim, (dilation,) * ndim
         w = RNG.normal(size=(*(3, 2, 3)[:ndim], 16, 16)).astype(dtype)
         x = np.zeros((samples, *extent, 16), dtype)
-        cropped(x, sides)[...] = RNG.normal(size=cropped(x, sides).shape)
+        crop_sides(x, sides)[...] = RNG.normal(size=crop_sides(x, sides).shape)
         dy = draw_slice(reference.conv_forward(x, w, *options, 1).shape, dtype)
         dx = reference.conv_backward_input(dy, w, extent, *options, 1)
         dw = reference.conv_backward_weights(x, dy, w.shape[:-2], *options, 1)
         for kernels in torch_kernels, reference:
-            assert_close(kernels.conv_backward_input(dy, w, extent, *options, 1, sides), cropped(dx, sides))
+            assert_close(kernels.conv_backward_input(dy, w, extent, *options, 1, sides), crop_sides(dx, sides))
             assert_close(kernels.conv_backward_weights(x, dy, w.shape[:-2], *options, 1, sides), dw)
             assert_close(
                 kernels.conv_forward(x, w, *options, 1, None, sides), reference.conv_forward(x, w, *options, 1)
             )
-        assert_close(weights_by_gemm(x, dy, w.shape[:-2], *options, sides[0]), dw)
+        assert_close(weight_gradient_by_gemm(x, dy, w.shape[:-2], *options, sides[0]), dw)
         for strip, cpu in (1, "AVX2"), (1, "AVX512"), (1 << 20, "AVX2"):  # the algorithm depends on the CPU
             monkeypatch.setattr(torch_kernels, "strip", strip)
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda cpu=cpu: cpu)
             input_gradient = np.full(x.shape, np.nan, dtype)
             backward_part = lambda part, dy=dy: np.ascontiguousarray(dy[part])  # noqa: E731
             gradients = torch_kernels.conv_back_into(input_gradient, x, dy, w, *options, 1, backward_part, sides)
-            assert_close(cropped(input_gradient, sides), cropped(dx, sides))
+            assert_close(crop_sides(input_gradient, sides), crop_sides(dx, sides))
             assert_close(gradients[0], dw)
             assert np.isfinite(input_gradient).all()
             y = np.empty_like(dy, order="C")
@@ -141,8 +141,8 @@ def test_windows(dtype, ndim, channels):
     assert_close(torch_kernels.separable_filter(x, taps), reference.separable_filter(x, taps))
     spread_input = draw_slice(reference.separable_filter(x, taps).shape, dtype)
     assert_close(
-        torch_kernels.separable_spread(spread_input, extent, taps),
-        reference.separable_spread(spread_input, extent, taps),
+        torch_kernels.separable_filter_adjoint(spread_input, extent, taps),
+        reference.separable_filter_adjoint(spread_input, extent, taps),
     )
     for kernel, stride in itertools.product([(2, 3, 2), (7, 8, 9)], [(1, 1, 1), (2, 3, 2)]):
         options = kernel[:ndim], stride[:ndim]
@@ -161,7 +161,9 @@ def test_windows(dtype, ndim, channels):
                     torch_kernels.max_pool_back_into(target, dy, strip_positions, *options)
                 assert_close(target, gradient)
         assert_close(torch_kernels.window_sum(x, *options), reference.window_sum(x, *options))
-        assert_close(torch_kernels.window_spread(dy, extent, *options), reference.window_spread(dy, extent, *options))
+        assert_close(
+            torch_kernels.window_sum_adjoint(dy, extent, *options), reference.window_sum_adjoint(dy, extent, *options)
+        )
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 6, 4), (0, 5, 6, 4), (2, 0, 4), (3, 4)])
@@ -183,11 +185,11 @@ def test_readonly_and_reversed_arrays():
 
 
 def test_large_arrays_are_not_copied():
-    from neondist.backends.torch_arrays import channels_first, channels_last
+    from neondist.backends.torch_arrays import to_channels_first, to_channels_last
 
     for shape in (2, 5, 6, 3), (1, 5, 6, 1), (2, 1, 1, 3), (2, 3, 4, 5, 6):
         x = np.zeros(shape, np.float32)
-        y = channels_last(x, channels_first(x))
+        y = to_channels_last(x, to_channels_first(x))
         y += 1
         assert (x == 1).all()
 
@@ -251,7 +253,7 @@ print('torch' in sys.modules)
 @pytest.mark.parametrize("preamble", ["", "import torch; "], ids=["torch after the launcher", "torch before"])
 @pytest.mark.long
 def test_thread_count_of_a_rank(preamble):
-    share = "from neondist.system import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
+    share = "from neondist.system import threads; threads.count_cores = lambda process=0: 2; threads.limit_threads(2); "
     code = (
         f"{preamble}{share}import neondist as nd; nd.get_backend('torch'); import torch; print(torch.get_num_threads())"
     )
@@ -264,15 +266,15 @@ def test_thread_count_of_a_rank(preamble):
 def test_numpy_threads_are_restored(monkeypatch):
     """Restore NumPy's threads, of which it uses one beside multi-threaded kernels."""
 
-    def count_threads():
+    def default_thread_count():
         return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    threads_before = count_threads()
+    threads_before = default_thread_count()
     kernels = nd.get_backend("numpy").kernels
-    assert kernels.compiled is None or set(count_threads()) <= {1}
+    assert kernels.compiled is None or set(default_thread_count()) <= {1}
     kernels.close()
-    assert count_threads() == threads_before
+    assert default_thread_count() == threads_before
 
 
 SIZE = 1 << 26
@@ -297,9 +299,9 @@ def test_closed_backend_restores_settings(monkeypatch):
         assert torch.get_num_threads() == 1
         retained = measure_memory_after_freeing()
         memory_info = psutil.Process().memory_info
-        backend.kernels.give_back_freed(above=1 << 40)
+        backend.kernels.release_cached_memory(above=1 << 40)
         assert memory_info().rss > retained - SIZE // 2
-        backend.kernels.give_back_freed(above=retained - SIZE // 2)
+        backend.kernels.release_cached_memory(above=retained - SIZE // 2)
         assert (given_back := memory_info().rss) < retained - SIZE // 2
         retained = measure_memory_after_freeing()
         assert retained > given_back + SIZE // 2

@@ -10,10 +10,11 @@ from kernel_arrays import assert_close, draw_padded
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.windows import cropped
+from neondist.backends.windows import crop_sides
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(cells_module.compiled(), "winograd"), reason="neondist was installed without a C compiler for x86-64"
+    not hasattr(cells_module.load_compiled_kernels(), "winograd"),
+    reason="neondist was installed without a C compiler for x86-64",
 )
 REFERENCE = Kernels()
 
@@ -21,7 +22,7 @@ REFERENCE = Kernels()
 @pytest.fixture(scope="module", autouse=True)
 def transform_small_inputs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("neondist.backends.compiled_conv._CELLS", 1)
+        patch.setattr("neondist.backends.compiled_conv._MIN_CELLS", 1)
         yield
 
 
@@ -45,7 +46,7 @@ def test_convolution_and_gradients(kernels, dtype, case, seed):
     rng, options = np.random.default_rng(seed), ((1,) * len(extent), (1,) * len(extent), 1)
     x = draw_padded(rng, (samples, *extent, inner), dtype)
     weights, bias = draw_padded(rng, (*kernel, inner, outer), dtype), rng.normal(size=outer).astype(dtype)
-    assert kernels.transforms(x, weights.shape, options)
+    assert kernels.uses_winograd_kernel(x, weights.shape, options)
     expected = REFERENCE.conv_forward(*(np.asarray(a, float) for a in (x, weights)), *options, bias)
     assert_close(kernels.conv_forward(x, weights, *options, bias), expected, dtype, kernel[-1])
     dy = draw_padded(rng, expected.shape, dtype)
@@ -78,7 +79,7 @@ def test_unsupported_convolutions(kernels):
         ((3, 5, 16, 16), (ones, ones)),
         ((3, 3, 512, 512), (ones, ones)),
     ):
-        assert not kernels.transforms(x, shape, (*options, 1))
+        assert not kernels.uses_winograd_kernel(x, shape, (*options, 1))
 
 
 def test_unsupported_arrays(kernels):
@@ -114,7 +115,7 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
     samples, extent, kernel, inner, outer, sides = case
     rng, options = np.random.default_rng(0), ((1,) * len(extent), (1,) * len(extent), 1)
     x, bias = np.zeros((samples, *extent, inner), dtype), rng.normal(size=outer).astype(dtype)
-    cropped(x, sides)[...] = rng.normal(size=cropped(x, sides).shape)
+    crop_sides(x, sides)[...] = rng.normal(size=crop_sides(x, sides).shape)
     weights = rng.normal(size=(*kernel, inner, outer)).astype(dtype)
     z = REFERENCE.conv_forward(x.astype(float), weights.astype(float), *options, bias)
     y = draw_padded(rng, (*z.shape[:-1], 2 * outer), dtype)[..., :: 1 + strided][..., :outer]
@@ -141,10 +142,10 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
     )
     assert_close(gradients[1], dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=float), dtype, kernel[-1])
     input_gradient = REFERENCE.conv_backward_input(dz.astype(float), weights.astype(float), extent, *options)
-    assert_close(cropped(dx, sides), cropped(input_gradient, sides), dtype, kernel[-1])
+    assert_close(crop_sides(dx, sides), crop_sides(input_gradient, sides), dtype, kernel[-1])
     assert np.isfinite(dx).all()
     assert_close(in_place_gradients[0], gradients[0], dtype, kernel[-1])
-    assert_close(cropped(in_place, sides), cropped(dx * (x > 0), sides), dtype, kernel[-1])
+    assert_close(crop_sides(in_place, sides), crop_sides(dx * (x > 0), sides), dtype, kernel[-1])
 
 
 def test_results_are_independent_of_neighbours(kernels):

@@ -10,10 +10,16 @@ import pytest
 import neondist as nd
 from neondist.bench.model import calibrate, predict, workload
 from neondist.bench.model import rank_profile as rank_profile
-from neondist.bench.model.dry_run import Notes, dry_run_grid
+from neondist.bench.model.dry_run import MessageLog, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
-from neondist.bench.model.table import conclusions, noise_warnings, prediction_table, schemes_table, write
-from neondist.cli.bench.scaling import span
+from neondist.bench.model.table import (
+    describe_conclusions,
+    noise_warnings,
+    prediction_table,
+    schemes_table,
+    write_report,
+)
+from neondist.cli.bench.scaling import parse_rank_span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
@@ -25,23 +31,27 @@ NODE, NET = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
 
 def test_link_and_allreduce():
     cluster = machine.Machine(4, NODE, NET)
-    assert NODE.seconds(2, 1e9) == pytest.approx(1 + 2e-6)
-    assert cluster.link(4) is NODE
-    assert cluster.link(5) is NET
-    assert cluster.allreduce(1, 1e9) == 0
-    assert cluster.allreduce(4, 4e6) == pytest.approx(4 * 1e-6 + 6e-3)
+    assert NODE.message_seconds(2, 1e9) == pytest.approx(1 + 2e-6)
+    assert cluster.slowest_link(4) is NODE
+    assert cluster.slowest_link(5) is NET
+    assert cluster.allreduce_seconds(1, 1e9) == 0
+    assert cluster.allreduce_seconds(4, 4e6) == pytest.approx(4 * 1e-6 + 6e-3)
 
 
 def test_allreduce_is_hierarchical():
     cluster = machine.Machine(4, NODE, NET)
-    assert cluster.allreduce(32, 4e6) == pytest.approx(cluster.allreduce(4, 4e6) + 6 * 1e-5 + 2 * 4e6 * 7 / 8 / 1e8)
-    assert machine.Machine(4, NODE, NET, nodes=2).allreduce(12, 0) == pytest.approx(6 * 1e-6 + 2 * 1e-5)  # 6 on each
+    assert cluster.allreduce_seconds(32, 4e6) == pytest.approx(
+        cluster.allreduce_seconds(4, 4e6) + 6 * 1e-5 + 2 * 4e6 * 7 / 8 / 1e8
+    )
+    assert machine.Machine(4, NODE, NET, nodes=2).allreduce_seconds(12, 0) == pytest.approx(
+        6 * 1e-6 + 2 * 1e-5
+    )  # 6 on each
 
 
 def test_lateness_of_the_slowest_node():
     cluster = machine.Machine(4, NODE, NET, jitter=0.1)
-    assert [cluster.lateness(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx([0, 0, 0.1, 0.1 + 0.2 / 3])
-    row = predict.row_of(GridShape(1, 4, 2), cluster, RankProfile(2.0))
+    assert [cluster.expected_delay(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx([0, 0, 0.1, 0.1 + 0.2 / 3])
+    row = predict.predict_step(GridShape(1, 4, 2), cluster, RankProfile(2.0))
     assert row["seconds_per_step"] == pytest.approx(2.1)
     assert row["mpi_share"] == pytest.approx(0.1 / 2.1)
 
@@ -51,22 +61,22 @@ def test_calibration_by_measured_steps():
     guess = machine.Machine(4, NODE, NET, compute_factor=0.1, jitter=0.2)
 
     def predict_rows(cluster):
-        notes = Notes([(2, 1000)], [(32, 10**6)])
-        return [predict.row_of(GridShape(n, 2, 2), cluster, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
+        notes = MessageLog([(2, 1000)], [(32, 10**6)])
+        return [predict.predict_step(GridShape(n, 2, 2), cluster, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
 
     expected = {row["ranks"]: row["seconds_per_step"] for row in predict_rows(target)}
-    estimate = predict.calibrated(guess, predict_rows(guess), {4: expected[4], 16: expected[16]})
+    estimate = predict.fit_machine(guess, predict_rows(guess), {4: expected[4], 16: expected[16]})
     assert (estimate.compute_factor, estimate.jitter) == pytest.approx((0.5, 0.03))
     rows = [predict.rescale_row(estimate, row, guess) for row in predict_rows(guess)]
     assert [row["seconds_per_step"] for row in rows] == pytest.approx(list(expected.values()))
     for name in "compute_seconds", "waiting_seconds", "mpi_share":
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in predict_rows(estimate)])
-    single = predict.calibrated(guess, predict_rows(guess), {32: expected[32]})
+    single = predict.fit_machine(guess, predict_rows(guess), {32: expected[32]})
     assert single.jitter == 0
-    falling = predict.calibrated(guess, predict_rows(guess), {4: 1.0, 32: 0.9})
+    falling = predict.fit_machine(guess, predict_rows(guess), {4: 1.0, 32: 0.9})
     assert falling.jitter == 0
     with pytest.raises(ConfigError, match=r"--measured 32=0.001: the messages of that step alone take 0.0191 s"):
-        predict.calibrated(guess, predict_rows(guess), {32: 0.001})
+        predict.fit_machine(guess, predict_rows(guess), {32: 0.001})
 
 
 def test_rows_recomputed_by_strips():
@@ -81,44 +91,44 @@ def test_rows_recomputed_by_strips():
     # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
     assert stripped.recomputed == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
     assert set(stripped.cell_seconds) == set(full.cell_seconds)
-    assert stripped.moved < full.moved
-    rows = [predict.row_of(GridShape(), machine.Machine(4, NODE, NET), stripped) | {"schemes": []}]
+    assert stripped.moved_bytes < full.moved_bytes
+    rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE, NET), stripped) | {"schemes": []}]
     assert f"| {stripped.recomputed:.1%} |" in prediction_table(rows)
 
 
 def test_compute_time():
     one_node = machine.Machine(4, NODE, NET, nodes=1, compute_factor=0.5, slowdown=1.6)
-    assert [one_node.compute(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])
-    assert machine.Machine(4, NODE, NET, slowdown=1.6).compute(1.0, 4000) == pytest.approx(1.6)
-    assert one_node.link(8) is NODE
+    assert [one_node.compute_seconds(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])
+    assert machine.Machine(4, NODE, NET, slowdown=1.6).compute_seconds(1.0, 4000) == pytest.approx(1.6)
+    assert one_node.slowest_link(8) is NODE
     # half of the time is spent on memory: 1e10 bytes in 1 s
     busy = machine.Machine(2, NODE, NET, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
-    assert busy.compute(2.0, 2, moved=1e10) == pytest.approx(3.0)
-    assert busy.compute(2.0, 1, moved=1e10) == 2.0
-    assert busy.compute(2.0, 4, moved=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
+    assert busy.compute_seconds(2.0, 2, moved_bytes=1e10) == pytest.approx(3.0)
+    assert busy.compute_seconds(2.0, 1, moved_bytes=1e10) == 2.0
+    assert busy.compute_seconds(2.0, 4, moved_bytes=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
 
 
 def test_waiting_for_ranks_on_shared_cores():
     crowded = machine.Machine(2, NODE, NET, nodes=1, shared_latency=1e-3)
-    assert [crowded.waiting(ranks, 3) for ranks in (1, 2, 4, 6)] == pytest.approx([0, 0, 3e-3, 6e-3])
-    assert machine.Machine(2, NODE, NET, shared_latency=1e-3).waiting(64, 3) == 0
+    assert [crowded.waiting_seconds(ranks, 3) for ranks in (1, 2, 4, 6)] == pytest.approx([0, 0, 3e-3, 6e-3])
+    assert machine.Machine(2, NODE, NET, shared_latency=1e-3).waiting_seconds(64, 3) == 0
 
 
 def test_figures_of_the_link_in_use():
     cluster = machine.Machine(4, NODE, NET, compute_factor=0.5, speed=1e9)
-    assert cluster.figures(4) == machine.Figures(1e-6, 1e9, 2e9)
-    assert cluster.figures(5).latency == 1e-5
+    assert cluster.planner_figures(4) == machine.MachineFigures(1e-6, 1e9, 2e9)
+    assert cluster.planner_figures(5).latency == 1e-5
 
 
 def test_round_trip_of_machines(tmp_path):
     cluster = machine.Machine(4, NODE, NET, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
-    machine.write(tmp_path / "m.yaml", cluster, "a comment")
-    assert machine.read(tmp_path / "m.yaml") == cluster
+    machine.write_machine(tmp_path / "m.yaml", cluster, "a comment")
+    assert machine.read_machine(tmp_path / "m.yaml") == cluster
 
 
 @pytest.mark.parametrize("name", ["cpu_cluster", "gpu_cluster"])
 def test_example_machines(name):
-    assert machine.read(Path(__file__).parents[2] / "yaml" / "machines" / f"{name}.yaml").nodes is None
+    assert machine.read_machine(Path(__file__).parents[2] / "yaml" / "machines" / f"{name}.yaml").nodes is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,7 @@ def test_example_machines(name):
 def test_invalid_machines(tmp_path, text, message):
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        machine.read(tmp_path / "m.yaml")
+        machine.read_machine(tmp_path / "m.yaml")
 
 
 def make_experiment(**grid):
@@ -166,21 +176,21 @@ def test_dry_run_records_the_messages_of_a_rank(shape):
 
     sent_bytes = loopback.run(shape.size, train_on_ranks)
     profile = rank_profile.profile_rank(make_experiment(), shape, 1e-3)
-    tile = rank_profile.fullest(shape, (13, 11))
-    assert sum(count for _, count in profile.notes.exchanges) == sent_bytes[tile]
+    tile = rank_profile.fullest_tile(shape, (13, 11))
+    assert sum(count for _, count in profile.message_log.exchanges) == sent_bytes[tile]
     replicated = 8 * sum(p.size for p in replicated_parameters(make_experiment()))
-    sums = [nbytes - replicated for group, nbytes in profile.notes.sums if group == shape.size > 1]
+    sums = [nbytes - replicated for group, nbytes in profile.message_log.sums if group == shape.size > 1]
     assert any(0 <= excess < 256 for excess in sums) == (shape.size > 1)  # aligned
     assert profile.seconds > 0
-    assert profile.held > 0
+    assert profile.held_bytes > 0
     assert set(profile.cell_seconds) == {"conv1", "conv2", "fc1"}
     views = 2 * 13 * 11 // shape.tiles + 3 * 13 * 11 // shape.tiles  # of both convolutions, borders not counted
-    assert profile.moved > 2 * 4 // shape.replicas * 8 * views
+    assert profile.moved_bytes > 2 * 4 // shape.replicas * 8 * views
 
 
 def replicated_parameters(experiment):
     """Return all parameters but the weights of the FC layer, whose rows are sharded."""
-    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, Notes()))
+    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, MessageLog()))
     *convolutions, fc = experiment.model.leaves
     return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 
@@ -188,7 +198,7 @@ def replicated_parameters(experiment):
 def test_best_grid_and_turning_point(tmp_path):
     def profile(experiment, shape, least):
         flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
-        return RankProfile(8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7)
+        return RankProfile(8.0 / shape.size + flat, MessageLog([(2, 10**6)], [(shape.size, 100)]), 7)
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
     rows = predict.predict(make_experiment, [1, 4, 16, 64], cluster, profile)
@@ -197,17 +207,19 @@ def test_best_grid_and_turning_point(tmp_path):
     assert parts[:2] == pytest.approx([2, 0.2 + 1e-3])
     assert rows[1]["seconds_per_step"] == sum(parts)
     assert rows[1]["latency_seconds"] == pytest.approx(0.2 + 4 * 0.1)
-    assert predict.turning_point(rows) == 16
-    assert predict.latency_wins(rows) == 16
-    assert predict.latency_wins(rows[:2]) is None
-    assert predict.error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
+    assert predict.fastest_rank_count(rows) == 16
+    assert predict.latency_bound_from(rows) == 16
+    assert predict.latency_bound_from(rows[:2]) is None
+    assert (
+        predict.mean_relative_error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
+    )
     assert "| 4 | 1 × 2 × 2 |" in prediction_table(rows)
-    assert "from 16 ranks on" in conclusions(rows)[1]
-    assert "unknown" in conclusions(rows)[2]
+    assert "from 16 ranks on" in describe_conclusions(rows)[1]
+    assert "unknown" in describe_conclusions(rows)[2]
     rows[1]["measured_seconds"] = rows[1]["seconds_per_step"] / 2
-    assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in conclusions(rows)
+    assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in describe_conclusions(rows)
     assert "+100%" in prediction_table(rows)
-    lines, page, *_ = write(tmp_path, rows, "a title")
+    lines, page, *_ = write_report(tmp_path, rows, "a title")
     assert lines.read_text().count("\n") == 4
     assert schemes_table(rows) in page.read_text()
 
@@ -218,7 +230,7 @@ def test_best_schemes_are_applied_and_profiled():
     def profile(experiment, shape, least):
         schemes.append([type(layer.scheme).__name__ for layer in experiment.model.leaves])
         return RankProfile(
-            1.0, Notes([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
+            1.0, MessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
         )
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
@@ -233,40 +245,46 @@ def test_best_schemes_are_applied_and_profiled():
 
 
 def test_drift_of_a_machine():
-    row = predict.row_of(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), RankProfile(2.0))
+    row = predict.predict_step(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), RankProfile(2.0))
     assert (
-        predict.drift(row, make_experiment(), lambda experiment, shape, least: RankProfile(3.0 * (shape.cols == 2)))
+        predict.relative_drift(
+            row, make_experiment(), lambda experiment, shape, least: RankProfile(3.0 * (shape.cols == 2))
+        )
         == 0.5
     )
 
 
 def test_fixed_dimensions_of_grids_are_kept():
-    assert predict.grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
-    assert predict.grids(6, make_experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
+    assert predict.candidate_grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
+    assert predict.candidate_grids(6, make_experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
     cuts = [GridShape(1, 3, 2), GridShape(1, 1, 6), GridShape(1, 6, 1)]
-    assert set(predict.grids(6, make_experiment())) == {*cuts, GridShape(2, 3, 1), GridShape(3, 2, 1)}  # batches of 4
-    assert set(predict.grids(8, make_experiment(replicas=1))) == {
+    assert set(predict.candidate_grids(6, make_experiment())) == {
+        *cuts,
+        GridShape(2, 3, 1),
+        GridShape(3, 2, 1),
+    }  # batches of 4
+    assert set(predict.candidate_grids(8, make_experiment(replicas=1))) == {
         GridShape(1, 4, 2)
     }  # the second layer has 7 x 6 cells
 
 
 def test_fullest_tile():
-    assert rank_profile.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
+    assert rank_profile.fullest_tile(GridShape(1, 3, 1), (7, 4)) in range(3)
     boxes = GridShape(1, 64, 1).partition((28, 28)).boxes()
-    assert boxes[rank_profile.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
+    assert boxes[rank_profile.fullest_tile(GridShape(1, 64, 1), (28, 28))].size == 28
 
 
 def test_calibrate(monkeypatch):
-    monkeypatch.setattr(calibrate, "ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "TURN", 1e-3)
-    monkeypatch.setattr(calibrate, "SIZES", (1 << 8, 1 << 16))
-    monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
-    monkeypatch.setattr(workload, "COPIED", 1 << 16)
-    monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
+    monkeypatch.setattr(calibrate, "CALIBRATION_ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "TURN_SECONDS", 1e-3)
+    monkeypatch.setattr(calibrate, "MESSAGE_SIZES", (1 << 8, 1 << 16))
+    monkeypatch.setattr(calibrate, "MEETING_INTERVALS", (1e-4, 1e-3))
+    monkeypatch.setattr(workload, "COPIED_BYTES", 1 << 16)
+    monkeypatch.setattr(workload.ConvolutionWork, "SHAPE", (8, 8, 2))
     output = io.StringIO()
 
     def measure(world):
-        parts = calibrate.measurements(world, 2)
+        parts = calibrate.count_progress_steps(world, 2)
         with first_rank_progress(world.rank, output, parts, "measurement", first=0) as progress:
             return calibrate.calibrate(world, 2, progress)
 
@@ -283,15 +301,15 @@ def test_calibrate(monkeypatch):
 
 
 def test_prediction_error(monkeypatch):
-    monkeypatch.setattr(calibrate, "CHECKED", ("lcn",))
+    monkeypatch.setattr(calibrate, "VALIDATION_NETWORKS", ("lcn",))
     monkeypatch.setattr(calibrate, "bench_step", lambda make_experiment, grid: {"seconds_per_step": 2.0 * grid.size})
     monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
-    monkeypatch.setattr(calibrate, "row_of", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
+    monkeypatch.setattr(calibrate, "predict_step", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
     errors = loopback.run(2, lambda world: calibrate.prediction_error(world, 2, machine.Machine.default()))
     assert errors == [pytest.approx((0.5 + 0.25) / 2)] * 2
 
 
 def test_spans_of_ranks():
-    assert span("1..4096")[::4] == [1, 16, 256, 4096]
-    assert span("3..13") == [3, 6, 12]
-    assert span("2,5") == [2, 5]
+    assert parse_rank_span("1..4096")[::4] == [1, 16, 256, 4096]
+    assert parse_rank_span("3..13") == [3, 6, 12]
+    assert parse_rank_span("2,5") == [2, 5]

@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 
 from bench_reports import make_report  # noqa: E402
 
-from neondist.bench.module_profile import classify  # noqa: E402
-from neondist.bench.module_report import KINDS, module_markdown, module_table  # noqa: E402
+from neondist.bench.module_profile import classify_event  # noqa: E402
+from neondist.bench.module_report import TIME_KINDS, module_markdown, module_table  # noqa: E402
 from neondist.bench.module_step import default_shape  # noqa: E402
 from neondist.bench.public_models import MODELS  # noqa: E402
-from neondist.bench.suite import bench_suite, means  # noqa: E402
+from neondist.bench.suite import bench_suite, geometric_means  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.cli.bench import modules as command  # noqa: E402
 from neondist.errors import ConfigError, LaunchError  # noqa: E402
@@ -39,7 +39,9 @@ def number():
 def nets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets.py").write_text(NETS)
-    monkeypatch.setattr(command, "json_of", lambda words, env, failure: pytest.fail("started a process"))
+    monkeypatch.setattr(
+        command, "run_bench_for_json", lambda words, env, create_error: pytest.fail("started a process")
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_measurements_in_this_process_and_on_ranks(tmp_path, monkeypatch):
         assert (turn["batch_size"], turn["sample_shape"]) == (1, [3, 16, 12])
         assert turn["seconds"] > 0 <= turn["peak_bytes"]  # 0 if this process has needed more before
         details[side] = turn["details"]
-        assert tuple(details[side]["kinds"]) == KINDS
+        assert tuple(details[side]["kinds"]) == TIME_KINDS
         assert sum(details[side]["kinds"].values()) == pytest.approx(1)
         assert sum(details[side]["operators"].values()) == pytest.approx(details[side]["kinds"]["kernels"])
     assert min(details["ranks"]["kinds"].values()) > 0
@@ -103,8 +105,8 @@ def test_unsupported_modules_have_one_message(nets, tmp_path, capsys, monkeypatc
             raise failure(2, "a warning\nerror: aten.nothing: has no rule\n")
         return {"seconds": 1.0, "peak_bytes": 8, "batch_size": 1, "sample_shape": [3, 8, 8]}
 
-    monkeypatch.setattr(command, "json_of", run_turn)
-    monkeypatch.setattr(command.threads, "cores", lambda process=0: 4)
+    monkeypatch.setattr(command, "run_bench_for_json", run_turn)
+    monkeypatch.setattr(command.threads, "count_cores", lambda process=0: 4)
     words = ["--against", "eager", "--rounds", "2", "--input", "1,3,8,8", "-n", "2"]
     assert main(["bench", "torch", "--models", "nets.py:Small,nets.py:number", *words, "--json", "bench.json"]) == 2
     turns = [("nets.py:Small", "ranks", "2"), ("nets.py:Small", "eager", "4")]
@@ -125,15 +127,15 @@ class Event:
 def test_times_belong_to_the_operator_that_computes():
     conv = Event("aten::conv2d")
     slow = Event("aten::_slow_conv2d_forward", Event("aten::convolution", conv))
-    assert classify(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
-    assert classify(conv) == ("kernels", "aten::conv2d")
-    assert classify(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
+    assert classify_event(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
+    assert classify_event(conv) == ("kernels", "aten::conv2d")
+    assert classify_event(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
     node = Event("autograd::engine::evaluate_function: ViewBackward")
-    assert classify(node)[0] == "other"
-    assert classify(Event("_Convolution", node)) == ("kernels", "neondist::convolution")
-    assert classify(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
-    assert classify(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
-    assert classify(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
+    assert classify_event(node)[0] == "other"
+    assert classify_event(Event("_Convolution", node)) == ("kernels", "neondist::convolution")
+    assert classify_event(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
+    assert classify_event(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
+    assert classify_event(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
 
 
 def test_default_input_shapes():
@@ -147,7 +149,7 @@ def test_default_input_shapes():
 def measure(network, side, first):
     if network == "b":
         raise LaunchError("ended")
-    kinds = dict.fromkeys(KINDS, 0.2)
+    kinds = dict.fromkeys(TIME_KINDS, 0.2)
     details = {"first_seconds": 3.0} | ({"kinds": kinds, "operators": {"mm": 0.1}} if side != "compile" else {})
     seconds = {"ranks": 1.0, "eager": 4.0, "compile": 2.0}[side]
     return {
@@ -161,7 +163,7 @@ def test_tables():
 
     sides = ["ranks", "eager", "compile"]
     rows = list(bench_suite(["a", "b"], sides, measure, 2))
-    report = make_report(rows, sides, 2, means(rows, {"CNN": ["a"]}))
+    report = make_report(rows, sides, 2, geometric_means(rows, {"CNN": ["a"]}))
     page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page
@@ -173,5 +175,5 @@ def test_tables():
 
 
 def test_names_of_models():
-    assert tuple(command.NAMES.split(", ")) == tuple(MODELS)
+    assert tuple(command.MODEL_NAMES_HELP.split(", ")) == tuple(MODELS)
     assert len({model.family for model in MODELS.values()}) == 6

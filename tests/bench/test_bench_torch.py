@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.step import _without_dropout, labels_for
+from neondist.bench.step import _gradients_without_dropout, labels_for
 from neondist.bench.torch_baseline import TorchBaseline
 from neondist.errors import ConfigError, LaunchError
 from neondist.models import ModelStep
@@ -64,9 +64,11 @@ def test_same_losses_gradients_and_weights(name, tmp_path):
     x, targets = rng.normal(size=(3, *shape)), np.array([0, 2, 1])
     twin = make_twin(model, x, targets)
     for _ in range(3):
-        loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, 3)[0])
+        loss, gradients = _gradients_without_dropout(
+            model, lambda: ModelStep(model).compute_gradients(x, targets, 3)[0]
+        )
         np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
-        reference, worst, worst_name = twin.check(str(tmp_path / "ours.npz"))
+        reference, worst, worst_name = twin.compare_gradients(str(tmp_path / "ours.npz"))
         assert loss == pytest.approx(reference, rel=1e-12)
         assert worst < 1e-10, worst_name
         for layer in model.leaves:
@@ -123,7 +125,7 @@ def test_layers_without_a_counterpart(monkeypatch):
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     baseline = start_baseline(build_model([nd.FCLayer(2, activation=CustomActivation())], (6, 6, 1)))
     with pytest.raises(ConfigError, match=r"PyTorch's side: .*CustomActivation"):
-        baseline.time(1)
+        baseline.time_steps(1)
     baseline.close()
 
 
@@ -131,5 +133,5 @@ def test_end_of_the_baseline_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "false")
     baseline = start_baseline(build_model([nd.FCLayer(2)], (6, 6, 1)))
     with pytest.raises(LaunchError, match="process ended with exit code 1"):
-        baseline.time(1)
+        baseline.time_steps(1)
     baseline.close()

@@ -8,7 +8,7 @@ import pytest
 import neondist as nd
 from neondist.comm import Exchange, SingleTransport, loopback
 from neondist.observer import Observers
-from neondist.runtime.observers.clock import REST, Clock
+from neondist.runtime.observers.clock import REST_ROW, Clock
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_innermost_operation(clock):
         with observers.during("wait"):
             time.now += 4
     run_layer(observers)
-    assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST, "wait"): 4}
+    assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST_ROW, "wait"): 4}
 
 
 class SlowExchange(Exchange):

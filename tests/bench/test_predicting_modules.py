@@ -15,8 +15,8 @@ from torch_runs import share_captures  # noqa: E402
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.bench.model import predict, rank_profile  # noqa: E402
-from neondist.bench.model.dry_run import DryRunTransport, Notes  # noqa: E402
-from neondist.bench.model.table import prediction_table, write  # noqa: E402
+from neondist.bench.model.dry_run import DryRunTransport, MessageLog  # noqa: E402
+from neondist.bench.model.table import prediction_table, write_report  # noqa: E402
 from neondist.bench.step import bench_step  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
@@ -61,25 +61,25 @@ def test_dry_run_records_the_messages_of_a_module(shape):
             experiment.model.train_batch(*experiment.model.trial_batch(experiment.dataset))
             return experiment.model.ledger(), experiment.model.compiled.steps.bytes(grid.rank)
 
-    tile = rank_profile.fullest(shape, SHAPE[:-1])
+    tile = rank_profile.fullest_tile(shape, SHAPE[:-1])
     ledger, planned = loopback.run(shape.size, train_on_ranks)[tile]
     experiment = make_experiment()
     profile = rank_profile.profile_rank(experiment, shape, 1e-3)
     sent_bytes = sum(n * key.nbytes for key, n in ledger.items() if key.kind != "sum")
-    assert sum(count for _, count in profile.notes.exchanges) == sent_bytes == planned
+    assert sum(count for _, count in profile.message_log.exchanges) == sent_bytes == planned
     assert (sent_bytes > 0) == (shape.size > 1)
     summed = Counter[int]()
     for key, n in ledger.items():
         if key.kind == "sum":
             summed[key.nbytes] += n
-    recorded = Counter(nbytes for group, nbytes in profile.notes.sums if group > 1)
+    recorded = Counter(nbytes for group, nbytes in profile.message_log.sums if group > 1)
     assert summed <= recorded
     assert all(nbytes <= 16 for nbytes in recorded - summed)  # control messages before a pass
     if shape == GridShape(2, 2, 2):
-        assert {group for group, _ in profile.notes.sums} == {8, 4, 2}
+        assert {group for group, _ in profile.message_log.sums} == {8, 4, 2}
     assert profile.seconds > 0
-    assert profile.held == experiment.model.compiled.memory(tile)
-    assert profile.moved > profile.held / 2
+    assert profile.held_bytes == experiment.model.compiled.memory(tile)
+    assert profile.moved_bytes > profile.held_bytes / 2
     assert (profile.cell_seconds, profile.recomputed) == ({}, 0)
 
 
@@ -93,14 +93,14 @@ def test_profiling_changes_no_weight():
 
 
 def test_groups_of_a_dry_run():
-    group = DryRunTransport(7, 12, Notes()).split_by(lambda rank: rank % 3)
+    group = DryRunTransport(7, 12, MessageLog()).split_by(lambda rank: rank % 3)
     assert (group.rank, group.size) == (2, 4)
 
 
 @pytest.mark.long
 def test_predicted_steps(monkeypatch, tmp_path):
-    monkeypatch.setattr(predict, "LONG", 1e-3)
-    monkeypatch.setattr(predict, "QUICK", 1e-3)
+    monkeypatch.setattr(predict, "PREDICTION_SECONDS", 1e-3)
+    monkeypatch.setattr(predict, "COMPARISON_SECONDS", 1e-3)
     link = machine.Link(1e-6, 1e9)
     rows = predict.predict(make_experiment, [1, 2, 4], machine.Machine(2, link, link))
     assert [row["ranks"] for row in rows] == [1, 2, 4]
@@ -112,18 +112,18 @@ def test_predicted_steps(monkeypatch, tmp_path):
         assert row["schemes"] == []
         assert row["seconds_with_schemes"] == row["seconds_per_step"]
     assert "| 4 | " in prediction_table(rows)
-    _, page, *_ = write(tmp_path, rows, "a title")
+    _, page, *_ = write_report(tmp_path, rows, "a title")
     assert "best schemes" not in page.read_text()
 
 
 def test_grids_fit_the_smallest_output():
-    assert predict.grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
-    assert set(predict.grids(4, make_experiment(replicas=1))) == {
+    assert predict.candidate_grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
+    assert set(predict.candidate_grids(4, make_experiment(replicas=1))) == {
         GridShape(1, 2, 2),
         GridShape(1, 4, 1),
         GridShape(1, 1, 4),
     }
-    assert set(predict.grids(6, make_experiment(replicas=1))) == {
+    assert set(predict.candidate_grids(6, make_experiment(replicas=1))) == {
         GridShape(1, 3, 2)
     }  # the second convolution has 6 x 5 cells
 
@@ -163,11 +163,13 @@ batch_size: 2
 def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(predict, "LONG", 1e-3)
-    monkeypatch.setattr(predict, "QUICK", 1e-3)
+    monkeypatch.setattr(predict, "PREDICTION_SECONDS", 1e-3)
+    monkeypatch.setattr(predict, "COMPARISON_SECONDS", 1e-3)
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "one.yaml").write_text(FILE)
-    machine.write(tmp_path / "machine.yaml", machine.Machine(2, machine.Link(1e-6, 1e9), machine.Link(1e-6, 1e9)), "")
+    machine.write_machine(
+        tmp_path / "machine.yaml", machine.Machine(2, machine.Link(1e-6, 1e9), machine.Link(1e-6, 1e9)), ""
+    )
     words = ["one.yaml", "--import", "nets.py"]
     assert main(["bench", "model", "predict", *words, "--ranks", "1..4", "--measure", "none", "--output", "out"]) == 0
     assert "no faster with more than" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 import neondist as nd
-from neondist.bench.model.dry_run import Notes
-from neondist.bench.model.predict import calibrated, rescale_row, row_of
+from neondist.bench.model.dry_run import MessageLog
+from neondist.bench.model.predict import fit_machine, predict_step, rescale_row
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.geometry import GridShape
 from neondist.plan import GRADIENTS
@@ -66,9 +66,9 @@ def predict_rows(name):
         shape = GridShape(nodes, 2, 2)
         plan = nd.ConvnetDist({"resnet": resnet, "vgg": vgg}[name]()).plan((224, 224, 3), shape, batch * nodes)
         assert sum(layer.parameters for layer in plan) == PARAMETERS[name]
-        sums = plan.reduced(0) | {GRADIENTS: 4 * PARAMETERS[name]}  # every GPU there has all weights
-        notes = Notes([(2 * len(plan), plan.bytes(0))], [(shape.size, count) for count in sums.values()])
-        rows.append(row_of(shape, ABCI, RankProfile(1.0, notes)))
+        sums = plan.reduction_bytes(0) | {GRADIENTS: 4 * PARAMETERS[name]}  # every GPU there has all weights
+        messages = MessageLog([(2 * len(plan), plan.bytes(0))], [(shape.size, count) for count in sums.values()])
+        rows.append(predict_step(shape, ABCI, RankProfile(1.0, messages)))
     return rows
 
 
@@ -77,7 +77,7 @@ def test_ratios_to_the_first_node_count(name, tolerance):
     rows, published = predict_rows(name), PUBLISHED[name][1]
     times = dict(zip((row["ranks"] for row in rows), published.values(), strict=True))
     measured = dict(list(times.items())[:2])
-    machine = calibrated(ABCI, rows, measured)
+    machine = fit_machine(ABCI, rows, measured)
     predicted = [rescale_row(machine, row, ABCI)["seconds_per_step"] for row in rows]
     expected = list(times.values())
     assert predicted[:2] == pytest.approx(expected[:2])
@@ -85,6 +85,6 @@ def test_ratios_to_the_first_node_count(name, tolerance):
     errors = [a / predicted[0] / (b / expected[0]) - 1 for a, b in zip(predicted, expected, strict=True)]
     assert max(map(abs, errors)) < tolerance, errors
     # messages alone, in rings as in paraDL's own model, predict no growth
-    linear = [rescale_row(calibrated(ABCI, rows[:1], measured), row, ABCI)["seconds_per_step"] for row in rows]
+    linear = [rescale_row(fit_machine(ABCI, rows[:1], measured), row, ABCI)["seconds_per_step"] for row in rows]
     assert linear[-1] / linear[0] < 1.01
     assert all(a < b for a, b in pairwise(predicted))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from neondist.bench.scaling import bench_scaling, scaling_table, write
+from neondist.bench.scaling import bench_scaling, scaling_table, write_scaling_report
 
 
 def make_report(ranks, seconds, batch=8):
@@ -42,7 +42,7 @@ def test_weak_scaling():
 
 def test_files(tmp_path):
     rows = bench_scaling(lambda ranks: make_report(ranks, 1 / ranks), [1, 2], 1)
-    files = write(tmp_path / "a" / "b", rows, "title")
+    files = write_scaling_report(tmp_path / "a" / "b", rows, "title")
     assert [json.loads(line) for line in files[0].read_text().splitlines()] == rows
     assert files[1].read_text() == f"title\n\n{scaling_table(rows)}\n"
     assert "| 2 | 1 × 2 × 1 | 8 | 500 ms | 2.00 | 100% | 300 ms | 10 B | 4 B |" in scaling_table(rows)

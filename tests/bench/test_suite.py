@@ -8,9 +8,9 @@ import pytest
 from bench_reports import make_report
 
 from neondist.bench import suite
-from neondist.bench.networks import GROUPS, NETWORKS
-from neondist.bench.suite import bench_suite, means
-from neondist.bench.suite_report import draw, suite_markdown, suite_table
+from neondist.bench.networks import NETWORK_GROUPS, NETWORKS
+from neondist.bench.suite import bench_suite, geometric_means
+from neondist.bench.suite_report import draw_suite, suite_markdown, suite_table
 from neondist.bench.tables import share_text
 from neondist.cli import main
 from neondist.cli.bench import suite as command
@@ -36,9 +36,9 @@ def test_networks_match_pytorch(name, tmp_path):
     x = rng.normal(size=(3, *shape))
     targets = rng.integers(entry.classes, size=(3, *model.output_shape[:-1]))
     twin = TorchTwin(entry.model(), model.state(), list(model.gradients()), x, targets)
-    loss, gradients = ModelStep(model).gradients(x, targets, 3)[0], model.gradients()
+    loss, gradients = ModelStep(model).compute_gradients(x, targets, 3)[0], model.gradients()
     np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
-    reference, worst, worst_name = twin.check(str(tmp_path / "ours.npz"))
+    reference, worst, worst_name = twin.compare_gradients(str(tmp_path / "ours.npz"))
     assert loss == pytest.approx(reference, rel=1e-10)
     assert worst < 1e-8, worst_name
 
@@ -76,12 +76,12 @@ def test_rounds_measure_every_side():
     assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
     assert row["ratios"]["one"]["ratio"] == 1
     assert row["layers"][0]["name"] == "conv1"
-    assert means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
+    assert geometric_means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
 
 
 def make_suite_report(sides, networks=("a", "b")):
     rows = list(bench_suite(networks, sides, FakeMeasurements(), 3))
-    report = make_report(rows, sides, 3, means(rows, {"all": list(networks)}))
+    report = make_report(rows, sides, 3, geometric_means(rows, {"all": list(networks)}))
     return report | {"notes": ["a note"], "compared": "warm" in sides}
 
 
@@ -103,7 +103,7 @@ def test_tables_and_picture(sides, tmp_path):
     console.print(suite_table(report))
     assert "a note" in console.export_text()
     pytest.importorskip("matplotlib")
-    draw(tmp_path / "s.png", report)
+    draw_suite(tmp_path / "s.png", report)
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -145,7 +145,7 @@ def test_errors(words, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.long
 def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    monkeypatch.setattr(command.threads, "cores", lambda process=0: 1)
+    monkeypatch.setattr(command.threads, "count_cores", lambda process=0: 1)
     words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "suite.json")]
     assert main(["bench", "suite", *words]) == 0
     report = json.loads((tmp_path / "suite.json").read_text())
@@ -159,8 +159,8 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
-    monkeypatch.setattr(command, "step_of", lambda *_: {"seconds_per_step": 1.0, "process_bytes": [7]})
-    monkeypatch.delitem(suite.THEIRS, "eager")  # differs from "warm" in its settings alone
+    monkeypatch.setattr(command, "run_step_bench", lambda *_: {"seconds_per_step": 1.0, "process_bytes": [7]})
+    monkeypatch.delitem(suite.TORCH_SIDES, "eager")  # differs from "warm" in its settings alone
     page = tmp_path / "suite.md"
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "1", "--markdown", str(page)]) == 0
     assert "÷ best" in page.read_text()
@@ -174,14 +174,14 @@ def test_failed_job_is_reported(file, monkeypatch, capsys):
         raise LaunchError("ended with exit code 1")
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    monkeypatch.setattr(command, "step_of", fail)
+    monkeypatch.setattr(command, "run_step_bench", fail)
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "2"]) == 1
     assert "one: ended with exit code 1" in capsys.readouterr().out
 
 
 def test_names_of_networks():
-    assert tuple(command.NAMES.split(", ")) == tuple(NETWORKS) == sum(GROUPS.values(), ())
-    assert len(GROUPS["main"]) == 6
+    assert tuple(command.NETWORK_NAMES_HELP.split(", ")) == tuple(NETWORKS) == sum(NETWORK_GROUPS.values(), ())
+    assert len(NETWORK_GROUPS["main"]) == 6
 
 
 @pytest.mark.parametrize(

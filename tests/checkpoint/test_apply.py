@@ -27,7 +27,7 @@ LAYOUTS = [(1, {}), (4, {}), (6, {"replicas": 3})]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "BLOCK", 200)
+    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 200)
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +158,11 @@ def test_input_formats(tmp_path):
     ):
         source = open_images(path, (4, 6, 1))
         assert source.shape == images.shape
-        np.testing.assert_array_equal(source.raw(range(1, 3), (slice(1, 3), slice(2, 5))), images[1:3, 1:3, 2:5])
-        assert source.raw(range(2, 2), (slice(1, 3), slice(2, 2))).shape == (0, 2, 0, 1)
+        np.testing.assert_array_equal(source.read_raw(range(1, 3), (slice(1, 3), slice(2, 5))), images[1:3, 1:3, 2:5])
+        assert source.read_raw(range(2, 2), (slice(1, 3), slice(2, 2))).shape == (0, 2, 0, 1)
     for single_image in (images[0], images[0, ..., 0]):
         np.testing.assert_array_equal(
-            open_images(save_array("c.npy", single_image), (4, 6, 1)).raw(range(1), (slice(0, 4), slice(0, 6))),
+            open_images(save_array("c.npy", single_image), (4, 6, 1)).read_raw(range(1), (slice(0, 4), slice(0, 6))),
             images[:1],
         )
     with pytest.raises(DataError, match=r"no unique data set; name one: .*c\.h5:x, .*c\.h5:y"):
@@ -177,15 +177,15 @@ def test_image_files(tmp_path):
     for index, cells in enumerate(images):
         image.fromarray(cells).save(tmp_path / f"{index}.png")
     source = open_images(tmp_path, (8, 5, 3))
-    np.testing.assert_array_equal(source.raw(range(1, 3), (slice(2, 4), slice(1, 5))), images[1:, 2:4, 1:5])
+    np.testing.assert_array_equal(source.read_raw(range(1, 3), (slice(2, 4), slice(1, 5))), images[1:, 2:4, 1:5])
     np.testing.assert_array_equal(
-        open_images(tmp_path / "1.png", (8, 5, 3)).raw(range(1), (slice(0, 8), slice(0, 5))), images[1:2]
+        open_images(tmp_path / "1.png", (8, 5, 3)).read_raw(range(1), (slice(0, 8), slice(0, 5))), images[1:2]
     )
     with pytest.raises(DataError, match=r"shape \[3, 8, 5, 3\] \(NYXC\); the model takes \(N, H, W, 1\)"):
         open_images(tmp_path, (8, 5, 1))
     image.fromarray(images[0, 1:]).save(tmp_path / "3.png")
     with pytest.raises(DataError, match=r"3\.png: has shape \[7, 5, 3\]"):
-        open_images(tmp_path, (8, 5, 3)).raw(range(4), (slice(0, 8), slice(0, 5)))
+        open_images(tmp_path, (8, 5, 3)).read_raw(range(4), (slice(0, 8), slice(0, 5)))
     (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:45])
     with pytest.raises(DataError, match=r"0\.png: cannot be read as an image"):
         open_images(tmp_path, (8, 5, 3))

@@ -9,7 +9,7 @@ from checkpoint_runs import load_run, save_run
 
 import neondist as nd
 from neondist.errors import OutputError
-from neondist.io.files import Draft, append, make_folder, partial, replacing, write_text
+from neondist.io.files import DraftFile, append_text, atomic_replacement, make_folder, partial_path, write_text
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def link_target(tmp_path):
 
 def test_draft_replaces_a_link(tmp_path, link_target):
     target = tmp_path / "x.json"
-    partial(target).symlink_to(link_target)
+    partial_path(target).symlink_to(link_target)
     write_text(target, "mine")
     assert target.read_text() == "mine"
-    assert not os.path.lexists(partial(target))
+    assert not os.path.lexists(partial_path(target))
 
 
 def test_checkpoint_is_not_written_through_a_link(tmp_path, link_target):
@@ -39,7 +39,7 @@ def test_checkpoint_is_not_written_through_a_link(tmp_path, link_target):
 
 def test_predictions_are_not_written_through_a_link(tmp_path, link_target):
     for name in ("y.npy", "y.h5"):
-        partial(tmp_path / name).symlink_to(link_target)
+        partial_path(tmp_path / name).symlink_to(link_target)
         with nd.create_sink(tmp_path / name, (2, 3), "float32", "NC") as sink:
             sink.write([(0, 2), (0, 3)], np.ones((2, 3)))
             sink.commit()
@@ -49,7 +49,7 @@ def test_predictions_are_not_written_through_a_link(tmp_path, link_target):
 def test_lines_are_not_appended_through_a_link(tmp_path, link_target):
     (tmp_path / "log").symlink_to(link_target)
     with pytest.raises(OutputError, match="log: cannot be written"):
-        append(tmp_path / "log", "line\n")
+        append_text(tmp_path / "log", "line\n")
 
 
 def test_failed_block_keeps_the_old_file(tmp_path):
@@ -57,7 +57,7 @@ def test_failed_block_keeps_the_old_file(tmp_path):
     write_text(path, "old")
 
     def write_and_fail():
-        with replacing(path) as file:
+        with atomic_replacement(path) as file:
             file.write(b"half")
             raise ZeroDivisionError
 
@@ -69,8 +69,8 @@ def test_failed_block_keeps_the_old_file(tmp_path):
 
 def test_two_writers_of_one_file(tmp_path):
     """The second writer removes the first one's draft; the first must neither rename nor remove the second's."""
-    first = Draft(tmp_path / "x")
-    second = Draft(tmp_path / "x")
+    first = DraftFile(tmp_path / "x")
+    second = DraftFile(tmp_path / "x")
     second.file.write(b"second")
     with pytest.raises(OSError, match="another process"):
         first.finish()

@@ -19,8 +19,8 @@ LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6,
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "BLOCK", 1000)
-    monkeypatch.setattr(checksum, "PIECE", 1000)
+    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 1000)
+    monkeypatch.setattr(checksum, "READ_SIZE", 1000)
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
@@ -64,7 +64,7 @@ def test_serial_model_reads_distributed_checkpoint(tmp_path):
 def test_checkpoint_is_plain_hdf5(tmp_path):
     import h5py
 
-    written = save_run(tmp_path / "c.h5", 2, resolved="!FitExperiment {}\n")
+    written = save_run(tmp_path / "c.h5", 2, yaml_text="!FitExperiment {}\n")
     with h5py.File(tmp_path / "c.h5") as file:
         np.testing.assert_array_equal(file["model/conv1/weights"], written["model/conv1/weights"])
         assert file["experiment"][()] == b"!FitExperiment {}\n"

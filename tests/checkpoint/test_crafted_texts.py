@@ -11,7 +11,7 @@ import neondist as nd
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError
 from neondist.train import predict
-from neondist.train.callbacks.checkpoint import Progress
+from neondist.train.callbacks.checkpoint import RunProgress
 
 UNUSUAL_VALUES = [
     None,
@@ -73,13 +73,13 @@ def texts(tmp_path_factory):
 
 
 def test_crafted_positions(texts):
-    error_types = [_catch_error_type(Progress.from_json, text) for text in craft_texts(texts[1]["position"])]
+    error_types = [_catch_error_type(RunProgress.from_json, text) for text in craft_texts(texts[1]["position"])]
     assert len(error_types) > 300
     assert all(error_type is None or issubclass(error_type, ValueError) for error_type in error_types)
     for name in INTEGER_FIELDS:
         for value in (-1, 0.5, True, None, "1", [], float("nan"), 1 << 60):
             text = _set_field(texts[1]["position"], name, value)
-            assert _catch_error_type(Progress.from_json, text) is ValueError, (name, value)
+            assert _catch_error_type(RunProgress.from_json, text) is ValueError, (name, value)
 
 
 def _set_field(text, name, value):
@@ -102,10 +102,10 @@ def test_resume_from_a_crafted_position(texts, text):
 
 
 def test_crafted_image_facts(texts, tmp_path):
-    from neondist.train.inference.network import normalisation
+    from neondist.train.inference.network import read_normalisation
 
     for text in craft_texts(texts[1]["images"]):
-        error_type = _catch_error_type(lambda text: normalisation(texts[0], {"images": text}), text)
+        error_type = _catch_error_type(lambda text: read_normalisation(texts[0], {"images": text}), text)
         assert error_type in (None, DataError), text
     path = forge_checkpoint(
         texts[0], lambda file: _replace_text(file, "images", '{"shape": [1, "a"], "factor": [1], "offset": [0]}')
@@ -121,16 +121,16 @@ def _replace_text(file, name, text):
 
 
 def test_crafted_scheme_memory(texts):
-    """`restore_memory` parses the text before it uses any other data."""
-    from neondist.io.checkpoint import REMEMBERED, Facts, restore_memory
+    """`restore_scheme_memory` parses the text before it uses any other data."""
+    from neondist.io.checkpoint import MEMORY_TEXT_NAME, CheckpointContents, restore_scheme_memory
     from neondist.io.checkpoint.read import CheckpointReader
 
     original = json.dumps({"of": "owner", "layers": {"conv1": [[[0, 5, "forward", 1, 4]]]}})
 
     exchanged = {"conv1": [nd.GlobalArray(nd.ProcessGrid.serial(), (5, 2, 2, 1), nd.Window(1), dtype="float64")]}
     for text in craft_texts(original):
-        reader = CheckpointReader(Facts(texts[0], {REMEMBERED: text}), None, SingleTransport())
+        reader = CheckpointReader(CheckpointContents(texts[0], {MEMORY_TEXT_NAME: text}), None, SingleTransport())
         error_type = _catch_error_type(
-            lambda _, reader=reader: restore_memory(reader, exchanged, "owner", SingleTransport()), text
+            lambda _, reader=reader: restore_scheme_memory(reader, exchanged, "owner", SingleTransport()), text
         )
         assert error_type in (None, DataError), text

@@ -12,7 +12,9 @@ def record_checkpoints(monkeypatch, tmp_path, clock=None, **fields):
     """Return the (epoch, step) of each checkpoint of a run of 3 epochs of 3 steps."""
     positions = []
     monkeypatch.setattr(
-        module, "write", lambda path, pieces, texts, world, keep, step: positions.append((run[0].epoch, step))
+        module,
+        "write_checkpoint",
+        lambda path, pieces, texts, world, keep, step: positions.append((run[0].epoch, step)),
     )
     run = []
     if clock is not None:

@@ -59,7 +59,7 @@ def test_resumed_run_is_bit_identical(tmp_path, scheme, replicas):
             restore(tmp_path / f"{step}.h5", resumed)
             if step == 3:  # new buffers and messages
                 nd.DebugHalo().guard(resumed.model)
-            assert resumed.notes == []
+            assert resumed.start_messages == []
             assert train(resumed, SIZES[step:]) == losses[step:]
             for name, array in uninterrupted.model.state().items():
                 np.testing.assert_array_equal(resumed.model.state()[name], array, err_msg=name)
@@ -76,7 +76,7 @@ def test_no_exchange_is_pending_after_a_run():
         exchanges = [
             exchange for layer in experiment.model.leaves for array in layer.arrays for _, exchange in array.recorded
         ]
-        return len(exchanges), any(exchange.under_way for exchange in exchanges)
+        return len(exchanges), any(exchange.is_running for exchange in exchanges)
 
     for count, pending in loopback.run(4, body):
         assert count
@@ -122,7 +122,7 @@ def read_notes(path, ranks, scheme="stale"):
     def body(world):
         run = start_run(scheme, nd.ProcessGrid(world))
         restore(path, run)
-        return run.notes
+        return run.start_messages
 
     return loopback.run(ranks, body)[0]
 

@@ -15,7 +15,7 @@ class StartRecorder(nd.Hook):
     """Record the state and the notes at the start, and stop there."""
 
     def before_run(self, run):
-        self.state, self.notes, self.step = run.model.state(), run.notes, run.step
+        self.state, self.notes, self.step = run.model.state(), run.start_messages, run.step
         run.stop = nd.train.Stop("seen enough")
 
 

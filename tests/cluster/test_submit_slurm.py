@@ -13,7 +13,7 @@ from cli_runs import EXPERIMENT, run_in_process
 from processes import communicate
 
 from neondist.cluster.submit import Submission
-from neondist.cluster.submit.slurm import ATTEMPTS, batch_script
+from neondist.cluster.submit.slurm import MAX_REQUEUES, batch_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 # stands in for Python: prints its words; with `wait`, sleeps until a signal and exits as a stopped run
@@ -68,7 +68,7 @@ def test_workers_with_servers_run_on_the_nodes_of_the_job(folder):
 
 @pytest.mark.parametrize("code", [0, 2, 75, 137])
 def test_words_and_exit_codes_are_preserved(folder, code):
-    script = script_of(folder, f"name={SPECIAL}", modules=("x y.py",), elastic=(2, 4))
+    script = script_of(folder, f"name={SPECIAL}", modules=("x y.py",), rank_bounds=(2, 4))
     job = start_script(folder, script, CODE=str(code))
     out, _ = communicate(job)
     assert job.returncode == code
@@ -79,7 +79,8 @@ def test_words_and_exit_codes_are_preserved(folder, code):
 
 
 @pytest.mark.parametrize(("number", "starts", "requeued"), [
-    (signal.SIGUSR1, 0, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS - 1, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS, ""),
+    (signal.SIGUSR1, 0, "requeue 7\n"), (signal.SIGUSR1, MAX_REQUEUES - 1, "requeue 7\n"),
+    (signal.SIGUSR1, MAX_REQUEUES, ""),
     (signal.SIGTERM, 0, ""),
 ])  # fmt: skip
 def test_signals_end_the_run_with_a_checkpoint(folder, number, starts, requeued):

@@ -8,7 +8,7 @@ from many_grids import BATCH, SHAPE, build_small_model, train_on_grids
 
 import neondist as nd
 from neondist.comm import DebugTransport, loopback
-from neondist.comm.loopback import _Group
+from neondist.comm.loopback import _MailboxGroup
 from neondist.comm.single import SingleTransport
 from neondist.errors import DataError, GridError, RemoteError
 
@@ -70,7 +70,7 @@ def test_agreed_errors_close_the_grid(error, closes):
 def test_many_grids_leave_no_groups(closed):
     def count_groups():
         gc.collect()
-        return sum(isinstance(item, _Group) for item in gc.get_objects())
+        return sum(isinstance(item, _MailboxGroup) for item in gc.get_objects())
 
     before = count_groups()
     results = loopback.run(2, lambda comm: (train_on_grids(comm, 40, closed), comm.allgather(0), count_groups()))

@@ -18,7 +18,7 @@ def test_writes_to_buffers_in_flight(end, dtype):
         arrays = {name: np.ones((4, 4), dtype) for name in ("send", "receive")}
         box = (slice(1, 3), slice(0, 2))
         messages = [[Message(1 - comm.rank, arrays[name], box)] for name in ("send", "receive")]
-        exchange = debug(comm).exchange(*messages)
+        exchange = debug(comm).create_exchange(*messages)
         exchange.start()
         if comm.rank == 0:
             thread = threading.Thread(target=lambda: arrays[end].__setitem__((2, 1), 7))

@@ -6,9 +6,9 @@ from device import Device
 from mpi4py import MPI
 
 import neondist as nd
-from neondist.arrays.namespace import HostTwin
+from neondist.arrays.namespace import HostStagingBuffer
 from neondist.comm import loopback
-from neondist.comm.cuda import reports_cuda, verify_device_messages
+from neondist.comm.cuda import reports_cuda_support, verify_device_messages
 from neondist.comm.mpi import MPITransport
 from neondist.comm.reductions import Reductions
 from neondist.comm.transport import Message
@@ -17,12 +17,12 @@ from neondist.comm.transport import Message
 @pytest.mark.parametrize("aware", [False, True])
 def test_messages_to_the_same_rank(monkeypatch, aware):
     """Count one copy each way for any number of messages, or none if MPI accepts device memory."""
-    monkeypatch.setattr("neondist.comm.mpi.reports_cuda", lambda mpi: aware)
+    monkeypatch.setattr("neondist.comm.mpi.reports_cuda_support", lambda mpi: aware)
     device, transport = Device(), MPITransport(MPI.COMM_SELF)
     source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
     cuts = [(slice(0, 5),), (slice(5, 12),)]
-    assert transport.takes(source) == aware
-    exchange = transport.exchange(*([Message(0, array, cut) for cut in cuts] for array in (source, target)))
+    assert transport.accepts_array(source) == aware
+    exchange = transport.create_exchange(*([Message(0, array, cut) for cut in cuts] for array in (source, target)))
     for shift in (0, 1, 2):
         source += shift
         before = device.synchronisations
@@ -37,7 +37,7 @@ def test_messages_to_the_same_rank(monkeypatch, aware):
 def test_messages_leave_other_cells_unchanged():
     device, transport = Device(), MPITransport(MPI.COMM_SELF)
     source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
-    exchange = transport.exchange([Message(0, source, (slice(2, 4),))], [Message(0, target, (slice(6, 8),))])
+    exchange = transport.create_exchange([Message(0, source, (slice(2, 4),))], [Message(0, target, (slice(6, 8),))])
     target += 7
     exchange.run()
     np.testing.assert_array_equal(device.xp.asnumpy(target), [7, 7, 7, 7, 7, 7, 2, 3, 7, 7, 7, 7])
@@ -45,7 +45,7 @@ def test_messages_leave_other_cells_unchanged():
 
 def test_support_of_the_library_is_verified():
     """Detect libraries without support for device memory, as the installed one may be."""
-    assert reports_cuda(MPI) in (False, True, None)
+    assert reports_cuda_support(MPI) in (False, True, None)
     device = Device()
     assert verify_device_messages(MPI.COMM_SELF, device.xp.array(np.zeros(64, "f4")))
 
@@ -76,12 +76,12 @@ def test_sums_wait_for_the_device():
 def test_twins_wait_for_pending_work():
     device = Device()
     array, current = device.xp.array(np.zeros(3)), device.xp.cuda.get_current_stream()
-    twin = HostTwin(array)
+    twin = HostStagingBuffer(array)
     array.set(np.ones(3), stream=current)  # pending work
-    np.testing.assert_array_equal(twin.fetch(), 1)
+    np.testing.assert_array_equal(twin.copy_to_host(), 1)
     twin.host[...] = 5
     array.set(np.full(3, 2.0), stream=current)
-    twin.put()
+    twin.copy_to_device()
     np.testing.assert_array_equal(array.memory, 5)
 
 
@@ -89,7 +89,7 @@ def test_host_memory_is_kept_until_it_is_copied():
     """Prevent another twin from writing into it while the copy waits for pending work of the device."""
     device = Device()
     array = device.xp.array(np.zeros(3))
-    twin = HostTwin(array)
+    twin = HostStagingBuffer(array)
     twin.host[...] = 5
     array.set(twin.host, stream=twin._stream)  # the pending copy of `put`
     del twin

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from neondist.comm.effects import Effects
+from neondist.comm.effects import ProcessHooks
 from neondist.comm.transport import Transport
 from neondist.errors import DataError
 
@@ -24,7 +24,7 @@ class FakeRanks(Transport):
     def abort(self, code):
         self.events.append(code)
 
-    split = exchange = allreduce = iallreduce = allgather_array = all_to_all = allgather = bcast = None
+    split = create_exchange = allreduce = iallreduce = allgather_array = all_to_all = allgather = bcast = None
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def previous_hook(monkeypatch):
 def test_last_grid_reverts_the_effects(previous_hook, capsys):
     hook, calls = previous_hook
     first, second = FakeRanks(), FakeRanks()
-    effects = Effects.enter(first)
-    assert Effects.enter(second) is effects is sys.excepthook
+    effects = ProcessHooks.add_grid(first)
+    assert ProcessHooks.add_grid(second) is effects is sys.excepthook
     assert (first.events, second.events) == (["shared"], [])
-    effects.leave(first)
+    effects.remove_grid(first)
     sys.excepthook(DataError, DataError("no such file"), None)
     assert second.events == [2]
     assert "rank 0 of 2 failed and ends the job:" in capsys.readouterr().err
-    effects.leave(second)
+    effects.remove_grid(second)
     assert sys.excepthook is hook
     assert first.events == ["shared", "reverted"]
     assert not calls
@@ -54,9 +54,9 @@ def test_last_grid_reverts_the_effects(previous_hook, capsys):
 def test_later_hooks_are_kept(previous_hook):
     """Keep a hook that calls the previous one, which then has no job to end."""
     _, calls = previous_hook
-    effects = Effects.enter(ranks := FakeRanks())
+    effects = ProcessHooks.add_grid(ranks := FakeRanks())
     sys.excepthook = later_hook = lambda *error: effects(*error)
-    effects.leave(ranks)
+    effects.remove_grid(ranks)
     assert sys.excepthook is later_hook
     error = OSError("disk")
     sys.excepthook(OSError, error, None)

@@ -150,11 +150,11 @@ def test_sent_arrays_may_change_before_they_are_received():
         array, all_cells = np.full(3, 1.0 + transport.rank), (slice(0, 3),)
         message = [Message(1 - transport.rank, array, all_cells)]
         if transport.rank == 0:
-            transport.exchange(message, []).run()
+            transport.create_exchange(message, []).run()
             array[...] = 7
             transport.send(1, "changed")
         else:
-            exchange = transport.exchange([], message)
+            exchange = transport.create_exchange([], message)
             transport.receive(0)
             exchange.run()
         return array

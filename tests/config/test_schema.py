@@ -9,10 +9,10 @@ import pytest
 import neondist as nd
 import yaml
 from neondist.cli import main
-from neondist.cli.complete import fields_of
+from neondist.cli.complete import settable_fields
 from neondist.config import load_experiment
-from neondist.config.keys import keys_of
-from neondist.config.schema import schema, tags
+from neondist.config.keys import settable_keys
+from neondist.config.schema import experiment_schema, yaml_custom_tags
 
 
 class Untagged(yaml.SafeLoader):
@@ -35,7 +35,7 @@ epochs: 2
 @cache
 def validator():
     jsonschema = pytest.importorskip("jsonschema")
-    json_schema = json.loads(json.dumps(schema()))
+    json_schema = json.loads(json.dumps(experiment_schema()))
     jsonschema.Draft7Validator.check_schema(json_schema)
     return jsonschema.Draft7Validator(json_schema)
 
@@ -59,7 +59,7 @@ def test_schema_agrees_with_check():
     assert schema_errors(FILE.replace("layers: [", branch)) == []
     for old, new in [("min_deviation", "min_deviatio"), ("mean", "median"), ("[]]", "[2]]"), ("[[[!", "[[[2, !")]:
         assert schema_errors(FILE.replace("layers: [", branch.replace(old, new))), new
-    warmup = schema()["definitions"]["Warmup"]
+    warmup = experiment_schema()["definitions"]["Warmup"]
     assert warmup["properties"]["start"] == {
         "description": "Initial factor, in [0, 1).",
         "type": "number",
@@ -68,8 +68,8 @@ def test_schema_agrees_with_check():
         "default": 0.01,
     }
     assert warmup["required"] == ["epochs"]
-    assert "clip_norm" in schema()["definitions"]["AdamW"]["properties"]
-    assert "!Plateau mapping" in tags()
+    assert "clip_norm" in experiment_schema()["definitions"]["AdamW"]["properties"]
+    assert "!Plateau mapping" in yaml_custom_tags()
 
 
 def test_schema_command(capsys):
@@ -82,14 +82,14 @@ def test_schema_command(capsys):
 def test_keys_of_a_file(tmp_path):
     path = tmp_path / "file.yaml"
     path.write_text(FILE)
-    keys = keys_of(str(path))
+    keys = settable_keys(str(path))
     assert {"epochs=", "best=", "model.layers.0.kernel_size=", "model.layers.1.bias=", "model.dtype="} <= set(keys)
     assert "model.optimizer.schedule.then.patience=" in keys
-    assert keys_of(str(tmp_path / "none.yaml")) == []
-    assert keys == fields_of(str(path))
-    assert fields_of(None) == []
+    assert settable_keys(str(tmp_path / "none.yaml")) == []
+    assert keys == settable_fields(str(path))
+    assert settable_fields(None) == []
     path.write_text("a: [")
-    assert keys_of(str(path)) == []
+    assert settable_keys(str(path)) == []
 
 
 def write_images(folder, count=4, masks=False):
@@ -139,7 +139,7 @@ def test_init_for_a_table(tmp_path, monkeypatch, factor):
     assert main(["init", str(folder), "--to", "x.yaml"]) == 0
     experiment = load_experiment("x.yaml")
     experiment.validate(2)
-    assert experiment.dataset._values.ravel().tolist() == [i % 2 if factor == 1 else i * factor for i in range(4)]
+    assert experiment.dataset._label_values.ravel().tolist() == [i % 2 if factor == 1 else i * factor for i in range(4)]
     outputs, cost = (2, nd.CrossEntropy) if factor == 1 else (1, nd.MSE)
     assert (experiment.model.leaves[-1].arguments()["out_features"], type(experiment.model.cost)) == (outputs, cost)
 

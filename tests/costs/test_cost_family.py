@@ -37,8 +37,12 @@ def compute_mean(cost, y, targets):
     """Return the mean and its gradient as computed in training."""
     value, gradient = 0.0, 0.0
     for factor, part in cost.parts:
-        divisor = part.weight(y.shape, targets) if part.weighted else len(y) * part.cells(y.shape[1:])
-        value += factor * part.value(y, targets) / divisor
+        divisor = (
+            part.local_denominator(y.shape, targets)
+            if part.has_weighted_mean
+            else len(y) * part.terms_per_sample(y.shape[1:])
+        )
+        value += factor * part.local_sum(y, targets) / divisor
         gradient = gradient + factor * part.gradient(y, targets) / divisor
     return value, gradient
 
@@ -111,7 +115,7 @@ def test_label_costs_match_torch(name, shape):
     np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-10, atol=1e-14)
     np.testing.assert_array_equal(y, original)
     if len(cost.parts) > 1:  # the mean times the number of samples
-        assert cost.value(y, labels) / len(y) == pytest.approx(loss, rel=1e-12)
+        assert cost.local_sum(y, labels) / len(y) == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(cost.gradient(y, labels) / len(y), gradient, rtol=1e-10, atol=1e-14)
 
 
@@ -173,19 +177,21 @@ def test_bce_of_labels():
     assert value == pytest.approx(loss, rel=1e-12)
     np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-11, atol=1e-15)
     outputs, classes = draw_scores((4, 5, 3), ignore=False)
-    assert nd.BCE().value(outputs, classes) == pytest.approx(nd.BCE().value(outputs, np.eye(3)[classes]), rel=1e-13)
+    assert nd.BCE().local_sum(outputs, classes) == pytest.approx(
+        nd.BCE().local_sum(outputs, np.eye(3)[classes]), rel=1e-13
+    )
     with pytest.raises(DataError, match="label 2 is outside the 2 classes"):
-        nd.BCE().value(np.zeros((2, 1)), np.array([0, 2]))
+        nd.BCE().local_sum(np.zeros((2, 1)), np.array([0, 2]))
 
 
 @pytest.mark.parametrize("cost", [c for c, _ in LABEL_COSTS.values()], ids=list(LABEL_COSTS))
 def test_empty_and_fully_ignored_targets(cost):
     for shape in ((0, 4), (3, 0, 2, 4)):
-        assert cost.value(np.zeros(shape), np.zeros(shape[:-1], int)) == 0
+        assert cost.local_sum(np.zeros(shape), np.zeros(shape[:-1], int)) == 0
         assert cost.gradient(np.zeros(shape), np.zeros(shape[:-1], int)).shape == shape
     if cost.ignore_index is not None:
         y, void = draw_scores((2, 3, 4))[0], np.full((2, 3), VOID)
-        assert cost.value(y, void) == 0
+        assert cost.local_sum(y, void) == 0
         assert not cost.gradient(y, void).any()
         assert cost.gradient(y.astype("f4"), void).dtype == "f4"
 
@@ -253,7 +259,7 @@ def test_plan_includes_the_normaliser():
         )
         model.build((7, 6, 1), 4, nd.ProcessGrid(comm, replicas=2))
         model.train_batch(model.scatter(np.ones((4, 7, 6, 1))), np.ones((4, 5, 4), int))
-        return model.bytes_summed, sum(model.compiled.reduced(comm.rank).values())
+        return model.bytes_summed, sum(model.compiled.reduction_bytes(comm.rank).values())
 
     for sent, planned in loopback.run(4, job):
         assert sent == planned
@@ -264,17 +270,25 @@ def test_plan_includes_the_normaliser():
     [
         (lambda: nd.CrossEntropy(class_weights=[1, -1]), ConfigError, "class_weights.1: expected a number of at least"),
         (lambda: nd.CrossEntropy(label_smoothing=1), ConfigError, "label_smoothing: .* below 1"),
-        (lambda: nd.CrossEntropy(class_weights=[1, 2]).check((3,), 3), ConfigError, "2 weights for 3 outputs; give 3"),
-        (lambda: nd.DiceCE(class_weights=[0, 0]).check((2,), 2), ConfigError, "class_weights: all are 0"),
-        (lambda: nd.BCE(pos_weight=[1.0]).check((2,), 2), ConfigError, "pos_weight: 1 weights for 2 outputs"),
-        (lambda: nd.BCE().check((1,), 3), ShapeError, "1 outputs, but the data set has 3"),
+        (
+            lambda: nd.CrossEntropy(class_weights=[1, 2]).check_output_shape((3,), 3),
+            ConfigError,
+            "2 weights for 3 outputs; give 3",
+        ),
+        (lambda: nd.DiceCE(class_weights=[0, 0]).check_output_shape((2,), 2), ConfigError, "class_weights: all are 0"),
+        (
+            lambda: nd.BCE(pos_weight=[1.0]).check_output_shape((2,), 2),
+            ConfigError,
+            "pos_weight: 1 weights for 2 outputs",
+        ),
+        (lambda: nd.BCE().check_output_shape((1,), 3), ShapeError, "1 outputs, but the data set has 3"),
         (lambda: nd.Huber(0), ConfigError, "delta: expected a number above 0"),
         (lambda: nd.Focal(-1), ConfigError, "gamma: expected a number of at least 0"),
     ],
 )
 def test_error_messages(make, error, message):
-    nd.BCE().check((1,), 2)
-    nd.MSE().check((1,), 10)
+    nd.BCE().check_output_shape((1,), 2)
+    nd.MSE().check_output_shape((1,), 10)
     with pytest.raises(error, match=message):
         make()
 
@@ -287,5 +301,7 @@ def test_device_results_match_the_host(name):
     targets = targets if kind == "labels" else np.random.default_rng(1).random(y.shape)
     for _, part in cost.parts:
         device_array = device.xp.asarray(y)
-        assert float(part.value(device_array, targets)) == pytest.approx(float(part.value(y, targets)), rel=1e-13)
+        assert float(part.local_sum(device_array, targets)) == pytest.approx(
+            float(part.local_sum(y, targets)), rel=1e-13
+        )
         np.testing.assert_allclose(to_host(part.gradient(device_array, targets)), part.gradient(y, targets), rtol=1e-12)

@@ -37,8 +37,8 @@ def test_cross_entropy_matches_torch(shape, dense):
     targets = draw_probabilities(shape) if dense else labels
     loss, gradient = compute_torch_cross_entropy(y, targets)
     cost = CrossEntropy()
-    terms = shape[0] * cost.cells(shape[1:])
-    assert cost.value(y, targets) / terms == pytest.approx(loss, rel=1e-12)
+    terms = shape[0] * cost.terms_per_sample(shape[1:])
+    assert cost.local_sum(y, targets) / terms == pytest.approx(loss, rel=1e-12)
     np.testing.assert_allclose(cost.gradient(y, targets) / terms, gradient, rtol=1e-11, atol=1e-14)
 
 
@@ -50,7 +50,7 @@ def test_gradient_matches_finite_differences(cost, shape, dense):
     targets = draw_probabilities(shape) * 1.7 if dense else labels  # includes rows that do not sum to 1
     direction = np.random.default_rng(2).normal(size=shape)
     step = 1e-5
-    slope = (cost.value(y + step * direction, targets) - cost.value(y - step * direction, targets)) / (2 * step)
+    slope = (cost.local_sum(y + step * direction, targets) - cost.local_sum(y - step * direction, targets)) / (2 * step)
     assert slope == pytest.approx(float((cost.gradient(y, targets) * direction).sum()), rel=1e-7)
 
 
@@ -60,7 +60,7 @@ def test_labels_equal_one_hot_vectors(cost, dtype):
     y, labels = draw_scores((4, 3, 5))
     y = y.astype(dtype)
     original, one_hot = y.copy(), np.eye(5, dtype=dtype)[labels]
-    assert cost.value(y, labels) == pytest.approx(cost.value(y, one_hot), rel=1e-6)
+    assert cost.local_sum(y, labels) == pytest.approx(cost.local_sum(y, one_hot), rel=1e-6)
     np.testing.assert_allclose(cost.gradient(y, labels), cost.gradient(y, one_hot), rtol=1e-5, atol=1e-6)
     assert cost.gradient(y, labels).dtype == cost.gradient(y, one_hot).dtype == dtype
     assert cost.gradient(y, np.eye(5)[labels]).dtype == dtype  # float64 targets do not change the outputs' dtype
@@ -71,7 +71,7 @@ def test_labels_equal_one_hot_vectors(cost, dtype):
 def test_sums_are_additive_over_parts(cost):
     y, labels = draw_scores((6, 4, 5, 3))
     parts = [(slice(0, 6), slice(0, 1)), (slice(0, 6), slice(1, 4)), (slice(0, 6), slice(4, 4))]
-    assert sum(cost.value(y[p], labels[p]) for p in parts) == pytest.approx(cost.value(y, labels), rel=1e-12)
+    assert sum(cost.local_sum(y[p], labels[p]) for p in parts) == pytest.approx(cost.local_sum(y, labels), rel=1e-12)
     joined = np.concatenate([cost.gradient(y[p], labels[p]) for p in parts], axis=1)
     np.testing.assert_allclose(joined, cost.gradient(y, labels), rtol=1e-13)
 
@@ -81,45 +81,45 @@ def test_sums_are_additive_over_parts(cost):
 def test_empty_arrays(cost, shape):
     y = np.zeros(shape, np.float32)
     for targets in (np.zeros(shape[:-1], np.int64), y):
-        assert cost.value(y, targets) == 0
+        assert cost.local_sum(y, targets) == 0
         assert cost.gradient(y, targets).shape == shape
 
 
 def test_cross_entropy_is_stable():
     y = np.array([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
-    assert CrossEntropy().value(y, np.array([0, 1])) == pytest.approx(math.log(3))
-    assert CrossEntropy().value(y, np.array([1, 1])) == pytest.approx(2e4 + math.log(3))
+    assert CrossEntropy().local_sum(y, np.array([0, 1])) == pytest.approx(math.log(3))
+    assert CrossEntropy().local_sum(y, np.array([1, 1])) == pytest.approx(2e4 + math.log(3))
     assert np.isfinite(CrossEntropy().gradient(y, np.array([1, 1]))).all()
 
 
 def test_cells():
-    assert CrossEntropy().cells((10,)) == 1
-    assert CrossEntropy().cells((6, 4, 10)) == 24
-    assert SumSquared().cells((6, 4, 10)) == 1
+    assert CrossEntropy().terms_per_sample((10,)) == 1
+    assert CrossEntropy().terms_per_sample((6, 4, 10)) == 24
+    assert SumSquared().terms_per_sample((6, 4, 10)) == 1
 
 
 def test_sum_squared_by_hand():
-    assert SumSquared().value(np.array([[1.0, 2.0]]), np.array([[3.0, 5.0]])) == 6.5
+    assert SumSquared().local_sum(np.array([[1.0, 2.0]]), np.array([[3.0, 5.0]])) == 6.5
 
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
 @pytest.mark.parametrize("label", [-1, 3, 255])
 def test_label_out_of_range(cost, label):
     with pytest.raises(DataError, match=rf"label {label} .*3 classes"):
-        cost.value(np.zeros((2, 3)), np.array([0, label]))
+        cost.local_sum(np.zeros((2, 3)), np.array([0, label]))
     with pytest.raises(DataError, match=rf"label {label} .*3 classes"):
         cost.gradient(np.zeros((2, 3)), np.array([0, label]))
 
 
 def test_shape_and_dtype_of_targets():
     with pytest.raises(ShapeError, match="FC or a global pooling"):
-        CrossEntropy().value(np.zeros((2, 4, 4, 3)), np.zeros(2, int))
+        CrossEntropy().local_sum(np.zeros((2, 4, 4, 3)), np.zeros(2, int))
     with pytest.raises(DataError, match="integers"):
-        CrossEntropy().value(np.zeros((2, 3)), np.zeros(2))
+        CrossEntropy().local_sum(np.zeros((2, 3)), np.zeros(2))
 
 
 def test_check_rejects_too_few_outputs():
-    CrossEntropy().check((10,), 10)
-    CrossEntropy().check((7,), None)
+    CrossEntropy().check_output_shape((10,), 10)
+    CrossEntropy().check_output_shape((7,), None)
     with pytest.raises(ShapeError, match=r"7 outputs.*10 classes"):
-        CrossEntropy().check((7,), 10)
+        CrossEntropy().check_output_shape((7,), 10)

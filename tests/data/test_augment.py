@@ -13,7 +13,7 @@ from neondist.arrays import rng
 from neondist.comm import loopback
 from neondist.data import Dataset, Split
 from neondist.data.base import tile_slices
-from neondist.data.split import part_of
+from neondist.data.split import read_cells
 from neondist.errors import ConfigError, DataError
 
 COUNT, SEED, EPOCH = 7, 5, 3
@@ -37,10 +37,10 @@ class CountingTiles:
         return len(self.cells)
 
     def __getitem__(self, numbers):
-        return self.part(numbers, ())
+        return self.read_cells(numbers, ())
 
-    def part(self, numbers, cells):
-        arrays = part_of(self.cells, numbers, cells)
+    def read_cells(self, numbers, cells):
+        arrays = read_cells(self.cells, numbers, cells)
         self.cells_read += [array.size for array in arrays]
         return arrays
 
@@ -249,10 +249,10 @@ def test_samples_depend_on_the_epoch_but_not_on_batches():
     for numbers, (images_of_batch, labels) in zip(batches, data.train.batches(batches, "float64"), strict=True):
         np.testing.assert_array_equal(images_of_batch, x[numbers].reshape(images_of_batch.shape))
         assert len(labels) == len(numbers)
-    lazy = data.train.lazily([3, 5], "float64")
+    lazy = data.train.lazy_images([3, 5], "float64")
     assert lazy.shape == (2, *SHAPES[2])
     np.testing.assert_array_equal(lazy[0:2, 2:9, 4:5], x[[3, 5], 2:9, 4:5])
-    np.testing.assert_array_equal(data.train.plain().images([1], "float64"), images[[1]])
+    np.testing.assert_array_equal(data.train.without_augmentation().images([1], "float64"), images[[1]])
     data.train.epoch = EPOCH + 1
     assert not np.isclose(x, data.train.images(np.arange(COUNT), "float64")).all(axis=(1, 2, 3)).any()
     single = data.train.images([0], "float32")

@@ -32,7 +32,7 @@ def load_on_ranks(path, ranks, numbers, **overrides):
         ]
         climatology = nd.GlobalArray(grid, (1, *data.sample_shape[:-1], 2), dtype="float64")
         statistics = [
-            split.normalisation,
+            split.factor_and_offset,
             data.fields.mean,
             data.fields.std,
             [len(part) for part in data.splits.values()],
@@ -92,9 +92,9 @@ def test_ranks_read_only_their_tiles(tmp_path):
     data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=3, normalise="none")
     data.check()
     tiles = data.load(nd.ProcessGrid.serial().strip_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
-    bytes_before = data._series.source(0).bytes_read
+    bytes_before = data._series.source_at(0).bytes_read
     assert tiles[np.arange(5)].shape == (5, 4, 4, 1)
-    assert data._series.source(0).bytes_read - bytes_before == 5 * 4 * 4 * 4
+    assert data._series.source_at(0).bytes_read - bytes_before == 5 * 4 * 4 * 4
 
 
 def test_channel_names(tmp_path):

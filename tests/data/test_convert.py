@@ -253,7 +253,7 @@ def test_bytes_read_by_four_tiles(tmp_path, monkeypatch, size, shape):
         files.append(CountingFile(path))
         return h5py.File(files[-1], "r")
 
-    monkeypatch.setattr(hdf5_tiles, "open_file", open_file)
+    monkeypatch.setattr(hdf5_tiles, "open_hdf5", open_file)
     for grid in make_grids(*shape):
         train, *_ = nd.HDF5Dataset(tmp_path / "out.h5", test_share=0.25).load(grid)
         for number in (2, 0, 1):

@@ -12,7 +12,7 @@ from small_hdf5 import write_image_folder
 
 import neondist as nd
 from neondist.errors import DataError
-from neondist.formats.image_loader import Loader
+from neondist.formats.image_loader import ImageLoader
 from neondist.system import memory
 from neondist.train.inference.images import open_images
 
@@ -140,8 +140,8 @@ def test_exif_orientation_is_applied(tmp_path, suffix):
     _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     np.testing.assert_allclose(train[0][0, ..., 0], np.rot90(smooth, -1), atol=6)
     source = open_images(tmp_path / "in" / "a" / f"x{suffix}", (8, 12, 1))
-    np.testing.assert_array_equal(source.raw(range(1), (slice(0, 8), slice(0, 12))), train[0][:1])
-    assert Loader().extents(tmp_path / "in" / "a" / f"x{suffix}") == (8, 12)
+    np.testing.assert_array_equal(source.read_raw(range(1), (slice(0, 8), slice(0, 12))), train[0][:1])
+    assert ImageLoader().extents(tmp_path / "in" / "a" / f"x{suffix}") == (8, 12)
 
 
 def test_pillow_warnings_are_not_repeated(tmp_path):
@@ -272,7 +272,7 @@ def test_invalid_arrays(tmp_path):
 
 
 def test_oversized_images_are_refused_from_the_header(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**9)
     write_images(tmp_path / "in", make_image(BYTES))
     assert "an image of 100000 x 100000 needs 30 GB" in convert(tmp_path, tmp_path / "in", "--size", "100000", "100000")
     bomb = io.BytesIO()
@@ -281,7 +281,12 @@ def test_oversized_images_are_refused_from_the_header(tmp_path, monkeypatch):
     raw[16:24] = struct.pack(">II", 50_000, 40_000)
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
     (tmp_path / "bomb.png").write_bytes(raw)
-    for call in (Loader().load, Loader().labels, Loader().extents, Loader("RGB").picture):
+    for call in (
+        ImageLoader().load,
+        ImageLoader().load_labels,
+        ImageLoader().extents,
+        ImageLoader("RGB").load_pillow_image,
+    ):
         with pytest.raises(DataError, match="an image of 50000 x 40000 needs 6 GB of memory, but only 1 GB"):
             call(tmp_path / "bomb.png")
     with open(tmp_path / "x.npy", "wb") as file:

@@ -11,7 +11,7 @@ import time
 import pytest
 from small_datasets import write_mnist
 
-from neondist.cli.data import bars
+from neondist.cli.data import progress_bars
 from neondist.data import MNIST
 from neondist.data.datasets import download, mnist
 from neondist.errors import DataError
@@ -65,11 +65,11 @@ def mirror(tmp_path, monkeypatch):
     """Local mirror of four small files, whose checksums replace the official ones."""
     write_mnist(tmp_path / "mirror")
     files = []
-    for file in mnist.ALL:
+    for file in mnist.ALL_FILES:
         raw = gzip.decompress((tmp_path / "mirror" / f"{file.name}.gz").read_bytes())
         files.append(mnist.MnistFile(file.name, file.magic, file.count, hashlib.md5(raw).hexdigest()))
-    monkeypatch.setattr(download, "ALL", tuple(files))
-    monkeypatch.setattr(download, "_PIECE", 1000)
+    monkeypatch.setattr(download, "ALL_FILES", tuple(files))
+    monkeypatch.setattr(download, "_PIECE_BYTES", 1000)
     monkeypatch.setenv("no_proxy", "*")
     server = Mirror(tmp_path / "mirror")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -97,7 +97,7 @@ def test_all_four_files(mirror, target):
     reports = []
     paths = download.download_mnist(target, mirror.url, lambda *report: reports.append(report))
     assert is_complete(target, mirror)
-    assert paths == [target / f"{file.name}.gz" for file in mnist.ALL]
+    assert paths == [target / f"{file.name}.gz" for file in mnist.ALL_FILES]
     size = (target / NAME).stat().st_size
     progress = [(received, total) for name, received, total in reports if name == NAME]
     assert progress[-1] == (size, size)
@@ -115,7 +115,7 @@ def test_only_bad_files_are_replaced(mirror, target):
     assert mirror.requests == [("t10k-labels-idx1-ubyte.gz", None)]
     assert is_complete(target, mirror)
     assert (target / NAME).stat().st_ino == inode
-    assert set(names) == {f"{file.name}.gz" for file in mnist.ALL}
+    assert set(names) == {f"{file.name}.gz" for file in mnist.ALL_FILES}
 
 
 def interrupt_download(mirror, target, bytes_sent=7000):
@@ -258,14 +258,14 @@ def test_network_error_is_not_a_full_disk(mirror, target, monkeypatch):
 
 
 def test_the_console_shows_progress(mirror, target, capsys):
-    with bars() as progress:
+    with progress_bars() as progress:
         download.download_mnist(target, mirror.url, progress)
     assert NAME in capsys.readouterr().out
 
 
 def test_official_checksums(official_mnist, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    for file in mnist.ALL:
+    for file in mnist.ALL_FILES:
         shutil.copy(official_mnist / f"{file.name}.gz", tmp_path)
     # no mirror is contacted, as all files are valid
     download.download_mnist(tmp_path, "http://127.0.0.1:1/")

@@ -11,7 +11,7 @@ from small_hdf5 import write_hdf5
 import neondist as nd
 from neondist.comm import loopback
 from neondist.data.datasets import hdf5_tiles
-from neondist.data.datasets.hdf5_tiles import runs
+from neondist.data.datasets.hdf5_tiles import contiguous_runs
 from neondist.errors import ConfigError, DataError
 
 SERIAL = nd.ProcessGrid.serial()
@@ -117,7 +117,9 @@ def test_reader_errors_end_the_run(path):
 
     class InvalidNumbers(nd.Hook):
         def before_run(self, run):
-            run.dataset.train.tiles.numbers = run.dataset.train.tiles.numbers + 15  # beyond the file's last sample
+            run.dataset.train.tiles.sample_numbers = (
+                run.dataset.train.tiles.sample_numbers + 15
+            )  # beyond the file's last sample
 
     with pytest.raises(DataError, match=r"x\.h5: damaged"):
         train_losses(path, hooks=[InvalidNumbers()])
@@ -182,7 +184,7 @@ def test_normalisation_attributes(path):
 
 
 def test_runs():
-    assert list(runs(np.array([4, 5, 6, 2, 1, 2, 9]))) == [(0, 4, 3), (3, 2, 1), (4, 1, 2), (6, 9, 1)]
+    assert list(contiguous_runs(np.array([4, 5, 6, 2, 1, 2, 9]))) == [(0, 4, 3), (3, 2, 1), (4, 1, 2), (6, 9, 1)]
 
 
 def write_damaged(path, change):

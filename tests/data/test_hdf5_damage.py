@@ -12,7 +12,7 @@ from small_hdf5 import write_hdf5
 import neondist as nd
 from neondist.data.datasets.hdf5_tiles import HDF5Tiles
 from neondist.errors import DataError
-from neondist.io.hdf5 import CheckedArray, ChecksumTable, NewFile, file_state, read_whole
+from neondist.io.hdf5 import CheckedArray, ChecksumTable, NewHDF5File, read_verified_array, size_and_mtime
 
 SERIAL = nd.ProcessGrid.serial()
 COUNT = 9
@@ -85,7 +85,7 @@ def test_prediction_inputs_are_verified(converted_file):
     sample = zero_chunk(converted_file, "test/images", 3)[0]
     source = open_images(f"{converted_file}:test/images", (150, 140, 3))
     with pytest.raises(DataError, match=f"wrong checksum in sample {sample}"):
-        source.raw(range(3), (slice(0, 150), slice(0, 140)))
+        source.read_raw(range(3), (slice(0, 150), slice(0, 140)))
 
 
 @pytest.mark.parametrize("kind", ["npy", "h5"])
@@ -98,10 +98,10 @@ def test_changed_prediction_inputs_are_reported(tmp_path, kind):
         file["images"] = cells
     path = tmp_path / f"x.{kind}"
     source = open_images(path, (30, 20, 1))
-    assert source.raw(range(2), (slice(1, 3), slice(0, 4))).shape == (2, 2, 4, 1)
+    assert source.read_raw(range(2), (slice(1, 3), slice(0, 4))).shape == (2, 2, 4, 1)
     os.truncate(path, 4000)
     with pytest.raises(DataError, match="has changed since it was opened"):
-        source.raw(range(198, 200), (slice(0, 30), slice(0, 20)))
+        source.read_raw(range(198, 200), (slice(0, 30), slice(0, 20)))
     source.close()
 
 
@@ -116,15 +116,15 @@ def test_checked_arrays_round_trip(tmp_path, seed, monkeypatch):
     half = shape[0] // 2 // block[0] * block[0]
     for first, last in ((0, half), (half, shape[0])):
         table.add(cells[first:last], first)
-    with NewFile(tmp_path / "x.h5") as new:
+    with NewHDF5File(tmp_path / "x.h5") as new:
         new.file.create_dataset("g/x", data=cells)
         table.write(new.file, "g/x")
-    monkeypatch.setattr("neondist.io.hdf5.checksums._ROOM", int(rng.integers(1, 300)))
+    monkeypatch.setattr("neondist.io.hdf5.checksums._BATCH_BYTES", int(rng.integers(1, 300)))
     low, high = np.sort([rng.integers(0, n + 1, 2) for n in shape]).T
     low, high = np.minimum(low, np.array(shape) - 1), np.maximum(high, low + 1)
     index = tuple(slice(int(a), int(b)) for a, b in zip(low, high, strict=True))
     with h5py.File(tmp_path / "x.h5", "r+") as file:
-        np.testing.assert_array_equal(read_whole(file, "g/x"), cells)
+        np.testing.assert_array_equal(read_verified_array(file, "g/x"), cells)
         out = np.empty_like(cells[index])
         CheckedArray(file, "g/x", index[1:]).read(index[0].start, out)
         np.testing.assert_array_equal(out, cells[index])
@@ -132,7 +132,7 @@ def test_checked_arrays_round_trip(tmp_path, seed, monkeypatch):
         with pytest.raises(ValueError, match="wrong checksum"):
             CheckedArray(file, "g/x", index[1:]).read(index[0].start, out)
         with pytest.raises(ValueError, match="wrong checksum"):
-            read_whole(file, "g/x")
+            read_verified_array(file, "g/x")
 
 
 def test_checksums_cover_chunks(converted_file):
@@ -180,7 +180,9 @@ def test_file_state_is_checked_once_per_batch(tmp_path, monkeypatch):
     path = tmp_path / "x.h5"
     write_hdf5(path)
     data, paths = open_dataset(path), []
-    monkeypatch.setattr("neondist.data.datasets.hdf5_tiles.file_state", lambda p: paths.append(p) or file_state(p))
+    monkeypatch.setattr(
+        "neondist.data.datasets.hdf5_tiles.size_and_mtime", lambda p: paths.append(p) or size_and_mtime(p)
+    )
     assert isinstance(data.train.tiles, HDF5Tiles)
     data.train.images(np.arange(20)[::-1])
     assert len(paths) == 1

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from small_datasets import encode_idx, write_bytes
 
-from neondist.data.datasets.idx import IMAGES, LABELS, open_idx, read_header
+from neondist.data.datasets.idx import IMAGES_MAGIC, LABELS_MAGIC, open_idx, read_idx_header
 from neondist.errors import DataError
 
 PIXELS = np.random.RandomState(0).randint(0, 256, (25, 4, 5)).astype(np.uint8)
 RAW = encode_idx(PIXELS)
 
 
-def read(path, magic=IMAGES, chunk=1000):
+def read(path, magic=IMAGES_MAGIC, chunk=1000):
     with open_idx(path, magic) as reader:
-        return np.concatenate(list(reader.chunks(chunk)))
+        return np.concatenate(list(reader.read_chunks(chunk)))
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
@@ -23,13 +23,13 @@ def read(path, magic=IMAGES, chunk=1000):
 def test_round_trip(tmp_path, name, chunk):
     path = write_bytes(tmp_path / name, RAW)
     np.testing.assert_array_equal(read(path, chunk=chunk), PIXELS)
-    header = read_header(path, IMAGES)
-    assert (header.count, header.sample) == (25, (4, 5))
+    header = read_idx_header(path, IMAGES_MAGIC)
+    assert (header.count, header.sample_shape) == (25, (4, 5))
 
 
 def test_chunks_are_bounded(tmp_path):
-    with open_idx(write_bytes(tmp_path / "a.gz", RAW), IMAGES) as reader:
-        assert [len(chunk) for chunk in reader.chunks(10)] == [10, 10, 5]
+    with open_idx(write_bytes(tmp_path / "a.gz", RAW), IMAGES_MAGIC) as reader:
+        assert [len(chunk) for chunk in reader.read_chunks(10)] == [10, 10, 5]
 
 
 def test_compression_is_detected_from_content(tmp_path):
@@ -71,7 +71,7 @@ def test_invalid_content(tmp_path, name, raw, message):
 def test_file_size_must_match_the_header(tmp_path):
     for raw, message in ((RAW[:-1], "truncated"), (RAW + b"x", "too long")):
         with pytest.raises(DataError, match=f"{message}: .* need 516 bytes, the file has {len(raw)}"):
-            read_header(write_bytes(tmp_path / "a", raw), IMAGES)
+            read_idx_header(write_bytes(tmp_path / "a", raw), IMAGES_MAGIC)
 
 
 def flip_bits(packed):
@@ -111,8 +111,8 @@ def test_errors_name_the_damaged_file(tmp_path):
 
 
 def read_both(first, second):
-    with open_idx(first, IMAGES) as first_reader, open_idx(second, IMAGES) as second_reader:
-        return list(first_reader.chunks()), list(second_reader.chunks())
+    with open_idx(first, IMAGES_MAGIC) as first_reader, open_idx(second, IMAGES_MAGIC) as second_reader:
+        return list(first_reader.read_chunks()), list(second_reader.read_chunks())
 
 
 def test_missing_file_and_folder(tmp_path):
@@ -125,7 +125,7 @@ def test_missing_file_and_folder(tmp_path):
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 @pytest.mark.parametrize("extents", [(10**9, 28, 28), (1, 2**31, 2**31), (30_000, 1, 1)])
 def test_false_header_needs_no_memory(tmp_path, name, extents):
-    raw = struct.pack(">4I", IMAGES, *extents) + bytes(100)
+    raw = struct.pack(">4I", IMAGES_MAGIC, *extents) + bytes(100)
     path = write_bytes(tmp_path / name, raw)
     tracemalloc.start()
     try:
@@ -138,8 +138,8 @@ def test_false_header_needs_no_memory(tmp_path, name, extents):
 
 def test_plausible_false_header_needs_no_memory(tmp_path):
     noise = np.random.RandomState(0).bytes(40_000)
-    path = write_bytes(tmp_path / "a.gz", struct.pack(">4I", IMAGES, 1, 4000, 10_000) + noise)
-    assert read_header(path, IMAGES).sample == (4000, 10_000)
+    path = write_bytes(tmp_path / "a.gz", struct.pack(">4I", IMAGES_MAGIC, 1, 4000, 10_000) + noise)
+    assert read_idx_header(path, IMAGES_MAGIC).sample_shape == (4000, 10_000)
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="truncated"):
@@ -153,6 +153,6 @@ def test_labels_and_md5(tmp_path):
     import hashlib
 
     raw = encode_idx(np.arange(9))
-    with open_idx(write_bytes(tmp_path / "a.gz", raw), LABELS) as reader:
-        assert np.concatenate(list(reader.chunks(4))).tolist() == list(range(9))
+    with open_idx(write_bytes(tmp_path / "a.gz", raw), LABELS_MAGIC) as reader:
+        assert np.concatenate(list(reader.read_chunks(4))).tolist() == list(range(9))
         assert reader.md5 == hashlib.md5(raw).hexdigest()

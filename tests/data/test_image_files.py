@@ -100,9 +100,9 @@ def test_crops_lie_inside_their_images(write_files):
         data.train.epoch = epoch
         images, masks = data.train.images(np.arange(9), "float64"), data.train.targets(np.arange(9))
         for number, (image, mask) in enumerate(zip(images, masks, strict=True)):
-            item = data.train.tiles.items[number]
+            item = data.train.tiles.images[number]
             full_image, classes = make_sample(int(item.name[-5]))
-            y, x = data.train.tiles.crops.first(number)
+            y, x = data.train.tiles.crops.first_cell(number)
             np.testing.assert_array_equal(image, full_image[y : y + 24, x : x + 30])
             np.testing.assert_array_equal(mask, classes[y : y + 24, x : x + 30])
             origins.add((epoch, number, y, x))
@@ -110,7 +110,7 @@ def test_crops_lie_inside_their_images(write_files):
     before = data.validation.images([0, 1, 5])
     data.train.epoch = 3
     np.testing.assert_array_equal(data.validation.images([0, 1, 5]), before)
-    names = [{item.name for item in split.tiles.items} for split in (data.train, data.validation)]
+    names = [{item.name for item in split.tiles.images} for split in (data.train, data.validation)]
     assert len(names[0]) == 3
     assert not names[0] & names[1]
 
@@ -142,9 +142,9 @@ def test_three_splits(write_files, tmp_path):
     test_files = {"images": f"{tmp_path}/new/*.npy", "labels": f"{tmp_path}/drawn/*.npy"}
     data = open_dataset(nd.ProcessGrid.serial(), fields, test=test_files)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 3, "validation": 2, "test": 1}
-    (top, left), y, x = data.test._crops.first(0), data.test.targets([0]), data.test.images([0])
+    (top, left), y, x = data.test._positions.first_cell(0), data.test.targets([0]), data.test.images([0])
     np.testing.assert_array_equal(y[0], mask[top : top + 24, left : left + 30])
-    factor, offset = data.train.normalisation
+    factor, offset = data.train.factor_and_offset
     np.testing.assert_allclose(x[0], image[top : top + 24, left : left + 30] * factor - offset, rtol=1e-5, atol=1e-5)
     no_validation = open_dataset(nd.ProcessGrid.serial(), fields, validation=None, test=test_files)
     assert list(no_validation.splits) == ["train", "test"]
@@ -173,16 +173,16 @@ def test_prefetched_and_lazy_batches_match(write_files):
     data = run_on_ranks(1, lambda grid: open_dataset(grid, write_files(".npy")))[0]
     batches = [[0, 2], [1], [2, 0]]
     expected = [(data.train.images(numbers), data.train.targets(numbers)) for numbers in batches]
-    for lazily in (False, True):
-        for (x, y), (images, labels) in zip(data.train.batches(batches, lazily=lazily), expected, strict=True):
-            np.testing.assert_array_equal(x.whole() if lazily else x, images)
+    for lazy in (False, True):
+        for (x, y), (images, labels) in zip(data.train.batches(batches, lazy=lazy), expected, strict=True):
+            np.testing.assert_array_equal(x.whole() if lazy else x, images)
             np.testing.assert_array_equal(y, labels)
     data.close()
 
 
 def test_all_ranks_share_the_normalisation(write_files):
     fields = write_files(".npy")
-    normalisations = run_on_ranks(3, lambda grid: open_dataset(grid, fields).train.normalisation)
+    normalisations = run_on_ranks(3, lambda grid: open_dataset(grid, fields).train.factor_and_offset)
     assert normalisations[0] == normalisations[1] == normalisations[2]
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, crops_per_image=9))[0]
     x = data.train.images(np.arange(27), "float64")
@@ -192,7 +192,7 @@ def test_all_ranks_share_the_normalisation(write_files):
     x = data.train.images(np.arange(27), "float64")
     assert 0.97 < np.mean((x >= 0) & (x <= 1)) < 1
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, mean=[1, 2, 3], std=2.0))[0]
-    assert data.train.normalisation == ([0.5], [0.5, 1.0, 1.5])
+    assert data.train.factor_and_offset == ([0.5], [0.5, 1.0, 1.5])
 
 
 def test_labels_from_folders_and_tables(tmp_path):
@@ -202,16 +202,16 @@ def test_labels_from_folders_and_tables(tmp_path):
     data.check()
     assert (data.sample_shape, data.classes) == ((40, 52, 3), 2)
     data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": "folders"}))[0]
-    names = [item.name for item in data.train.tiles.items]
+    names = [item.name for item in data.train.tiles.images]
     assert data.train.targets(np.arange(4)).tolist() == ["dog" in name for name in names]
     table = tmp_path / "labels.csv"
     table.write_text("file,class\n" + "".join(f"{n}.npy,{n}\n" for n in range(6)))
     data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
     assert data.classes == 6
-    assert data.train.targets(np.arange(4)).tolist() == [int(item.name[-5]) for item in data.train.tiles.items]
+    assert data.train.targets(np.arange(4)).tolist() == [int(item.name[-5]) for item in data.train.tiles.images]
     table.write_text("".join(f"{n}.npy,{n}.5,{-n}\n" for n in range(6)))
     data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
-    number = int(data.train.tiles.items[1].name[-5])
+    number = int(data.train.tiles.images[1].name[-5])
     assert data.train.targets([1]).tolist() == [[number + 0.5, -number]]
 
 
@@ -343,7 +343,7 @@ def test_test_split_uses_training_class_indices(tmp_path, labels):
     train_labels = "folders" if labels == "folders" else f"{tmp_path}/train.csv"
     data = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", train_labels, validation=None, test=test_files)
     data.check()
-    assert (data._values.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
+    assert (data._label_values.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
     (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
     with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes, a, b, c; correct it"):
         data.check()
@@ -356,7 +356,7 @@ def test_folders_distinguish_images_of_the_same_name(tmp_path):
     table.write_text("file,class\na/0.npy,1\n/elsewhere/x/b/0.npy,0\n")
     data = nd.ImageFiles(f"{tmp_path}/x/*/0.npy", str(table), crop=[16, 16], validation=None)
     data.check()
-    assert data._values.tolist() == [1, 0]
+    assert data._label_values.tolist() == [1, 0]
     table.write_text("0.npy,1\n")
     with pytest.raises(nd.DataError, match=r"'0.npy' could be .*a/0.npy or .*b/0.npy; add the folder to the path"):
         data.check()

@@ -10,7 +10,7 @@ from small_datasets import GRIDS, assemble_image, encode_idx, make_grids, write_
 
 from neondist.data import MNIST
 from neondist.data.datasets import mnist
-from neondist.data.datasets.idx import LABELS
+from neondist.data.datasets.idx import LABELS_MAGIC
 from neondist.errors import ConfigError, DataError
 
 IMAGE_FILE, LABEL_FILE = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -123,7 +123,7 @@ def test_tilde_and_missing_folders(folder, monkeypatch):
     check_error(folder / IMAGE_FILE, "is a file; give the folder")
 
 
-@pytest.mark.parametrize("file", [f.name for f in mnist.ALL])
+@pytest.mark.parametrize("file", [f.name for f in mnist.ALL_FILES])
 def test_missing_file(folder, file):
     (folder / f"{file}.gz").unlink()
     check_error(folder, rf"has no {file}\[.gz\]; fetch the files with: neondist data mnist --to ")
@@ -141,7 +141,7 @@ def test_wrong_magic_number(folder):
 
 
 def test_mismatched_counts(folder):
-    write_bytes(folder / LABEL_FILE, encode_idx(np.zeros(49), LABELS))
+    write_bytes(folder / LABEL_FILE, encode_idx(np.zeros(49), LABELS_MAGIC))
     check_error(folder, "has 50 images but .*train-labels-idx1-ubyte.gz has 49 labels")
 
 
@@ -159,7 +159,7 @@ def test_label_out_of_range(folder):
 
 @pytest.mark.parametrize("pair", [mnist.TEST.images, mnist.TEST.labels])
 def test_official_counts_require_official_checksums(tmp_path, pair, official_mnist):
-    for file in mnist.ALL:
+    for file in mnist.ALL_FILES:
         shutil.copy(official_mnist / f"{file.name}.gz", tmp_path)
     path = tmp_path / f"{pair.name}.gz"
     import gzip

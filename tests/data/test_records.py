@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from model_definition import draw_records, write_csv
 
 import neondist as nd
-from neondist.data.records import BadRecord, Feed, Mode, RecordIOWriter, Samples, open_records, record_dataset
+from neondist.data.records import (
+    BadRecord,
+    FeedFunction,
+    Mode,
+    RecordIOWriter,
+    RecordSamples,
+    open_records,
+    record_dataset,
+)
 
 
 def read_values(reader):
@@ -29,7 +37,7 @@ def test_csv(tmp_path, header, line_end):
     (tmp_path / "a.csv").write_bytes(text.replace("\n", line_end).rstrip("\r\n").encode())
     reader = open_records(path)
     np.testing.assert_array_equal(read_values(reader), expected)
-    assert reader.columns == (header.split(",") if header else [])
+    assert reader.column_names == (header.split(",") if header else [])
     np.testing.assert_array_equal(reader.read([3, 1])[0], expected[3])
 
 
@@ -47,8 +55,8 @@ def test_bad_csv_row(tmp_path, row, message):
     reader = open_records(str(tmp_path / "a.csv"))
     with pytest.raises(BadRecord, match=message) as error:
         reader.read([1])
-    assert error.value.record == 1
-    assert [number for number, _ in reader.find_bad()] == [1]
+    assert error.value.record_number == 1
+    assert [number for number, _ in reader.find_bad_records()] == [1]
     np.testing.assert_array_equal(reader.read([2])[0], [4, 5, 6])
 
 
@@ -86,7 +94,7 @@ def test_bad_checksum_names_the_record(tmp_path):
     reader = open_records(str(path))
     with pytest.raises(BadRecord, match=r"a\.recordio: record 2: bad checksum"):
         reader.read([0, 2])
-    assert [number for number, _ in reader.find_bad()] == [2]
+    assert [number for number, _ in reader.find_bad_records()] == [2]
     path.write_bytes(content[: 4 * size + 9])
     with pytest.raises(nd.DataError, match="record 4"):
         open_records(str(path))
@@ -106,7 +114,7 @@ def test_table(tmp_path):
         database.executemany("INSERT INTO digits VALUES (?, ?)", [(2, 0.5), (1, 1.5)])
     url = f"sqlite:///{tmp_path}/a.db"
     np.testing.assert_array_equal(read_values(open_records(url)), [[1, 1.5], [2, 0.5]])
-    assert open_records(f"{url}#digits").columns == ["id", "x"]
+    assert open_records(f"{url}#digits").column_names == ["id", "x"]
     with pytest.raises(nd.DataError, match="no table 'letters'; the database has digits"):
         open_records(f"{url}#letters")
     with pytest.raises(nd.DataError, match="no database"):
@@ -157,7 +165,7 @@ def reshape_digits(records, mode):
 def test_feed_is_validated(tmp_path, feed, message):
     reader = open_records(write_csv(tmp_path / "a.csv", draw_records(2)))
     with pytest.raises(nd.ConfigError, match=message):
-        record_dataset(Samples(reader, Feed(feed, "model.py:7"), Mode.TRAINING)).check()
+        record_dataset(RecordSamples(reader, FeedFunction(feed, "model.py:7"), Mode.TRAINING)).check()
 
 
 def test_each_rank_reads_its_tile(tmp_path):
@@ -165,7 +173,7 @@ def test_each_rank_reads_its_tile(tmp_path):
     reader = open_records(write_csv(tmp_path / "a.csv", records))
 
     def body(world):
-        data = record_dataset(Samples(reader, Feed(reshape_digits, ""), Mode.TRAINING, bad=[1]))
+        data = record_dataset(RecordSamples(reader, FeedFunction(reshape_digits, ""), Mode.TRAINING, bad=[1]))
         grid = nd.ProcessGrid(world, rows=2, cols=1)
         data.open(grid)
         return data.train.images([0, 1]), data.train.targets([0, 1]), len(data.train)

@@ -6,7 +6,7 @@ import pytest
 from small_datasets import encode_idx, make_grids, write_bytes, write_mnist
 
 from neondist.data import MNIST, cache
-from neondist.data.cache import cache_path, check_template
+from neondist.data.cache import cache_path, check_path_template
 from neondist.data.datasets import mnist
 from neondist.errors import ConfigError, DataError
 
@@ -119,18 +119,20 @@ def test_rebuilt_when_the_grid_changes(cached_mnist):
 
 def test_rebuilt_when_the_format_changes(cached_mnist, monkeypatch):
     cached_mnist.load()
-    monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
+    monkeypatch.setattr(cache, "FORMAT_VERSION", cache.FORMAT_VERSION + 1)
     assert cached_mnist.load()
 
 
 def test_fingerprint_depends_on_dataset_and_extent(cached_mnist):
     sources = list(cached_mnist.folder.iterdir())
-    assert cache.fingerprint("A", sources, SERIAL_GRID, (28, 28)) != cache.fingerprint(
+    assert cache.cache_fingerprint("A", sources, SERIAL_GRID, (28, 28)) != cache.cache_fingerprint(
         "B", sources, SERIAL_GRID, (28, 28)
     )
     left = make_grids(1, 1, 2)[0]
     assert left.tile_box((28, 28)) == left.tile_box((28, 27))
-    assert cache.fingerprint("A", sources, left, (28, 28)) != cache.fingerprint("A", sources, left, (28, 27))
+    assert cache.cache_fingerprint("A", sources, left, (28, 28)) != cache.cache_fingerprint(
+        "A", sources, left, (28, 27)
+    )
 
 
 def truncate(path):
@@ -310,26 +312,26 @@ def test_template_requires_the_rank(tmp_path):
 
 def test_template_fields(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    check_template(tmp_path / "a_{rank}")
+    check_path_template(tmp_path / "a_{rank}")
     grid = make_grids(1, 2, 3)[4]
     assert cache_path("~/c/{rank:03d}_of_{size}.h5", grid) == tmp_path / "c" / "004_of_6.h5"
 
 
 def test_empty_arrays_are_kept(tmp_path):
     arrays = {"a/b": np.empty((5, 0, 3), np.uint8), "c": np.arange(3.0)}
-    cache.write(tmp_path / "x.h5", "stamp", arrays)
-    cached = cache.read(tmp_path / "x.h5", "stamp")
+    cache.write_cache(tmp_path / "x.h5", "stamp", arrays)
+    cached = cache.read_cache(tmp_path / "x.h5", "stamp")
     assert cached["a/b"].shape == (5, 0, 3)
     assert cached["a/b"].dtype == np.uint8
     assert cached["c"].tolist() == [0, 1, 2]
-    assert cache.read(tmp_path / "x.h5", "other") is None
+    assert cache.read_cache(tmp_path / "x.h5", "other") is None
 
 
 def test_embedded_digits_can_be_cached(tmp_path):
     data = MNIST(serialized_path=tmp_path / "x.h5")
     data.open(SERIAL_GRID)
     assert (tmp_path / "x.h5").stat().st_size > 9_000_000
-    assert data.folder == mnist.EMBEDDED
+    assert data.folder == mnist.EMBEDDED_FOLDER
 
 
 def test_cache_of_another_user_is_refused(cached_mnist, monkeypatch):

@@ -32,14 +32,14 @@ def test_validation_takes_the_last_training_samples(tmp_path, make, validation, 
     undivided = open_dataset(make(tmp_path))  # writes the files
     assert undivided.validation is None
     assert list(undivided.splits) == ["train", "test"]
-    assert undivided.selection is undivided.test
+    assert undivided.selection_split is undivided.test
     make_divided, make_undivided = (lambda: make(tmp_path, validation=validation)), (lambda: make(tmp_path))
     pairs = []
     for shape in ((1, 1, 1), (1, 2, 2), (2, 1, 3)):
         pairs += zip(open_on_ranks(shape, make_divided), open_on_ranks(shape, make_undivided), strict=True)
     for (data, _), (expected, _) in pairs:
         assert [len(split) for split in data.splits.values()] == [20 - count, count, len(undivided.test)]
-        assert data.selection is data.validation
+        assert data.selection_split is data.validation
         for split, numbers in ((data.train, range(20 - count)), (data.validation, range(20 - count, 20))):
             positions = np.arange(len(split))[::-1]
             np.testing.assert_array_equal(split.images(positions), expected.train.images(np.array(numbers)[positions]))
@@ -112,8 +112,8 @@ def test_hdf5_draws_the_same_samples_on_all_ranks(tmp_path, validation, count):
     assert numbers["validation"] != list(range(20 - count, 20))
     for shape in GRIDS[:3]:
         for rank_data, _ in open_on_ranks(shape, lambda: nd.HDF5Dataset(tmp_path / "x.h5", validation=validation)):
-            np.testing.assert_array_equal(rank_data.validation.tiles.numbers, numbers["validation"])
-            np.testing.assert_array_equal(rank_data.train.tiles.numbers, numbers["train"])
+            np.testing.assert_array_equal(rank_data.validation.tiles.sample_numbers, numbers["validation"])
+            np.testing.assert_array_equal(rank_data.train.tiles.sample_numbers, numbers["train"])
 
 
 def test_hdf5_test_and_validation_samples_are_disjoint(tmp_path):

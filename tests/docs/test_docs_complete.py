@@ -58,10 +58,10 @@ def test_table_of_torch_operators_is_complete():
 
 def test_table_of_torch_layers_is_complete():
     pytest.importorskip("torch")
-    from neondist.torch.convert.operators import OPERATORS, table
+    from neondist.torch.convert.operators import CONVERTERS, conversion_table
 
-    assert sorted(name for _, _, names in table() for name in names) == sorted(OPERATORS)
-    assert all(note.endswith(".") for _, note, _ in table())
+    assert sorted(name for _, _, names in conversion_table() for name in names) == sorted(CONVERTERS)
+    assert all(note.endswith(".") for _, note, _ in conversion_table())
     assert "```{torch-layers}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.formats.conventions import Variable, infer_axes
-from neondist.formats.coordinates import latitudes_of, times_of
+from neondist.formats.conventions import VariableMetadata, infer_axes
+from neondist.formats.coordinates import latitudes_of, times_in_seconds
 
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
 zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
@@ -165,7 +165,7 @@ def test_axes_round_trip(tmp_path_factory, case):
         write_zarr(folder / "a.zarr", dimensions, sizes, with_coordinates, version),
     ):
         with nd.open_source(name) as source:
-            assert (source.axes, source.stored.stored, source.named) == (expected, roles, True)
+            assert (source.axes, source.stored_axes.letters, source.axes_given) == (expected, roles, True)
             cells = source.read(nd.Box.of(source.shape))
         stored = np.arange(np.prod(sizes)).reshape(sizes) + name.endswith(".zarr:v")
         expected_cells = stored.transpose([roles.index(axis) for axis in expected if axis in roles])
@@ -198,13 +198,13 @@ def test_ambiguous_axes_are_refused(tmp_path, case):
         nd.open_source(f"{tmp_path}/a.nc:v")
     axes = "TYX"[-len(AMBIGUOUS[case]) :]
     with nd.open_source(f"{tmp_path}/a.nc:v", axes=axes) as source:
-        assert source.stored.stored == axes
+        assert source.stored_axes.letters == axes
 
 
 def test_coordinate_arrays_identify_rows_and_columns(tmp_path):
     dimensions = [("N", "first", None), ("Y", "second", None), ("X", "third", None)]
     with nd.open_source(write_netcdf(tmp_path / "a.nc", dimensions, (2, 3, 4), True, (2, 0, 1))) as source:
-        assert source.stored.stored == "NYX"
+        assert source.stored_axes.letters == "NYX"
 
 
 def test_point_lists_are_refused(tmp_path):
@@ -260,14 +260,14 @@ BY_NAME = {
 @pytest.mark.parametrize("names", BY_NAME)
 def test_dimension_names_of_models_and_swaths(names):
     dimensions = tuple(names.split())
-    assert infer_axes("v", Variable(dimensions), range(2, 2 + len(dimensions))) == BY_NAME[names]
+    assert infer_axes("v", VariableMetadata(dimensions), range(2, 2 + len(dimensions))) == BY_NAME[names]
 
 
 def test_long_names_identify_axes():
     """Identify axes by long_name where no other attribute and no dimension name does."""
     titles = {"a": "Longitude", "b": "y coordinate of projection", "time": "Latitude"}
-    coordinates = {name: Variable((name,), {"long_name": title}) for name, title in titles.items()}
-    assert infer_axes("v", Variable(("time", "a", "b"), {}, coordinates), (2, 3, 4)) == "TXY"
+    coordinates = {name: VariableMetadata((name,), {"long_name": title}) for name, title in titles.items()}
+    assert infer_axes("v", VariableMetadata(("time", "a", "b"), {}, coordinates), (2, 3, 4)) == "TXY"
 
 
 def test_group_links_are_not_followed(tmp_path):
@@ -319,6 +319,6 @@ def test_variable_length_text_is_reported(tmp_path):
     with nd.open_source(f"{tmp_path}/a.nc:v", axes="TXY") as source:
         auxiliary, _ = source.auxiliary_variables()
         with pytest.raises(nd.DataError, match="coordinate time has calendar as variable-length text"):
-            times_of("a.nc", next(variable for variable in auxiliary if variable.name == "time"))
+            times_in_seconds("a.nc", next(variable for variable in auxiliary if variable.name == "time"))
         with pytest.raises(nd.DataError, match="coordinate lat has units as variable-length text"):
             latitudes_of(source, auxiliary)

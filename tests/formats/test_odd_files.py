@@ -13,19 +13,19 @@ import pytest
 
 import neondist as nd
 from neondist.config import load_experiment
-from neondist.config.keys import keys_of
-from neondist.data.convert import parts_of
+from neondist.config.keys import settable_keys
+from neondist.data.convert import open_split_sources
 from neondist.data.csv_table import read_rows
-from neondist.data.datasets.cifar10_files import Source
+from neondist.data.datasets.cifar10_files import BatchSource
 from neondist.data.datasets.hdf5 import HDF5Dataset
-from neondist.data.datasets.idx import LABELS, read_header
-from neondist.errors import LONGEST, UserError
-from neondist.formats.image_loader import Loader
-from neondist.io.checkpoint.checksum import check
-from neondist.io.hdf5 import array_names, open_file
+from neondist.data.datasets.idx import LABELS_MAGIC, read_idx_header
+from neondist.errors import MAX_MESSAGE_LENGTH, UserError
+from neondist.formats.image_loader import ImageLoader
+from neondist.io.checkpoint.checksum import verify_checksum
+from neondist.io.hdf5 import array_names, open_hdf5
 from neondist.io.journal import Journal
 from neondist.io.regular_file import open_regular, read_bytes
-from neondist.system.machine import read as read_machine
+from neondist.system.machine import read_machine
 from neondist.train.html_report import read_records
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -35,13 +35,13 @@ READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFI
     "experiment": (".yaml", load_experiment),
     "machine": (".yaml", read_machine),
     "table": (".csv", lambda path: read_rows(path, "FILE,CLASS")),
-    "IDX": ("", lambda path: read_header(path, LABELS)),
-    "CIFAR-10": (".tar.gz", lambda path: Source(path).sizes()),
-    "checkpoint": (".h5", check),
+    "IDX": ("", lambda path: read_idx_header(path, LABELS_MAGIC)),
+    "CIFAR-10": (".tar.gz", lambda path: BatchSource(path).file_sizes()),
+    "checkpoint": (".h5", verify_checksum),
     "HDF5Dataset": (".h5", lambda path: HDF5Dataset(str(path)).check()),
-    "picture": (".png", lambda path: Loader().load(path)),
-    "convert .npy": (".npy", lambda path: parts_of([path, path], Loader())),
-    "convert .npz": (".npz", lambda path: parts_of([path], Loader())),
+    "picture": (".png", lambda path: ImageLoader().load(path)),
+    "convert .npy": (".npy", lambda path: open_split_sources([path, path], ImageLoader())),
+    "convert .npz": (".npz", lambda path: open_split_sources([path], ImageLoader())),
     "records": (".jsonl", read_records),
     "journal": (".journal", Journal),
 }
@@ -90,8 +90,8 @@ def test_special_files(tmp_path, reader, kind):
         read(path)
     assert message in str(caught.value) or (kind == "device" and "points outside" in str(caught.value))
     assert "odd" in str(caught.value)
-    assert len(str(caught.value)) <= LONGEST
-    assert keys_of(str(path)) == []
+    assert len(str(caught.value)) <= MAX_MESSAGE_LENGTH
+    assert settable_keys(str(path)) == []
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -139,12 +139,12 @@ def test_messages_list_few_hdf5_names(tmp_path):
         file["loop/again"] = file["/"]
         for number in range(300):
             file[f"{number:03d}{'n' * 1000}"] = np.zeros((2, 2))
-    with open_file(tmp_path / "a.h5") as file:
+    with open_hdf5(tmp_path / "a.h5") as file:
         assert len(array_names(file)) == 10
     for read in (nd.open_source, lambda path: nd.open_source(f"{path}:none"), lambda p: HDF5Dataset(str(p)).check()):
         with pytest.raises(nd.DataError) as caught:
             read(tmp_path / "a.h5")
-        assert len(str(caught.value)) <= LONGEST
+        assert len(str(caught.value)) <= MAX_MESSAGE_LENGTH
     with pytest.raises(nd.DataError, match="no such file"):
         nd.open_source("a/" * 5000 + "b.h5")
 
@@ -172,7 +172,7 @@ def test_archive_with_a_linked_batch(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         archive.addfile(link)
     with pytest.raises(nd.DataError, match="has no data_batch_1"):
-        Source(tmp_path / "a.tar.gz").sizes()
+        BatchSource(tmp_path / "a.tar.gz").file_sizes()
 
 
 def test_oversized_archive(tmp_path):
@@ -181,7 +181,7 @@ def test_oversized_archive(tmp_path):
         bomb.size = 1 << 40
         archive.addfile(bomb)
     with pytest.raises(nd.DataError, match="decompresses to more than"):
-        Source(tmp_path / "a.tar").sizes()
+        BatchSource(tmp_path / "a.tar").file_sizes()
 
 
 def test_links_out_of_image_folders_are_refused(tmp_path):
@@ -190,15 +190,15 @@ def test_links_out_of_image_folders_are_refused(tmp_path):
         (tmp_path / "in" / name).mkdir(parents=True)
         Image.new("L", (4, 4)).save(tmp_path / "in" / name / "x.png")
     (tmp_path / "in" / "a" / "y.png").symlink_to("../b/x.png")
-    assert parts_of([tmp_path / "in"], Loader())["train"].count == 3
+    assert open_split_sources([tmp_path / "in"], ImageLoader())["train"].count == 3
     Image.new("L", (4, 4)).save(tmp_path / "secret.png")
     (tmp_path / "in" / "a" / "z.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(nd.DataError, match=r"z\.png: is a link to a file outside .*, which is not followed"):
-        parts_of([tmp_path / "in"], Loader())
+        open_split_sources([tmp_path / "in"], ImageLoader())
 
 
 def test_long_messages_are_shortened():
     error = nd.DataError("file: " + "x" * 10**6 + "; rename it")
     assert str(error).startswith("file: x")
     assert str(error).endswith("x; rename it")
-    assert len(str(error)) <= LONGEST
+    assert len(str(error)) <= MAX_MESSAGE_LENGTH

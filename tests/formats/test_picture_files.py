@@ -36,19 +36,23 @@ def test_jpeg_round_trip(tmp_path):
 
 
 def test_shape_and_dtype_are_known_before_decoding(tmp_path):
-    from neondist.formats.image_loader import Loader
+    from neondist.formats.image_loader import ImageLoader
 
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         PIL.fromarray(draw_image((5, 7), "uint16" if mode == "I;16" else "uint8")).convert(mode).save(
             tmp_path / "a.png"
         )
-        shape, dtype = Loader().look(tmp_path / "a.png")
-        image = Loader().load(tmp_path / "a.png")
+        shape, dtype = ImageLoader().shape_and_dtype(tmp_path / "a.png")
+        image = ImageLoader().load(tmp_path / "a.png")
         assert (image.shape, image.dtype) == (shape, dtype)
     exif = PIL.Exif()
     exif[274] = 6
     PIL.fromarray(draw_image((5, 7, 3))).save(tmp_path / "a.jpg", exif=exif)
-    assert Loader().look(tmp_path / "a.jpg")[0] == Loader().load(tmp_path / "a.jpg").shape == (7, 5, 3)
+    assert (
+        ImageLoader().shape_and_dtype(tmp_path / "a.jpg")[0]
+        == ImageLoader().load(tmp_path / "a.jpg").shape
+        == (7, 5, 3)
+    )
 
 
 def test_folders(tmp_path):

@@ -148,7 +148,7 @@ def test_format_plugins(tmp_path, monkeypatch):
             return Format("XYZ", (".xyz",), NPYSource)
 
     monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: [EntryPoint] if group == table.PLUGINS else []
+        importlib.metadata, "entry_points", lambda group: [EntryPoint] if group == table.PLUGIN_GROUP else []
     )
     np.save(tmp_path / "a.npy", np.ones((3, 4)))
     (tmp_path / "a.npy").rename(tmp_path / "a.xyz")

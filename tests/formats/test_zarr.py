@@ -180,7 +180,7 @@ def test_axis_types_precede_names(tmp_path, axis_types, letters):
     axes = [{"name": name} | ({"type": kind} if kind else {}) for name, kind in axis_types]
     group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": [{"path": "0"}]}]
     with nd.open_source(tmp_path / "a.zarr") as source:
-        assert source.stored.stored == letters
+        assert source.stored_axes.letters == letters
         assert source.shape[-1] == (array.shape[letters.index("C")] if "C" in letters else 1)
 
 
@@ -197,17 +197,19 @@ def test_unknown_axes_name_the_file(tmp_path):
 def test_chunks_with_too_many_bytes(tmp_path, monkeypatch, codec):
     """Refuse a chunk that exceeds its shape before it is decompressed completely."""
     numcodecs = pytest.importorskip("numcodecs")
-    monkeypatch.setattr("neondist.io.packed_size._UNHARMFUL", 0)
+    monkeypatch.setattr("neondist.io.packed_size._ALWAYS_ACCEPTED_BYTES", 0)
     compressor, path = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
     array = zarr.create_array(
         path, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[compressor], zarr_format=2
     )
     array[:] = 7
     (path / "1.0.0").write_bytes(compressor.encode(bytes(1 << 22)))
-    sizes, original = [], zarr_store.unpacked_size
-    monkeypatch.setattr(zarr_store, "unpacked_size", lambda *arguments: sizes.append(original(*arguments)) or sizes[-1])
+    sizes, original = [], zarr_store.decompressed_size
+    monkeypatch.setattr(
+        zarr_store, "decompressed_size", lambda *arguments: sizes.append(original(*arguments)) or sizes[-1]
+    )
     with nd.open_source(path) as source:
         assert (source.read([(0, 1), *((0, n) for n in source.shape[1:])]) == 7).all()
         with pytest.raises(nd.DataError, match=r"a\.zarr.*: unpacks to more than .*; restore it from a good copy"):
             source.read([(0, n) for n in source.shape])
-    assert max(sizes) > zarr_store._LEAST
+    assert max(sizes) > zarr_store._LIMIT_MARGIN

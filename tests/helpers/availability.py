@@ -26,13 +26,13 @@ def make_backend(name: str) -> Backend:
     from neondist.backends.torch import TorchTable
 
     class TorchKernels(TorchTable):
-        small = 0
+        min_numbers = 0
 
-        def _convolves(self, x, out, kernel=(), stride=(1,)):
+        def _prefers_torch_conv(self, x, out, kernel=(), stride=(1,)):
             crashes = max(stride) > 1 and kernel != () and max(kernel) == 1
             return 0 not in (x.size, *out) and x.ndim > 3 and not crashes
 
-        def _pools(self, x, out):
+        def _prefers_torch_pool(self, x, out):
             return 0 not in (x.size, *out) and x.ndim > 3
 
     return Backend(name, TorchKernels())

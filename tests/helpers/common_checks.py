@@ -164,7 +164,7 @@ def check_messages(comm):
             array, padded = make_array(comm.rank), np.zeros((9, 5, 4), dtype)
             received = np.zeros(array[box].shape, dtype)
             shifted = tuple(slice(part.start + (axis == 0), part.stop + (axis == 0)) for axis, part in enumerate(box))
-            exchange = comm.exchange(
+            exchange = comm.create_exchange(
                 [Message(next_rank, array, box), Message(next_rank, array, box)],
                 [
                     Message(previous_rank, received, tuple(slice(0, n) for n in received.shape)),
@@ -210,9 +210,9 @@ def check_redistribution(grid, shape, source, target, lead=()):
     x = np.ascontiguousarray(array[(..., *source_box.slices)])
     y = redistribution.forward(x)
     np.testing.assert_array_equal(y, expected[(..., *target_box.slices)])
-    sent = sum(nbytes * count for (*_, nbytes), count in log.moved.items())
+    sent = sum(nbytes * count for (*_, nbytes), count in log.redistribution_counts.items())
     assert sent == log.bytes_reduced == 8 * redistribution.plan.sent_cells * int(np.prod(lead))
-    assert all(group == "world" and peer != rank for _, group, peer, _ in log.moved)
+    assert all(group == "world" and peer != rank for _, group, peer, _ in log.redistribution_counts)
     if target != "none":
         np.testing.assert_array_equal(inverse.forward(y), x)
     dy = np.random.default_rng(100 + rank).normal(size=y.shape)

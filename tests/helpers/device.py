@@ -19,7 +19,7 @@ from device_runtime import Cuda, CudaDevice, CudaError, Pool
 from neondist.backends import Backend, Kernels
 from neondist.backends.cupy import CupyKernels
 from neondist.backends.cupy_torch import CudaTorchKernels, CupyTorchKernels
-from neondist.backends.gpus import find_problem, load
+from neondist.backends.gpus import find_cupy_problem, load_cupy
 
 ON_GPU = "NEONDIST_GPU" in os.environ
 """whether tests that do not depend on the simulated device run on a GPU: `make test-gpu`"""
@@ -106,7 +106,7 @@ class Gpu:
     synchronisations = launches = 0
 
     def __init__(self, table):
-        self.xp = load()
+        self.xp = load_cupy()
         self.backend = Backend("cupy", table(self.xp))
 
 
@@ -114,7 +114,7 @@ def select_device(table=CupyKernels):
     """Return a simulated device with these kernels, or the GPU if NEONDIST_GPU is set; skip the test without one."""
     if not ON_GPU:
         return Device(table=table)
-    if problem := find_problem():
+    if problem := find_cupy_problem():
         pytest.skip(f"CuPy: {problem}")
     return Gpu(CudaTorchKernels if table is CupyTorchKernels else table)
 

@@ -51,9 +51,9 @@ class RecordedLaunches:
 class CapturingKernels(CupyKernels):
     """Kernels of a simulated device whose launches can be captured."""
 
-    captures = True
+    supports_capture = True
 
-    def _captured(self, function, after):
+    def _capture_launches(self, function, previous_graph):
         device = self.xp._device
         launches = device.capturing = RecordedLaunches(device)
         try:

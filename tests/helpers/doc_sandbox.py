@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cli_runs import run_in_process
 
-from neondist.data.datasets.mnist import EMBEDDED
+from neondist.data.datasets.mnist import EMBEDDED_FOLDER
 from neondist.launcher.mpirun import find_mpirun
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ class DocSandbox:
 
 def write_digits(folder: Path) -> None:
     """Write the first of the embedded digits in the official file format."""
-    for source in EMBEDDED.glob("*.gz"):
+    for source in EMBEDDED_FOLDER.glob("*.gz"):
         raw = gzip.decompress(source.read_bytes())
         count = next(count for name, count in COUNTS.items() if source.name.startswith(name))
         head = 16 if "images" in source.name else 8

@@ -6,7 +6,7 @@ import numpy as np
 
 from neondist.services.client import ParameterClient
 from neondist.services.master import Master
-from neondist.services.placement import place
+from neondist.services.placement import place_parameters
 from neondist.services.server import ParameterServer
 from neondist.services.wire import ServiceHost, create_token
 from neondist.strategies import ParameterSpec, as_builder
@@ -34,7 +34,7 @@ class Servers:
     def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64"):
         specs = [ParameterSpec(name, shape, dtype) for name, shape in (SHAPES if shapes is None else shapes).items()]
         count = len(self.servers)
-        return place(as_builder(strategy).build(specs, count), count, tables)
+        return place_parameters(as_builder(strategy).build(specs, count), count, tables)
 
     def client(self, worker="0", layouts=None, **arguments):
         addresses = [host.address for host in self.hosts]

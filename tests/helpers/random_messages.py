@@ -9,7 +9,7 @@ from parameter_servers import Servers, draw_arrays
 
 import neondist as nd
 from neondist.errors import ServiceError
-from neondist.services.message import HEADER, MAGIC, PROTOCOL, Message, encode
+from neondist.services.message import HEADER, MAGIC, PROTOCOL_VERSION, Message, encode
 from neondist.services.placement import TableSpec
 from neondist.services.state import UpdateRule
 from neondist.services.wire import ServiceClient
@@ -22,7 +22,7 @@ def draw_message(rng):
         return [rng.randbytes(rng.randint(0, 60)) for _ in range(rng.randint(0, 4))]
     if kind == 1:  # a valid header with random content
         text = rng.randbytes(rng.randint(1, 40))
-        return [HEADER.pack(MAGIC, PROTOCOL, 0, len(text), rng.randint(0, 99)) + b"\xff" + text[1:]]
+        return [HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), rng.randint(0, 99)) + b"\xff" + text[1:]]
     message = b"".join(encode(Message({"worker": rng.randint(0, 9)}, {"x": np.arange(rng.randint(1, 50) * 1.0)})))
     if kind == 2:
         return [message[: rng.randrange(len(message))]]

@@ -11,7 +11,7 @@ from neondist.comm import loopback
 from neondist.config import load_experiment
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
-from neondist.launcher.supervise import Ending
+from neondist.launcher.supervise import JobEnding
 from neondist.system.signals import Signals
 
 
@@ -34,14 +34,14 @@ class GenerationScript:
         assert environment["NEONDIST_GENERATION"] == str(arguments.generation) == str(len(self.started) + 1)
         self.started.append(dict(arguments.hosts))
         act = self.acts.pop(0)
-        if isinstance(act, Ending):
+        if isinstance(act, JobEnding):
             return act
         self.write_hosts(act)
         end = time.monotonic() + 20
         while not has_changed():
             assert time.monotonic() < end, "the change of hosts is not noticed"
             threading.Event().wait(0.005)
-        return Ending(75, changed=True)
+        return JobEnding(75, stopped_for_hosts=True)
 
     def run(self, *words, sleep=time.sleep):
         arguments = parser().parse_args(
@@ -49,7 +49,7 @@ class GenerationScript:
              "--hosts-from", str(self.folder / "discover"), *words]
         )  # fmt: skip
         arguments.signals = Signals()
-        members.resolve_options(arguments, None)
+        members.resolve_host_options(arguments, None)
         return run_generations(arguments, load_experiment(self.folder / "toy.yaml"), self.start, sleep)
 
 

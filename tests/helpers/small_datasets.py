@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from neondist.comm import ProcessGrid, loopback
-from neondist.data.datasets.idx import IMAGES, LABELS
+from neondist.data.datasets.idx import IMAGES_MAGIC, LABELS_MAGIC
 from neondist.data.datasets.mnist import TEST, TRAIN
 
 GRIDS = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (1, 3, 1), (1, 2, 3), (2, 1, 2), (1, 9, 1), (1, 1, 30)]
@@ -38,8 +38,8 @@ def write_mnist(folder: Path, suffix=".gz", counts=(50, 20), seed=0) -> dict:
     arrays = {}
     for name, pair, n in (("train", TRAIN, counts[0]), ("test", TEST, counts[1])):
         images, labels = rng.randint(0, 256, (n, 28, 28)), rng.randint(0, 10, n)
-        write_bytes(folder / f"{pair.images.name}{suffix}", encode_idx(images, IMAGES))
-        write_bytes(folder / f"{pair.labels.name}{suffix}", encode_idx(labels, LABELS))
+        write_bytes(folder / f"{pair.images.name}{suffix}", encode_idx(images, IMAGES_MAGIC))
+        write_bytes(folder / f"{pair.labels.name}{suffix}", encode_idx(labels, LABELS_MAGIC))
         arrays[name, "images"], arrays[name, "labels"] = images, labels
     return arrays
 

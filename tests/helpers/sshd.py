@@ -14,7 +14,7 @@ import pytest
 from fake_nodes import find_obstacle
 from processes import list_commands
 
-from neondist.cluster.ssh_config import OWN
+from neondist.cluster.ssh_config import USER_CONFIG_VARIABLE
 
 
 def find_sshd_obstacle():
@@ -58,7 +58,7 @@ class SshServers:
         common = [*own_hosts, "Host *", known, "  StrictHostKeyChecking accept-new"]
         (folder / "own").write_text("\n".join(common) + "\n")
         (folder / "list").write_text("\n".join([*listed_hosts, *common, f'  IdentityFile "{self.key}"']) + "\n")
-        self.env = {OWN: str(folder / "own"), "PRTE_MCA_prte_do_not_resolve": "1"}
+        self.env = {USER_CONFIG_VARIABLE: str(folder / "own"), "PRTE_MCA_prte_do_not_resolve": "1"}
         self.host_list_env = {"PRTE_MCA_plm_ssh_args": f"-F {folder / 'list'}"}
 
     def settings(self, node, **overrides):

@@ -164,7 +164,7 @@ def _distributed_pass(model, inputs, gradients):
     inputs, gradients = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (inputs, gradients))
     tiles = [model.scatter(x, index).requires_grad_(x.is_floating_point()) for index, x in enumerate(inputs)]
     outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
-    layouts = [layout for layout in model._runner().layouts if layout is not None]
+    layouts = [layout for layout in model._compiled_state().layouts if layout is not None]
     local_gradients = [model.tiling.part(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
     torch.autograd.backward(*select_differentiable(outputs, local_gradients))
     trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
@@ -183,7 +183,7 @@ def _distributed_pass(model, inputs, gradients):
 
 def gather_input_gradient(model, index, gradient):
     """Return the full gradient of an input from local ones, which add up where tiles overlap."""
-    layout, overlaps = model.tiling.inputs[index], model._runner().overlaps
+    layout, overlaps = model.tiling.inputs[index], model._compiled_state().overlaps
     if not overlaps or not overlaps[index]:
         return _on_host(model.tiling.gathered(gradient, layout))
     full = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")

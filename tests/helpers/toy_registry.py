@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from neondist.config import load_experiment
 from neondist.errors import ShapeError
-from neondist.registry import Distributed, Registered
+from neondist.registry import DistributedMixin, Registered
 from neondist.registry.ranges import NotNegative, Positive
 
 
@@ -50,7 +50,7 @@ class ToyConv(ToyLayer):
         self.name = name
 
 
-class ToyDist(Distributed):
+class ToyDist(DistributedMixin):
     pass
 
 

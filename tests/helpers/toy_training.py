@@ -23,18 +23,18 @@ class ToyModel:
         self.output_shape, self.bytes_sent, self.bytes_summed = (classes,), 0, 0
         self.step, self.learning_rate_scale, self.accumulate = 0, 1.0, 1
         self.weights = np.linspace(-1, 1, classes)
-        self.slots = self.optimizer.slots(self.weights)
+        self.slots = self.optimizer.create_slots(self.weights)
         self.output = SimpleNamespace(total=lambda array, replicas=False: array)
         self.batches, self.scales, self.target_batches, self.training = [], [], [], []
-        self.leaves, self.whole, self.remote, self.loss_scaler = [], self, None, None
+        self.leaves, self.whole_model, self.remote_update, self.loss_scaler = [], self, None, None
 
     def begin_epoch(self, epoch, seen=0):
         pass
 
-    def averaged(self):
+    def averaged_weights(self):
         return nullcontext()
 
-    def settle(self):
+    def wait_for_messages(self):
         pass
 
     def __str__(self):
@@ -53,12 +53,12 @@ class ToyModel:
         y = self.fprop(x)
         grads = (self.cost.gradient(y, targets) * x.mean(axis=(1, 2))).sum(axis=0) / batch_size
         self.optimizer.update(self.weights, grads, self.slots, self.step - 1, self.learning_rate_scale)
-        return self.cost.value(y, targets) / batch_size
+        return self.cost.local_sum(y, targets) / batch_size
 
     def evaluate_batch(self, x, targets, batch_size):
         assert len(targets) == batch_size
         y = self.fprop(x, training=False)
-        return y, targets, self.cost.value(y, targets)
+        return y, targets, self.cost.local_sum(y, targets)
 
     def state(self):
         return {"toy/weights": self.weights.copy()}

@@ -13,7 +13,7 @@ from cli_runs import EXPERIMENT, build_command, mpirun_environment, start_comman
 from processes import communicate, is_alive
 from waiting import wait_until
 
-from neondist.comm.segments import BACKING
+from neondist.comm.shared_memory import BACKING_DIR_VARIABLE
 from neondist.launcher.cleanup import USER_TMPDIR, job_folders, restore_tmpdir
 from neondist.launcher.mpirun import Mpirun
 
@@ -28,14 +28,14 @@ mpirun = find_mpirun(os.environ)
 env = {**mpirun.environment(), **os.environ}
 with job_folders(mpirun, env) as job:
     command = [*mpirun.command(2), sys.executable, "-c", sys.argv[1]]
-    sys.exit(supervise(command, {**env, **job.environment}, job.inherited).code)
+    sys.exit(supervise(command, {**env, **job.environment}, job.inherited_descriptors).code)
 """
 # segments still have names, as before all ranks are connected
 RANK = """
 import os, time
 from mpi4py import MPI
-from neondist.comm.segments import BACKING, _mapped_files
-print("rank", os.getpid(), os.getppid(), os.environ[BACKING], *_mapped_files(), flush=True)
+from neondist.comm.shared_memory import BACKING_DIR_VARIABLE, _mapped_files
+print("rank", os.getpid(), os.getppid(), os.environ[BACKING_DIR_VARIABLE], *_mapped_files(), flush=True)
 for _ in range(600):
     MPI.COMM_WORLD.allreduce(1)
     time.sleep(0.05)
@@ -102,14 +102,14 @@ def test_single_process_leaves_no_file(tmp_path):
 
 def test_other_mpis_get_no_folder():
     with job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
-        assert (job.environment, job.inherited) == ({}, ())
+        assert (job.environment, job.inherited_descriptors) == ({}, ())
 
 
 def test_ranks_keep_settings_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    user = {"TMPDIR": "/users", BACKING: "/chosen"}
+    user = {"TMPDIR": "/users", BACKING_DIR_VARIABLE: "/chosen"}
     with job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
-        assert BACKING not in job.environment
+        assert BACKING_DIR_VARIABLE not in job.environment
         env = {**user, **job.environment}
         assert Path(env["TMPDIR"]).parent == tmp_path
         restore_tmpdir(env)

@@ -11,8 +11,8 @@ from waiting import wait_until
 pytest.importorskip("torch")
 
 from neondist.io.generation_log import read_events
-from neondist.launcher.slots import Demand, SlotTable, user_folder
-from neondist.services.job_status import NAME, JobStatus
+from neondist.launcher.slots import Demand, SlotTable, shared_slots_folder
+from neondist.services.job_status import STATUS_FILE, JobStatus
 
 SLOW = """def forward(self, x):
         import os, pathlib, time
@@ -28,7 +28,7 @@ SLOW = """def forward(self, x):
 
 
 def count_steps_of_second_worker(folder):
-    return JobStatus.read(folder).workers.get("worker-00001", 0) if (folder / NAME).exists() else 0
+    return JobStatus.read(folder).workers.get("worker-00001", 0) if (folder / STATUS_FILE).exists() else 0
 
 
 def read_scalings(folder):
@@ -49,14 +49,14 @@ def test_worker_joins_and_leaves(tmp_path, monkeypatch):
 
     def occupy_slots():
         """Emulate a job that ends once the run has started, and a third one once its second worker trains."""
-        with SlotTable(Demand(1, 1), user_folder()) as second:
-            assert second.take({"localhost": 2})
+        with SlotTable(Demand(1, 1), shared_slots_folder()) as second:
+            assert second.take_slots({"localhost": 2})
             occupied.set()
             wait_until((tmp_path / "started").exists, 100)
         wait_until(lambda: count_steps_of_second_worker(tmp_path / "run/servers") > 0, 100)
         (tmp_path / "joined").touch()
-        with SlotTable(Demand(1, 1), user_folder()) as third:
-            wait_until(lambda: third.take({"localhost": 2}), 100)
+        with SlotTable(Demand(1, 1), shared_slots_folder()) as third:
+            wait_until(lambda: third.take_slots({"localhost": 2}), 100)
             finished.wait(100)
 
     finished = threading.Event()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.launcher.filter_mpirun import Filter
+from neondist.launcher.filter_mpirun import NoticeFilter
 
 RULE = b"-" * 74 + b"\n"
 EXIT = (
@@ -21,7 +21,7 @@ LOST = (
 
 
 def filter_chunks(data, size):
-    notices = Filter()
+    notices = NoticeFilter()
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     return b"".join(map(notices.feed, chunks)) + notices.flush()
 
@@ -53,14 +53,14 @@ def test_filter(data, expected, size):
 
 
 def test_incomplete_lines_pass_at_once():
-    assert Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."
+    assert NoticeFilter().feed(b"epoch 1 ...") == b"epoch 1 ..."
 
 
 @pytest.mark.parametrize(
     ("output", "has_output"), [(b"", False), (b"\n \n", False), (b"error: x\n", True), (b"10%", True)]
 )
 def test_notices_are_kept_for_silent_jobs(output, has_output):
-    messages = Filter()
+    messages = NoticeFilter()
     for data in (output, EXIT):
         messages.feed(data)
     messages.flush()
@@ -68,8 +68,8 @@ def test_notices_are_kept_for_silent_jobs(output, has_output):
 
 
 def test_losses_in_notices():
-    messages = Filter()
+    messages = NoticeFilter()
     messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
-    assert (messages.lost_nodes, messages.signals) == (("nodeC",), {1: "signal 9 (Killed)"})
-    assert messages.from_mpi == b"[nodeC:0] *** on a NULL communicator\n"
-    assert (Filter().lost_nodes, Filter().signals) == ((), {})
+    assert (messages.lost_nodes, messages.signals_by_rank) == (("nodeC",), {1: "signal 9 (Killed)"})
+    assert messages.fatal_lines == b"[nodeC:0] *** on a NULL communicator\n"
+    assert (NoticeFilter().lost_nodes, NoticeFilter().signals_by_rank) == ((), {})

@@ -11,7 +11,7 @@ from processes import communicate, is_alive, kill
 from waiting import wait_until
 
 from neondist.launcher.fork_server import open_fork_server
-from neondist.system.collector import permanent_objects
+from neondist.system.collector import freeze_new_objects
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 
@@ -60,7 +60,7 @@ import neondist.cli
 from neondist.launcher.fork_server import open_fork_server
 
 for resumes in (True, False):
-    with open_fork_server(lambda: None, patience=0.2) as server:
+    with open_fork_server(lambda: None, timeout=0.2) as server:
         [copy] = psutil.Process().children()
         copy.suspend()
         assert server.start(["check", "nothing.yaml"], os.environ, "late") is None
@@ -125,7 +125,7 @@ def test_no_server_with_threads_or_failed_imports():
 def test_objects_of_later_blocks_are_collected():
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with permanent_objects():
+    with freeze_new_objects():
         assert gc.isenabled()
         created = [[] for _ in range(1000)]
     assert gc.get_freeze_count() <= frozen < frozen + len(created)

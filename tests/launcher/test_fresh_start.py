@@ -10,9 +10,9 @@ from storage_faults import GB_YAML
 from neondist.cli.arguments import parser
 from neondist.config import load_experiment
 from neondist.errors import ConfigError
-from neondist.io.output import has_run, is_new
+from neondist.io.output import has_run, is_empty_or_untrained
 from neondist.launcher.generations import run_generations
-from neondist.launcher.supervise import Ending
+from neondist.launcher.supervise import JobEnding
 from neondist.system.signals import Signals
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"
@@ -40,7 +40,7 @@ def write_files(folder, files):
 @pytest.mark.parametrize("name", NEW_RUNS)
 def test_folders_without_training_are_new(name, tmp_path):
     write_files(tmp_path, NEW_RUNS[name])
-    assert is_new(tmp_path)
+    assert is_empty_or_untrained(tmp_path)
     assert not has_run(tmp_path)
 
 
@@ -48,7 +48,7 @@ def test_folders_without_training_are_new(name, tmp_path):
 def test_folders_with_training_are_kept(name, tmp_path):
     write_files(tmp_path, TRAINED_RUNS[name])
     assert has_run(tmp_path)
-    assert not is_new(tmp_path)
+    assert not is_empty_or_untrained(tmp_path)
 
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
@@ -75,7 +75,7 @@ def test_restart_ignores_files_of_an_earlier_run(tmp_path):
     def launch(arguments, received, environment, has_changed):
         launches.append(arguments.words)
         Path(tmp_path, "checkpoint-00000003.h5").unlink(missing_ok=True)  # killed while it removes the earlier run
-        return Ending(137, "rank 1 was lost") if len(launches) == 1 else Ending(0)
+        return JobEnding(137, "rank 1 was lost") if len(launches) == 1 else JobEnding(0)
 
     assert run_generations(arguments, load_experiment(tmp_path / "toy.yaml"), launch) == 0
     assert launches[0] == launches[1]

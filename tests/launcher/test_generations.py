@@ -8,11 +8,11 @@ from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
 from neondist.io.generation_log import GenerationLog, read_events, read_run_key
 from neondist.launcher import members
-from neondist.launcher.supervise import Ending
+from neondist.launcher.supervise import JobEnding
 
 
 def test_changing_hosts(folder, capsys):
-    script = GenerationScript(folder, "a:2 b:2", "c:2", "c:1", Ending(0))
+    script = GenerationScript(folder, "a:2 b:2", "c:2", "c:1", JobEnding(0))
     script.write_hosts("a:2")
 
     def restore_hosts(seconds):
@@ -43,7 +43,7 @@ def hide_neondist(folder, monkeypatch, host):
 def test_hosts_that_join_without_neondist(folder, capsys, monkeypatch):
     """Exclude them with one message, and use the others."""
     hide_neondist(folder, monkeypatch, "b")
-    script = GenerationScript(folder, "a:1 b:1 c:1", Ending(137, "a was killed"), Ending(0))
+    script = GenerationScript(folder, "a:1 b:1 c:1", JobEnding(137, "a was killed"), JobEnding(0))
     script.write_hosts("a:1")
     assert script.run("--elastic", "1:3", "--cool-down", "0.1", "--restarts", "1") == 0
     assert script.started[:2] == [{"a": 1}, {"a": 1, "c": 1}]
@@ -62,8 +62,11 @@ def test_hosts_without_neondist_at_the_start(folder, monkeypatch):
 
 
 def test_failed_nodes_are_excluded(folder, capsys):
-    acts = [Ending(137, "node b was lost", nodes=("b.cluster",)), Ending(137, "rank 0 is stopped", silent=(0,))]
-    script = GenerationScript(folder, *acts, Ending(137, "rank 1 was killed"), Ending(0))
+    acts = [
+        JobEnding(137, "node b was lost", lost_nodes=("b.cluster",)),
+        JobEnding(137, "rank 0 is stopped", silent_ranks=(0,)),
+    ]
+    script = GenerationScript(folder, *acts, JobEnding(137, "rank 1 was killed"), JobEnding(0))
     script.write_hosts("a:1 b:1 c:1 d:1")
     assert script.run("--elastic", "1:3", "--restarts", "3") == 0
     assert script.started == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "c": 1, "d": 1}, {"c": 1, "d": 1}, {"c": 1, "d": 1}]
@@ -73,7 +76,7 @@ def test_failed_nodes_are_excluded(folder, capsys):
 
 
 def test_fixed_size_run_reuses_a_failed_host(folder):
-    script = GenerationScript(folder, *[Ending(137, "node b was lost", nodes=("b",))] * 2)
+    script = GenerationScript(folder, *[JobEnding(137, "node b was lost", lost_nodes=("b",))] * 2)
     script.write_hosts("a:1 b:1")
     assert script.run("-n", "2", "--restarts", "1") == 137
     assert script.started == [{"a": 1, "b": 1}] * 2
@@ -83,11 +86,11 @@ def test_fixed_size_run_reuses_a_failed_host(folder):
 def test_ranks_decrease_after_a_loss():
     for valid_ranks, expected in (({2, 4}, [4, 2, 2]), ({4}, [4, 4, 4])):
         arguments = parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])
-        members.resolve_options(arguments, None)
-        roster, choices = members.Roster(arguments, valid_ranks.__contains__), []
+        members.resolve_host_options(arguments, None)
+        roster, choices = members.RankRoster(arguments, valid_ranks.__contains__), []
         for _ in expected:
-            choices.append(roster.choose())
-            roster.lose(choices[-1], (), (0,))
+            choices.append(roster.choose_members())
+            roster.record_loss(choices[-1], (), (0,))
         assert [choice.ranks for choice in choices] == expected
 
 
@@ -126,7 +129,7 @@ def test_generation_log(tmp_path):
     with log.path.open("a") as file:
         file.write('{"event"\n[]\n{"event": 3}\n')
     assert [event["event"] for event in read_events(tmp_path)] == ["run", "start"]
-    assert GenerationLog(tmp_path, resumed=True).key == log.key == read_run_key(tmp_path)
-    assert GenerationLog(tmp_path).key != log.key
+    assert GenerationLog(tmp_path, resumed=True).run_key == log.run_key == read_run_key(tmp_path)
+    assert GenerationLog(tmp_path).run_key != log.run_key
     log.path.write_text('{"event": "run", "key": "../../etc"}\n')
     assert read_run_key(tmp_path) == ""

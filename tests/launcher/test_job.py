@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.system.job import Job, detect, torchrun_ranks
+from neondist.system.job import Job, count_torchrun_ranks, detect_job
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -33,16 +33,16 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", 
     ],
 )
 def test_detect(env, job):
-    assert detect(env) == job
+    assert detect_job(env) == job
 
 
 def test_first_rank():
-    assert [Job(4, rank, 4).first for rank in range(3)] == [True, False, False]
-    assert Job(None, None, None).first
+    assert [Job(4, rank, 4).is_first_rank for rank in range(3)] == [True, False, False]
+    assert Job(None, None, None).is_first_rank
 
 
 def test_torchrun_is_not_an_mpi_job():
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert torchrun_ranks(env) == 0  # users may set these, too
-    assert torchrun_ranks({**env, "TORCHELASTIC_RUN_ID": "none"}) == 4
-    assert detect({**env, "TORCHELASTIC_RUN_ID": "none"}) is None
+    assert count_torchrun_ranks(env) == 0  # users may set these, too
+    assert count_torchrun_ranks({**env, "TORCHELASTIC_RUN_ID": "none"}) == 4
+    assert detect_job({**env, "TORCHELASTIC_RUN_ID": "none"}) is None

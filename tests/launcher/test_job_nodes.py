@@ -24,9 +24,9 @@ from waiting import wait_until
 import yaml
 from neondist.cluster.hosts import HostSource
 from neondist.errors import LaunchError
-from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, open_nodes, place_workers
-from neondist.launcher.remote import program
-from neondist.launcher.scaling import check_bounds, open_scaling
+from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, assign_workers_to_slots, open_nodes
+from neondist.launcher.remote import remote_side_command
+from neondist.launcher.scaling import check_demand, open_elastic_slots
 from neondist.launcher.slots import Demand
 from neondist.version import __version__ as VERSION
 
@@ -192,10 +192,10 @@ def test_workers_over_sshd_in_two_environments(folder, tmp_path):
 
 def test_tiles_of_a_worker_share_a_node(folder):
     slots = {"a": 1, "b": 5, "c": 4}
-    assert place_workers(slots, 3, 2) == {"b": 2, "c": 1}
-    assert place_workers(slots, 9, 1) == {"a": 1, "b": 5, "c": 3}
+    assert assign_workers_to_slots(slots, 3, 2) == {"b": 2, "c": 1}
+    assert assign_workers_to_slots(slots, 9, 1) == {"a": 1, "b": 5, "c": 3}
     with pytest.raises(LaunchError, match=r"-n 10: .* have room for 4 workers of 2 tiles, .* at most -n 8,"):
-        place_workers(slots, 5, 2)
+        assign_workers_to_slots(slots, 5, 2)
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=3)))
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
     code, _, err = run_in_process(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
@@ -210,14 +210,14 @@ def test_hosts_with_other_versions(monkeypatch):
         assert (process.returncode, process.stdout, len(process.stderr.splitlines())) == (2, "", 1), process.stderr
         return process.stderr
 
-    words = program("far")
+    words = remote_side_command("far")
     assert "neondist 0.1.0 there, 0.0.1 where" in read_error(words, json.dumps({"version": "0.0.1"})).replace(
         VERSION, "0.1.0"
     )
     assert "error: far: has no /nowhere/python with " in read_error([*words[:4], "/nowhere/python", *words[5:]])
     monkeypatch.setattr("sys.executable", "/bin/sh")
     monkeypatch.setattr("neondist.safe_path.__file__", "/nowhere")
-    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in read_error(program("far"))
+    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in read_error(remote_side_command("far"))
 
 
 def test_host_list_is_read_once_at_the_start(folder, monkeypatch):
@@ -226,9 +226,9 @@ def test_host_list_is_read_once_at_the_start(folder, monkeypatch):
     (folder / "hosts").write_text("#!/bin/sh\necho run >> runs\necho localhost:2\necho far\n")
     (folder / "hosts").chmod(0o755)
     source, demand = HostSource("hosts"), Demand(1, 3)
-    check_bounds(demand, source)
+    check_demand(demand, source)
     arguments = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
-    with open_scaling(demand, source) as scaling:
+    with open_elastic_slots(demand, source) as scaling:
         hosts = scaling.wait_for_minimum(lambda: False, print)
         with open_nodes(arguments, hosts, 1) as nodes:
             assert nodes.workers == ["localhost", "localhost", "far"]
@@ -239,20 +239,20 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     """Exclude a host without neondist, with one message."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr("neondist.launcher.scaling.POLL", 0.01)
+    monkeypatch.setattr("neondist.launcher.scaling.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("neondist.launcher.scaling.COOL_DOWN", 0.05)
     (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\n')
     (folder / "agent").chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
     (folder / "hosts").write_text("localhost:1\n")
     source = HostSource("hosts")
-    with open_scaling(Demand(1, 4), source) as scaling:
+    with open_elastic_slots(Demand(1, 4), source) as scaling:
         assert scaling.wait_for_minimum(lambda: False, print) == ["localhost"]
         (folder / "hosts").write_text("localhost:1\nbare:2\nfar:1\n")
         joined = []
-        wait_until(lambda: joined.extend(scaling.take()) or joined)
+        wait_until(lambda: joined.extend(scaling.take_slots()) or joined)
         time.sleep(1)
-        assert (joined, scaling.take()) == (["far"], [])
+        assert (joined, scaling.take_slots()) == (["far"], [])
     assert capsys.readouterr().err.count("hosts: bare has no ") == 1
 
 
@@ -268,11 +268,11 @@ def test_workers_of_a_lost_node_are_distributed(monkeypatch):
     assert nodes.replace("b", ["a", "a", "c"]) == "a"
     answering.clear()
     assert nodes.replace("b", ["a", "a", "c"]) == "b"
-    nodes.drop("a")
+    nodes.drop_node("a")
     assert nodes.workers == ["b", "b", "c", "c", "b"]
-    nodes.drop("b")
+    nodes.drop_node("b")
     with pytest.raises(NodeLostError, match="c cannot be reached; continue with --resume auto"):
-        nodes.drop("c")
+        nodes.drop_node("c")
 
 
 @pytest.mark.parametrize(("options", "message"), [

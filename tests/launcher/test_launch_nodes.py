@@ -20,7 +20,7 @@ from processes import communicate
 from sshd import SshServers, create_environment, needs_sshd
 
 import yaml
-from neondist.cluster.ssh_config import OWN
+from neondist.cluster.ssh_config import USER_CONFIG_VARIABLE
 
 SCRIPT = """
 import json, os, socket, sys, time
@@ -161,7 +161,7 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
 @needs_mpirun
 def test_addresses_without_an_ssh_server(folder, monkeypatch):
     """Report a closed port, the port of another server, and an unknown name in one message."""
-    monkeypatch.setenv(OWN, str(folder / "own"))
+    monkeypatch.setenv(USER_CONFIG_VARIABLE, str(folder / "own"))
     (folder / "own").write_text("Host nodeB nodeC\n  HostName 127.0.0.1\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         closed = free.getsockname()[1]

@@ -14,7 +14,7 @@ from processes import communicate
 from restart_runs import check_weights
 from waiting import wait_until
 
-from neondist.io.checkpoint.snapshots import folder_of
+from neondist.io.checkpoint.snapshots import snapshot_folder
 from neondist.io.generation_log import read_events, read_run_key
 
 pytestmark = [needs_mpirun, needs_fake_nodes]
@@ -89,7 +89,7 @@ def test_losses_on_remote_nodes(nodes, tmp_path):
     communicate(job, 120)
     assert job.returncode == 0, log.read_text()
     check_weights(folder / "checkpoint.h5", tmp_path / "toy.yaml", 3, [f"epochs={last_epoch}"])
-    assert not folder_of(read_run_key(folder)).exists()
+    assert not snapshot_folder(read_run_key(folder)).exists()
 
 
 @pytest.mark.long
@@ -107,7 +107,7 @@ def test_changing_hosts_of_a_run(nodes, tmp_path):
         )  # fmt: skip
 
     def list_steps():
-        return [int(path.stem[-10:]) for path in folder_of(read_run_key(tmp_path / "out")).glob("*.h5")]
+        return [int(path.stem[-10:]) for path in snapshot_folder(read_run_key(tmp_path / "out")).glob("*.h5")]
 
     def find_start(generation):
         events = [event for event in read_events(tmp_path / "out") if event.get("generation") == generation]
@@ -128,5 +128,5 @@ def test_changing_hosts_of_a_run(nodes, tmp_path):
     assert job.returncode == 75, log.read_text()
     assert "node nodeC was lost" in log.read_text()
     assert log.read_text().count("nodeD has no ") == 1
-    assert not folder_of(read_run_key(tmp_path / "out")).exists()
+    assert not snapshot_folder(read_run_key(tmp_path / "out")).exists()
     assert not nodes.pids("rank")

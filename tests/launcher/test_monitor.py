@@ -14,18 +14,18 @@ from waiting import wait_until
 
 from neondist.launcher import monitor as monitor_module
 from neondist.launcher.monitor import Monitor
-from neondist.system.heartbeat import NONCE, SUPERVISOR, proof, receive, split_address
+from neondist.system.heartbeat import NONCE_BYTES, SUPERVISOR, compute_proof, receive_bytes, split_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 RANK = """
 import os, sys, time
-from neondist.system.heartbeat import connect, send
-connect(os.environ)
+from neondist.system.heartbeat import connect_to_supervisor, send_to_supervisor
+connect_to_supervisor(os.environ)
 assert "NEONDIST_SUPERVISOR" not in os.environ
 print("ready", flush=True)
 for word in sys.argv[1:]:
     input()
-    send(os.environ, word)
+    send_to_supervisor(os.environ, word)
 input()
 os._exit(0)
 """
@@ -68,24 +68,24 @@ def ranks(monitor):
 
 def test_words_and_regular_end(monitor, ranks):
     processes = [ranks.start(rank, "listens", "ended 0") for rank in (0, 1)]
-    assert not monitor.all_listen()
+    assert not monitor.all_handle_stop()
     for process in processes:
         send_next_word(process)
-    wait_until(lambda: monitor.all_listen())
+    wait_until(lambda: monitor.all_handle_stop())
     assert monitor.unreported_ranks() == [0, 1]
     for process in processes * 2:
         send_next_word(process)
-    monitor.settle()
-    assert (monitor.unreported_ranks(), monitor.loss, monitor.code) == ([], "", 0)
-    assert monitor.ending is not None
+    monitor.drain_connections()
+    assert (monitor.unreported_ranks(), monitor.loss_text, monitor.exit_code) == ([], "", 0)
+    assert monitor.end_time is not None
 
 
 def test_killed_rank_is_lost_and_others_can_be_ended(monitor, ranks):
     first, second = (ranks.start(rank) for rank in (0, 1))
     second.send_signal(signal.SIGKILL)
-    wait_until(lambda: monitor.loss)
-    assert monitor.loss.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
-    assert monitor.lost == 1
+    wait_until(lambda: monitor.loss_text)
+    assert monitor.loss_text.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
+    assert monitor.lost_rank == 1
     monitor.end_ranks()
     communicate(first, 60)
     assert first.returncode == -signal.SIGKILL
@@ -95,18 +95,18 @@ def test_failed_rank_is_not_lost(monitor, ranks):
     """Report neither it nor ranks that the launcher ends afterwards."""
     first, second = ranks.start(0, "ended 2"), ranks.start(1)
     send_next_word(first)
-    wait_until(lambda: monitor.code)
+    wait_until(lambda: monitor.exit_code)
     second.kill()
     first.kill()
-    monitor.settle()
-    assert (monitor.loss, monitor.code) == ("", 2)
+    monitor.drain_connections()
+    assert (monitor.loss_text, monitor.exit_code) == ("", 2)
 
 
 def test_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     first, second = (ranks.start(rank) for rank in (0, 1))
     first.send_signal(signal.SIGSTOP)
-    wait_until(lambda: monitor.loss)
-    assert monitor.loss.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
+    wait_until(lambda: monitor.loss_text)
+    assert monitor.loss_text.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
     monitor.end_ranks()
     for process in (first, second):
         communicate(process, 60)
@@ -114,18 +114,18 @@ def test_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
 
 
 def test_ranks_silent_at_about_the_same_time_are_lost_together(monkeypatch):
-    monkeypatch.setattr(monitor_module, "BEAT", 0.1)
-    monkeypatch.setattr(monitor_module, "_TICK", 0.02)
+    monkeypatch.setattr(monitor_module, "BEAT_INTERVAL", 0.1)
+    monkeypatch.setattr(monitor_module, "_SELECT_TIMEOUT", 0.02)
     with Monitor(3, lease=1.0) as monitor, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(greet(monitor, f"{rank} 1 node{rank}\n".encode())) for rank in (0, 1, 2)]
         end = time.monotonic() + 0.3
-        while not monitor.loss:
+        while not monitor.loss_text:
             for connection in connections[1 if time.monotonic() < end else 2 :]:
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")
             time.sleep(0.01)
-        assert monitor.silent == (0, 1)
-        assert monitor.loss.startswith("no heartbeat from rank 0 of 3 on node0, rank 1 of 3 on node1 for 1 s")
+        assert monitor.silent_ranks == (0, 1)
+        assert monitor.loss_text.startswith("no heartbeat from rank 0 of 3 on node0, rank 1 of 3 on node1 for 1 s")
 
 
 def connect(monitor):
@@ -135,21 +135,21 @@ def connect(monitor):
 def greet(monitor, greeting):
     """Return a connection with the right key, after a greeting."""
     connection = connect(monitor)
-    nonce, key = receive(connection, NONCE), monitor.environment[SUPERVISOR].split()[0]
-    connection.sendall(proof(key, nonce, "rank"))
-    assert receive(connection, 32) == proof(key, nonce, "supervisor")
+    nonce, key = receive_bytes(connection, NONCE_BYTES), monitor.environment[SUPERVISOR].split()[0]
+    connection.sendall(compute_proof(key, nonce, "rank"))
+    assert receive_bytes(connection, 32) == compute_proof(key, nonce, "supervisor")
     connection.sendall(greeting)
     return connection
 
 
 def test_connections_without_the_key_are_rejected(monitor):
-    for data in (b"x" * 32, proof("other", b"0" * NONCE, "rank") + b"0 1 node\n", os.urandom(5000)):
+    for data in (b"x" * 32, compute_proof("other", b"0" * NONCE_BYTES, "rank") + b"0 1 node\n", os.urandom(5000)):
         with connect(monitor) as connection:
-            assert len(receive(connection, NONCE)) == NONCE
+            assert len(receive_bytes(connection, NONCE_BYTES)) == NONCE_BYTES
             connection.sendall(data)
             with contextlib.suppress(ConnectionResetError):
-                assert receive(connection, 1) == b""
-    assert monitor.members == {}
+                assert receive_bytes(connection, 1) == b""
+    assert monitor.rank_states == {}
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_connections_without_the_key_are_rejected(monitor):
 )
 def test_invalid_greetings(monitor, greeting):
     first = greet(monitor, b"1 1 node\nlistens\n")
-    wait_until(lambda: 1 in monitor.members)
+    wait_until(lambda: 1 in monitor.rank_states)
     with greet(monitor, greeting) as connection:
-        assert receive(connection, 1) == b""
-    assert list(monitor.members) == [1]
-    assert not monitor.loss
+        assert receive_bytes(connection, 1) == b""
+    assert list(monitor.rank_states) == [1]
+    assert not monitor.loss_text
     first.close()
 
 

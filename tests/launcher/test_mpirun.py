@@ -9,7 +9,7 @@ from neondist import safe_path
 from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
 from neondist.launcher import launch, mpirun
-from neondist.launcher.supervise import Ending
+from neondist.launcher.supervise import JobEnding
 from neondist.system import threads
 
 OPEN_MPI = mpirun.Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11")
@@ -20,7 +20,7 @@ MPICH = mpirun.Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0")
 def make_executable(tmp_path, monkeypatch):
     """Return a function that creates an executable, without any other mpirun in place."""
     home = tmp_path / "home"
-    monkeypatch.setattr(mpirun, "homes", lambda: [home])
+    monkeypatch.setattr(mpirun, "environment_bin_dirs", lambda: [home])
 
     def make(folder, name="mpirun", text="echo mpirun '(Open MPI)' 5"):
         path = tmp_path / folder / name
@@ -46,7 +46,7 @@ def test_mpirun_of_the_environment_comes_first(make_executable):
 
 
 def test_homes_include_this_python():
-    assert os.path.dirname(sys.executable) in map(str, mpirun.homes())
+    assert os.path.dirname(sys.executable) in map(str, mpirun.environment_bin_dirs())
 
 
 def test_missing_mpirun(make_executable):
@@ -74,20 +74,20 @@ def test_command():
 
 
 def test_environment(monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda process=0: 8)
+    monkeypatch.setattr(threads, "count_cores", lambda process=0: 8)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    env = launch.environment(OPEN_MPI, 3, {"A": "1"})
+    env = launch.rank_environment(OPEN_MPI, 3, {"A": "1"})
     assert env["A"] == "1"
     assert env["NEONDIST_LAUNCHED"] == "3"
-    assert {env[name] for name in threads.VARIABLES} == {"2"}
+    assert {env[name] for name in threads.THREAD_COUNT_VARIABLES} == {"2"}
     assert env["OMPI_ALLOW_RUN_AS_ROOT"] == env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "OMPI_ALLOW_RUN_AS_ROOT" not in launch.environment(OPEN_MPI, 3, {})
-    assert not [name for name in launch.environment(MPICH, 3, {}) if name.startswith("OMPI")]
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in launch.rank_environment(OPEN_MPI, 3, {})
+    assert not [name for name in launch.rank_environment(MPICH, 3, {}) if name.startswith("OMPI")]
 
 
 def test_user_settings_are_kept():
-    env = launch.environment(OPEN_MPI, 3, {"OMP_NUM_THREADS": "5", "OMPI_MCA_osc": "rdma"})
+    env = launch.rank_environment(OPEN_MPI, 3, {"OMP_NUM_THREADS": "5", "OMPI_MCA_osc": "rdma"})
     assert (env["OMP_NUM_THREADS"], env["OMPI_MCA_osc"]) == ("5", "rdma")
     assert "MKL_NUM_THREADS" not in env
 
@@ -95,8 +95,8 @@ def test_user_settings_are_kept():
 def test_launch_starts_the_same_command(monkeypatch):
     commands = []
     monkeypatch.setattr(launch, "require_mpirun", lambda environ: OPEN_MPI)
-    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: commands.append(command) or Ending(7))
-    assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == Ending(7)
+    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: commands.append(command) or JobEnding(7))
+    assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == JobEnding(7)
     (command,) = commands
     assert command[command.index(sys.executable) :] == [
         sys.executable,

@@ -22,7 +22,7 @@ OWN_CPU = min(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else 
 def eight_cores(monkeypatch, tmp_path):
     """Emulate two sockets with two cores of two threads each; sibling threads are numbered last."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(threads, "QUOTA", tmp_path / "none")
+    monkeypatch.setattr(threads, "CPU_QUOTA_FILE", tmp_path / "none")
     monkeypatch.setattr(pinning, "TOPOLOGY", tmp_path)
     for cpu in range(8):
         folder = tmp_path / f"cpu{cpu}" / "topology"
@@ -32,7 +32,7 @@ def eight_cores(monkeypatch, tmp_path):
 
 
 def list_cpus(ranks, **env):
-    return launch.environment(Mpirun("/x/mpirun", "Open MPI"), ranks, env).get(pinning.CPUS)
+    return launch.rank_environment(Mpirun("/x/mpirun", "Open MPI"), ranks, env).get(pinning.CPUS)
 
 
 def test_cores_and_sockets_stay_together():
@@ -57,7 +57,7 @@ def test_threads_per_rank_are_counted():
 
 
 def test_ranks_are_unbound_under_a_quota(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("200000 100000")
     assert list_cpus(2) is None
     assert "quota" in pinning.explain_unpinned({})
@@ -70,14 +70,14 @@ def test_ranks_bind_to_their_shares(monkeypatch, ranks, shares):
     env = {pinning.CPUS: list_cpus(ranks)}
     for rank in range(ranks):
         bound.clear()
-        pinning.pin(Job(ranks, rank, ranks), env)
+        pinning.pin_rank(Job(ranks, rank, ranks), env)
         assert bound
         assert all(cpus == shares[rank] for cpus in bound)
 
 
 def test_jobs_of_other_launchers_are_unbound(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    pinning.pin(Job(2, 1, 2), {})
+    pinning.pin_rank(Job(2, 1, 2), {})
 
 
 def test_all_threads_of_a_process_are_bound():
@@ -87,7 +87,7 @@ def test_all_threads_of_a_process_are_bound():
         "stop, affinities = threading.Event(), []\n"
         "thread = threading.Thread(target=lambda: (stop.wait(60), affinities.append(os.sched_getaffinity(0))))\n"
         "thread.start()\n"
-        f"pinning.pin(Job(1, 0, 1), {{pinning.CPUS: '{OWN_CPU}'}})\n"
+        f"pinning.pin_rank(Job(1, 0, 1), {{pinning.CPUS: '{OWN_CPU}'}})\n"
         "stop.set(); thread.join(); print(*affinities, os.sched_getaffinity(0))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -12,11 +12,11 @@ from restart_runs import read_weights
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
-from neondist.cli.run import bounds
+from neondist.cli.run import parse_rank_bounds
 from neondist.errors import DataError
 from neondist.io.checkpoint import checksum
 from neondist.launcher.launch import rank_args
-from neondist.launcher.restarts import restore_newest, resume_words
+from neondist.launcher.restarts import restore_newest, resume_arguments
 
 # rank 1 kills itself in its second epoch, once per file die*, after it has damaged a checkpoint if the file asks for it
 DIES = """
@@ -103,16 +103,16 @@ def test_words_of_restarts():
         "--overwrite",
     ]
     assert (
-        resume_words(words[:4])
-        == resume_words(["run", "a.yaml", "--overwrite"])
+        resume_arguments(words[:4])
+        == resume_arguments(["run", "a.yaml", "--overwrite"])
         == ["run", "a.yaml", "--resume", "auto"]
     )
-    assert resume_words(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
+    assert resume_arguments(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
     assert rank_args(parser().parse_args(words)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
-    assert bounds("2:8") == (2, 8)
+    assert parse_rank_bounds("2:8") == (2, 8)
     for text in ("2", "0:3", "4:2", "a:b", "1:2:3"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bounds(text)
+            parse_rank_bounds(text)
 
 
 def test_newest_valid_checkpoint(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_newest_valid_checkpoint(tmp_path, monkeypatch):
         if "damaged" in path.read_text():
             raise DataError("damaged")
 
-    monkeypatch.setattr(checksum, "check", check)
+    monkeypatch.setattr(checksum, "verify_checksum", check)
     (tmp_path / "pretrain_2.h5").write_text("two")
     (tmp_path / "pretrain_10.h5").write_text("ten")
     assert restore_newest(tmp_path).name == "pretrain_10.h5"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neondist.errors import LaunchError
-from neondist.launcher.slots import Demand, SlotTable, fair_shares, user_folder
+from neondist.launcher.slots import Demand, SlotTable, fair_shares, shared_slots_folder
 
 DEMANDS = st.builds(
     lambda low, extra, width: Demand(low, low + extra, width), st.integers(1, 5), st.integers(0, 8), st.integers(1, 3)
@@ -57,42 +57,46 @@ def test_shares(slots, demands, expected):
 def test_jobs_share_and_return_slots(tmp_path):
     hosts = {"localhost": 6}
     with SlotTable(Demand(1, 4), tmp_path) as first:
-        assert first.take(hosts) == ["localhost"] * 4
-        assert first.take(hosts) == []
+        assert first.take_slots(hosts) == ["localhost"] * 4
+        assert first.take_slots(hosts) == []
         with SlotTable(Demand(1, 4), tmp_path) as second:
-            assert first.surplus(hosts) == 1
-            assert second.take(hosts) == ["localhost"] * 2, "slots that are free now"
-            assert second.take(hosts) == []
-            first.give("localhost")
-            assert (first.surplus(hosts), first.take(hosts)) == (0, [])
-            assert second.take(hosts) == ["localhost"]
+            assert first.surplus_workers(hosts) == 1
+            assert second.take_slots(hosts) == ["localhost"] * 2, "slots that are free now"
+            assert second.take_slots(hosts) == []
+            first.free_slots("localhost")
+            assert (first.surplus_workers(hosts), first.take_slots(hosts)) == (0, [])
+            assert second.take_slots(hosts) == ["localhost"]
             with SlotTable(Demand(4, 4), tmp_path) as third:
-                assert (first.surplus(hosts), second.surplus(hosts)) == (2, 2)
-                first.give("localhost")
-                assert third.take(hosts) == [], "the full minimum, or nothing"
+                assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
+                first.free_slots("localhost")
+                assert third.take_slots(hosts) == [], "the full minimum, or nothing"
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in third.describe(hosts)
-            first.give("localhost", for_good=True)
-            assert (first.demand, first.take(hosts)) == (Demand(1, 1), [])
-        assert first.take(hosts) == []
+            first.free_slots("localhost", permanently=True)
+            assert (first.demand, first.take_slots(hosts)) == (Demand(1, 1), [])
+        assert first.take_slots(hosts) == []
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_workers_fill_hosts_in_order(tmp_path):
     with SlotTable(Demand(1, 9, 2), tmp_path) as table:
-        assert table.take({"a": 3, "b": 5}) == ["a", "b", "b"]
-        assert table.take({"a": 3, "b": 5}) == []
-        table.give("a")
-        assert table.take({"b": 5}) == [], "the host is not listed any more"
-        assert table.take({"b": 6}) == ["b"]
+        assert table.take_slots({"a": 3, "b": 5}) == ["a", "b", "b"]
+        assert table.take_slots({"a": 3, "b": 5}) == []
+        table.free_slots("a")
+        assert table.take_slots({"b": 5}) == [], "the host is not listed any more"
+        assert table.take_slots({"b": 6}) == ["b"]
 
 
 def test_removed_folder_leaves_a_job_unchanged(tmp_path):
     (tmp_path / "slots").mkdir()
     with SlotTable(Demand(1, 2), tmp_path / "slots") as table:
-        assert table.take({"localhost": 2}) == ["localhost"] * 2
+        assert table.take_slots({"localhost": 2}) == ["localhost"] * 2
         shutil.rmtree(tmp_path / "slots")
-        table.give("localhost")
-        assert (table.workers, table.take({"localhost": 2}), table.surplus({"localhost": 0})) == (1, [], 0)
+        table.free_slots("localhost")
+        assert (table.workers, table.take_slots({"localhost": 2}), table.surplus_workers({"localhost": 0})) == (
+            1,
+            [],
+            0,
+        )
 
 
 JOB = """
@@ -100,7 +104,7 @@ import sys, time
 from pathlib import Path
 from neondist.launcher.slots import Demand, SlotTable
 with SlotTable(Demand(2, 2), Path(sys.argv[1])) as table:
-    print(table.take({"localhost": 2}), flush=True)
+    print(table.take_slots({"localhost": 2}), flush=True)
     time.sleep(60)
 """
 
@@ -109,10 +113,10 @@ def test_slots_of_a_killed_job_are_free(tmp_path):
     with subprocess.Popen([sys.executable, "-c", JOB, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "['localhost', 'localhost']\n"
         with SlotTable(Demand(1, 2), tmp_path) as table:
-            assert table.take({"localhost": 2}) == []
+            assert table.take_slots({"localhost": 2}) == []
             job.send_signal(signal.SIGKILL)
             job.wait()
-            assert table.take({"localhost": 2}) == ["localhost"] * 2
+            assert table.take_slots({"localhost": 2}) == ["localhost"] * 2
             assert len(list(tmp_path.glob("job-*"))) == 1
 
 
@@ -120,22 +124,22 @@ def test_damaged_entries_and_dead_jobs_are_ignored(tmp_path):
     (tmp_path / "job-1-dead.json").write_text('{"order": 1, "low": 6, "high": 6, "width": 1, "held": {"localhost": 6}}')
     (tmp_path / "job-2-dead.json").write_text("{")
     with SlotTable(Demand(1, 2), tmp_path) as table, SlotTable(Demand(1, 2), tmp_path) as other:
-        other._path.write_text('{"order": true, "held": []}')
-        assert table.take({"localhost": 3}) == ["localhost"] * 2
+        other._own_path.write_text('{"order": true, "held": []}')
+        assert table.take_slots({"localhost": 3}) == ["localhost"] * 2
         assert len(list(tmp_path.glob("job-*"))) == 2
 
 
 def test_folder_belongs_to_the_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert user_folder() == tmp_path / "neondist/slots"
-    assert user_folder().stat().st_mode & 0o777 == 0o700
+    assert shared_slots_folder() == tmp_path / "neondist/slots"
+    assert shared_slots_folder().stat().st_mode & 0o777 == 0o700
     (tmp_path / "neondist/slots").chmod(0o777)
     with pytest.raises(LaunchError, match="other users can write to it; remove it, or set XDG_RUNTIME_DIR"):
-        user_folder()
+        shared_slots_folder()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert user_folder().parent.parent == tmp_path
-    (folder := user_folder()).rmdir()
+    assert shared_slots_folder().parent.parent == tmp_path
+    (folder := shared_slots_folder()).rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="other users can write to it"):
-        user_folder()
+        shared_slots_folder()

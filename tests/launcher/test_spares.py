@@ -18,15 +18,15 @@ from waiting import wait_until
 from neondist.cli.arguments import parser
 from neondist.io.generation_log import read_events
 from neondist.launcher import members
-from neondist.launcher.supervise import Ending
+from neondist.launcher.supervise import JobEnding
 
 
 def make_loss(*nodes):
-    return Ending(137, f"{', '.join(nodes)} lost", nodes=nodes)
+    return JobEnding(137, f"{', '.join(nodes)} lost", lost_nodes=nodes)
 
 
 def test_simultaneous_losses_are_replaced_in_one_restart(folder, capsys):
-    script = GenerationScript(folder, make_loss("a", "c"), make_loss("b"), Ending(0))
+    script = GenerationScript(folder, make_loss("a", "c"), make_loss("b"), JobEnding(0))
     script.write_hosts("a:1 b:1 c:1 d:1 e:1")
     assert script.run("--elastic", "1:8", "--spares", "2", "--restarts", "2") == 0
     assert script.started == [{"a": 1, "b": 1, "c": 1}, {"b": 1, "d": 1, "e": 1}, {"d": 1, "e": 1}]
@@ -42,14 +42,14 @@ def test_simultaneous_losses_are_replaced_in_one_restart(folder, capsys):
 
 def test_added_hosts_become_spares_first(folder):
     """List a host instead of a lost one, then one more, then one fewer: the run grows, but keeps its spares."""
-    script = GenerationScript(folder, make_loss("a"), "b:1 c:1 d:1 e:1", "b:1 d:1 e:1", Ending(0))
+    script = GenerationScript(folder, make_loss("a"), "b:1 c:1 d:1 e:1", "b:1 d:1 e:1", JobEnding(0))
     script.write_hosts("a:1 b:1 c:1")
     assert script.run("--elastic", "2:8", "--spares", "1") == 0
     assert script.started == [{"a": 1, "b": 1}, {"b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}, {"b": 1, "d": 1, "e": 1}]
 
 
 def test_spares_of_a_fixed_size_run(folder, capsys):
-    script = GenerationScript(folder, make_loss("b"), Ending(0))
+    script = GenerationScript(folder, make_loss("b"), JobEnding(0))
     script.write_hosts("a:2 b:2 c:2")
     assert script.run("--spares", "2") == 0
     assert script.started == [{"a": 2, "b": 2}, {"a": 2, "c": 2}]
@@ -61,18 +61,18 @@ def test_spares_of_a_fixed_size_run(folder, capsys):
 def test_generations_shrink_only_without_spares(slots, spares, data):
     """Let any hosts fail, one after the other or together."""
     words = ["run", "x.yaml", "--elastic", "1:99", "--restarts", "9", *(["--spares", str(spares)] if spares else [])]
-    roster = members.Roster(parser().parse_args(words), lambda ranks: True)
+    roster = members.RankRoster(parser().parse_args(words), lambda ranks: True)
     hosts = {f"host{i}": count for i, count in enumerate(slots)}
-    roster.pool = pool = members.HostPool(lambda: hosts, 60.0, lambda: 0.0)
+    roster.host_pool = pool = members.HostPool(lambda: hosts, 60.0, lambda: 0.0)
     pool.refresh()
-    current, usable = roster.choose(), sum(slots)
+    current, usable = roster.choose_members(), sum(slots)
     assert current.ranks == max(1, usable - spares)
     while usable:
-        roster.hold(current)
-        failing = data.draw(st.sets(st.sampled_from(sorted(pool.usable())), min_size=1))
-        assert roster.lose(current, tuple(sorted(failing)), ()) == sorted(failing)
+        roster.keep_size_of(current)
+        failing = data.draw(st.sets(st.sampled_from(sorted(pool.usable_hosts())), min_size=1))
+        assert roster.record_loss(current, tuple(sorted(failing)), ()) == sorted(failing)
         usable -= sum(hosts[host] for host in failing)
-        replacement = roster.choose()
+        replacement = roster.choose_members()
         assert replacement == (
             members.Members(n, replacement.hosts, min(spares, usable - n))
             if (n := min(current.ranks, usable))

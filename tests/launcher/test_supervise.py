@@ -91,7 +91,7 @@ def test_child_dies_with_its_parent():
 BOUND = """\
 import subprocess
 from neondist import safe_path
-process = subprocess.Popen(safe_path.command("code", "-q", bound=True))
+process = subprocess.Popen(safe_path.command("code", "-q", ends_with_parent=True))
 print(process.pid, flush=True)
 process.wait()
 """
@@ -142,22 +142,22 @@ def test_notices_of_silently_failing_jobs_are_printed():
 @pytest.mark.parametrize("words", [("ended 0", "ended 0"), ("ended 3", None)])
 def test_unresponsive_launcher_is_ended(words, monkeypatch):
     """End it after all ranks have ended, or one has failed while the other runs."""
-    monkeypatch.setattr(supervising, "_UNNOTICED", 0.5)
+    monkeypatch.setattr(supervising, "_MAX_LINGER", 0.5)
     launcher = (
         "import os, time\n"
         "from neondist.system import heartbeat\n"
         f"for rank, word in enumerate({words}):\n"
         "    if os.fork() == 0:\n"
         "        os.environ.update(PMIX_RANK=str(rank), NEONDIST_LAUNCHED='2')\n"
-        "        heartbeat.connect(os.environ)\n"
-        "        heartbeat.send(os.environ, word) if word else time.sleep(60)\n"
+        "        heartbeat.connect_to_supervisor(os.environ)\n"
+        "        heartbeat.send_to_supervisor(os.environ, word) if word else time.sleep(60)\n"
         "        os._exit(0)\n"
         "time.sleep(60)\n"
     )
     with Monitor(2) as monitor:
         env = {**os.environ, **monitor.environment}
         ending = supervising.supervise([sys.executable, "-c", launcher], env, monitor=monitor)
-    assert ending == supervising.Ending(3 if None in words else 0)
+    assert ending == supervising.JobEnding(3 if None in words else 0)
 
 
 def test_launcher_that_exits_before_its_ranks():

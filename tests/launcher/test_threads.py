@@ -14,8 +14,8 @@ SCRIPT = """
 import sys
 if "numpy" in sys.argv: import numpy
 from neondist.system import threads
-threads.cores = lambda process=0: {own_cores} if process == 0 else {parent_cores}
-limit = threads.limit(4)
+threads.count_cores = lambda process=0: {own_cores} if process == 0 else {parent_cores}
+limit = threads.limit_threads(4)
 import os, numpy
 from threadpoolctl import threadpool_info
 pools = [p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"]
@@ -24,7 +24,7 @@ print(limit, os.environ.get("OMP_NUM_THREADS"), *pools)
 
 
 def limit_in_subprocess(own_cores, parent_cores, *argv, **env):
-    env = {**{k: v for k, v in os.environ.items() if k not in threads.VARIABLES}, **env}
+    env = {**{k: v for k, v in os.environ.items() if k not in threads.THREAD_COUNT_VARIABLES}, **env}
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(own_cores=own_cores, parent_cores=parent_cores), *argv],
         env=env, capture_output=True, text=True, check=True,
@@ -33,13 +33,13 @@ def limit_in_subprocess(own_cores, parent_cores, *argv, **env):
 
 
 def test_cores_at_least_one():
-    assert 1 <= threads.cores() <= (os.cpu_count() or 1)
+    assert 1 <= threads.count_cores() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 1, 8), (8, 3, 2), (2, 2, 1), (2, 9, 1)])
 def test_share(monkeypatch, cores, ranks, expected):
-    monkeypatch.setattr(threads, "cores", lambda process=0: cores)
-    assert threads.share(ranks) == expected
+    monkeypatch.setattr(threads, "count_cores", lambda process=0: cores)
+    assert threads.threads_per_rank(ranks) == expected
 
 
 @pytest.mark.parametrize("loaded", [[], ["numpy"]])
@@ -76,11 +76,15 @@ print(*most, flush=True)
 def test_script_under_plain_mpirun(settings):
     """Expect ranks to share the cores, each of which would otherwise use all, and one warning."""
     mpirun = find_mpirun(os.environ)
-    env = {k: v for k, v in os.environ.items() if k not in threads.VARIABLES} | mpirun.environment() | settings
+    env = (
+        {k: v for k, v in os.environ.items() if k not in threads.THREAD_COUNT_VARIABLES}
+        | mpirun.environment()
+        | settings
+    )
     words = [*mpirun.command(2), sys.executable, "-c", RANK]
     process = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
-    share = max(1, threads.cores() // 2)
+    share = max(1, threads.count_cores() // 2)
     for line in process.stdout.splitlines():
         before, *after = map(int, line.split())
         assert after == [before if settings else min(share, before)] * 2
@@ -89,7 +93,7 @@ def test_script_under_plain_mpirun(settings):
 
 def test_container_quota(monkeypatch, tmp_path):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(threads, "QUOTA", quota)
+    monkeypatch.setattr(threads, "CPU_QUOTA_FILE", quota)
     for text, expected in [("150000 100000", 2), ("max 100000", None), ("10000 100000", 1), ("", None)]:
         quota.write_text(text)
-        assert threads._quota() == expected
+        assert threads._read_cpu_quota() == expected

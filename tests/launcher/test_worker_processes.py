@@ -11,7 +11,7 @@ import pytest
 
 from neondist.launcher import worker_processes
 from neondist.launcher.job_nodes import JobNode, JobNodes
-from neondist.launcher.scaling import Scaling
+from neondist.launcher.scaling import ElasticSlots
 from neondist.launcher.slots import Demand, SlotTable
 from neondist.launcher.worker_processes import TaskProgress, WorkerProcesses
 
@@ -33,8 +33,8 @@ class FakeJob:
         self.progress, self.processes, self.host_of_worker = TaskProgress(9, frozenset(range(9))), {}, {}
         self.table = SlotTable(demand, folder).__enter__()
         self.failed, self.hosts, self.missed_reports = [], {}, 0
-        self.scaling = Scaling(self.table, self.list_hosts, self.failed.append)
-        nodes = JobNodes([JobNode()], self.table.take({"localhost": slots}))
+        self.scaling = ElasticSlots(self.table, self.list_hosts, self.failed.append)
+        nodes = JobNodes([JobNode()], self.table.take_slots({"localhost": slots}))
         self.pool = WorkerProcesses(self.start, nodes, [], self.lose, self.scaling, lambda: self.progress, self.note)
         self.code, self.ended = None, False
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -50,7 +50,7 @@ class FakeJob:
         return len(self.lost) > self.missed_reports
 
     def watch(self):
-        self.code = self.pool.watch()
+        self.code = self.pool.watch_workers()
 
     def start(self, index, host, restarted):
         words = [sys.executable, "-S", "-c", WORKER, self.kind if index else "good"]
@@ -68,7 +68,7 @@ class FakeJob:
         if self.ended:
             return
         self.ended = True
-        self.progress = TaskProgress(0, self.progress.started)
+        self.progress = TaskProgress(0, self.progress.started_workers)
         for process in self.processes.values():
             if process.poll() is None:
                 process.stdin.close()
@@ -120,7 +120,7 @@ def test_two_jobs_share_six_slots(start_job):
     first.wait([0, 1, 2, 3])
     assert first.started[-1] == (3, True), "worker continues in its folder"
     first.end()
-    assert (first.code, first.pool.restarted) == (0, "0 workers started again")
+    assert (first.code, first.pool.restart_summary) == (0, "0 workers started again")
 
 
 def test_changing_numbers_of_slots(start_job):
@@ -158,12 +158,12 @@ def test_workers_that_have_not_started_are_killed(start_job):
 
 
 def test_unresponsive_worker_is_killed(start_job, monkeypatch):
-    monkeypatch.setattr(worker_processes, "PATIENCE", 0.5)
+    monkeypatch.setattr(worker_processes, "RELEASE_TIMEOUT", 0.5)
     job = start_job(Demand(1, 2), 2, "stuck")
     job.slots = 1
     job.wait([0])
     assert job.processes[1].returncode == -signal.SIGKILL
-    assert job.pool.restarted == "0 workers started again"
+    assert job.pool.restart_summary == "0 workers started again"
 
 
 def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
@@ -176,10 +176,10 @@ def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
     before.stdout.close()
     before.stdin.close()
     job.wait([0, 1])
-    assert job.pool.restarted == "1 worker started again"
+    assert job.pool.restart_summary == "1 worker started again"
     job.slots = 3
     job.wait([0, 1, 2])
-    job.pool.forward("SIGTERM")
+    job.pool.forward_signal("SIGTERM")
     job.thread.join(5)
     assert (job.code, job.table.workers) == (75, 0)
 

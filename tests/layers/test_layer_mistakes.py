@@ -80,10 +80,12 @@ def test_dice_gradient_matches_finite_differences():
     gradient, step = cost.gradient(y, labels), 1e-5
     for _ in range(5):
         direction = rng.normal(size=y.shape)
-        slope = (cost.value(y + step * direction, labels) - cost.value(y - step * direction, labels)) / (2 * step)
+        slope = (cost.local_sum(y + step * direction, labels) - cost.local_sum(y - step * direction, labels)) / (
+            2 * step
+        )
         assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
     perfect = 50.0 * np.eye(3)[labels]
-    assert cost.value(perfect, labels) < 0.1 < cost.value(-perfect, labels)
+    assert cost.local_sum(perfect, labels) < 0.1 < cost.local_sum(-perfect, labels)
 
 
 WITH_WINDOWS = {

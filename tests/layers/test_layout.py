@@ -14,7 +14,7 @@ def test_shard_rows_follow_input_tiles(image):
     assigned = []
     for tile in range(grid.tiles):
         layout = Shard(image)
-        part = rows.reshape(layout.unfolded(rows.shape))[layout.box(rows.shape, grid, tile).slices]
+        part = rows.reshape(layout.unflattened_shape(rows.shape))[layout.box(rows.shape, grid, tile).slices]
         local_rows = part.reshape(layout.shape_on(rows.shape, grid, tile))
         if image[1:]:
             cells = grid.partition(image[:-1]).box(tile).slices

@@ -115,7 +115,9 @@ def test_auto_selects_the_cheapest_method(mode):
             continue
         grid = GridShape(1, *map(int, rng.integers(1, 4, 3)))
         lcn = nd.LCNLayer(kernel, padding_mode=mode)
-        costs = {method: count_planned_values(halos, grid) for method, halos in lcn.local.methods(shape).items()}
+        costs = {
+            method: count_planned_values(halos, grid) for method, halos in lcn.local.halos_by_method(shape).items()
+        }
         method = lcn.local.cheapest_method(shape, grid)
         assert costs[method] == min(costs.values()) == count_planned_values(lcn.halos_for(shape, grid), grid)
         assert method == "twice" or (shape[-1] == 1 and costs["wide"] < costs["twice"])
@@ -133,7 +135,9 @@ def test_traffic_matches_the_plan(shape, method):
         make = make_factory("LCN", 9, halo=halo)
         results = loopback.run(4, lambda comm, make=make: run_layer(make, shape, nd.ProcessGrid(comm)))
         (plan,) = nd.ConvnetDist([make(True)]).plan(shape, grid)
-        for arrays, forward, backward in zip(results, plan.sent_words, plan.received_words, strict=True):
+        for arrays, forward, backward in zip(
+            results, plan.forward_elements_sent, plan.backward_elements_sent, strict=True
+        ):
             assert arrays["sent"] == (forward + backward) * 3 * 2 * 8  # samples, rounds, bytes
         sent[halo] = sum(int(arrays["sent"]) for arrays in results)
     assert sent["auto"] == sent[method] == min(sent.values())
@@ -174,7 +178,7 @@ def test_first_layer_sends_no_gradient():
         return model.layers[0].bytes_sent
 
     (plan, _) = nd.Convnet([make(False), nd.FCLayer(2)]).plan((6, 6, 1), GridShape(1, 2, 2))
-    assert loopback.run(4, job) == [words * 2 * 4 for words in plan.sent_words]
+    assert loopback.run(4, job) == [words * 2 * 4 for words in plan.forward_elements_sent]
 
 
 MISTAKES = {

@@ -26,7 +26,9 @@ def test_equals_torch(shape, depth):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_grid_matches_one_process_without_messages(shape):
     check_on_grids(make_factory("LRN", 3, alpha=0.5), shape)
-    assert not any(any(plan.sent_words) for plan in nd.Convnet([nd.LRNLayer()]).plan(shape, nd.GridShape(1, 2, 3)))
+    assert not any(
+        any(plan.forward_elements_sent) for plan in nd.Convnet([nd.LRNLayer()]).plan(shape, nd.GridShape(1, 2, 3))
+    )
 
 
 def test_vectors_float32_and_empty_batches():

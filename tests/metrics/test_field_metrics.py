@@ -33,7 +33,7 @@ def evaluate_on_ranks(path, ranks, weights):
         model = nd.ConvnetDist(layers, cost=nd.MSE(weights=weights), optimizer=nd.SGD(learning_rate=0.1), seed=3)
         model.dtype = np.dtype("float64")
         model.build(data.sample_shape, 3, grid)
-        model.place(data.fields)
+        model.place_cost(data.fields)
         results = evaluate(model, data.test, 3, make_metrics(weights))
         numbers = np.arange(7)
         y = model.gather(model.fprop(data.test.images(numbers, "float64"), training=False, batch_size=7))
@@ -102,9 +102,9 @@ def test_weighted_cost_gradients_match_finite_differences(tmp_path):
     rng, box = np.random.default_rng(0), nd.Box((1, 2), (4, 7))
     y, t = rng.normal(size=(2, 2, 3, 5, 2))
     for cost in (nd.MSE, nd.MAE, nd.Huber, nd.SumSquared):
-        placed = cost(weights="cos(lat)").placed((6, 8), box, data.fields)
+        placed = cost(weights="cos(lat)").restrict_to_box((6, 8), box, data.fields)
         direction, step = rng.normal(size=y.shape), 1e-6
-        slope = (placed.value(y + step * direction, t) - placed.value(y - step * direction, t)) / (2 * step)
+        slope = (placed.local_sum(y + step * direction, t) - placed.local_sum(y - step * direction, t)) / (2 * step)
         assert (placed.gradient(y, t) * direction).sum() == pytest.approx(slope, rel=1e-6)
 
 
@@ -113,9 +113,9 @@ def test_channels_without_fields_are_a_list():
     y, t = rng.normal(size=(2, 4, 5, 6, 3))
     metric = nd.RMSE()
     np.testing.assert_allclose(
-        metric.result(np.array(metric.measure(y, t)))["rmse"], np.sqrt(((y - t) ** 2).mean((0, 1, 2)))
+        metric.result(np.array(metric.local_sums(y, t)))["rmse"], np.sqrt(((y - t) ** 2).mean((0, 1, 2)))
     )
-    assert np.isnan(nd.RMSE().result(np.array(metric.measure(y[..., :1], t[..., 0, 0])))["rmse"])
+    assert np.isnan(nd.RMSE().result(np.array(metric.local_sums(y[..., :1], t[..., 0, 0])))["rmse"])
 
 
 LAYERS = "layers: [!ConvLayerDist {out_channels: 1, kernel_size: 3, padding: 1}]"

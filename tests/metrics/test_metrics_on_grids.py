@@ -148,7 +148,7 @@ def test_single_outputs_are_binary():
 
 
 def test_too_many_scores_are_rejected_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(roc, "MOST", 30)
+    monkeypatch.setattr(roc, "MAX_SCORES", 30)
     y, labels = draw_scores((4, 6, 5), 2)
 
     def job(comm):
@@ -183,10 +183,10 @@ def test_image_metrics_match_scikit_image(shape, channels):
     ]
     gaussian_ssim = evaluate_scores(y, t, [nd.SSIM(0.8, weights="gaussian")])["ssim"]
     assert gaussian_ssim == pytest.approx(np.mean(gaussian), rel=1e-9)
-    total_and_count = nd.SSIM(0.8).measure(y, t)
+    total_and_count = nd.SSIM(0.8).local_sums(y, t)
     assert total_and_count[0] / total_and_count[1] == pytest.approx(values["ssim"], rel=1e-12)
     if channels == 1:
-        assert nd.PSNR(0.8).measure(y, t[..., 0]) == pytest.approx(nd.PSNR(0.8).measure(y, t))
+        assert nd.PSNR(0.8).local_sums(y, t[..., 0]) == pytest.approx(nd.PSNR(0.8).local_sums(y, t))
 
 
 def test_gaussian_windows_across_tiles():
@@ -195,7 +195,7 @@ def test_gaussian_windows_across_tiles():
 
 
 def test_unsuitable_outputs_and_arguments():
-    assert np.isnan(nd.PSNR().measure(np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8), int))[0])
+    assert np.isnan(nd.PSNR().local_sums(np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8), int))[0])
     with pytest.raises(ShapeError, match="SSIM compares images"):
         nd.SSIM().check_outputs((10,))
     with pytest.raises(ShapeError, match="windows of 7 cells, but outputs are 9 x 6"):

@@ -23,7 +23,7 @@ def test_every_layer_in_micro_batches(every_layer_steps, grid):
         results = []
         for parts in (1, 2, 3, 5):
             model = build_every_layer("Dist", nd.ProcessGrid(comm, replicas=replicas), batch=8, accumulate=parts)
-            results.append((run_steps(model), model.executor.blocks.count))
+            results.append((run_steps(model), model.executor.blocks.block_count))
         return results
 
     for rank, results in enumerate(loopback.run(ranks, job)):
@@ -51,12 +51,12 @@ def build_small_model(**options):
 def test_memory_is_that_of_one_micro_batch():
     expected, model = run_steps(build_small_model()), build_small_model(accumulate=4)
     assert max_relative_difference(run_steps(model), expected) < 1e-10
-    assert model.executor.blocks.count == 1
+    assert model.executor.blocks.block_count == 1
     blocks = model.executor.blocks
     (block,) = blocks._blocks.values()
-    assert block.size == 2 * blocks.length  # two samples of eight
+    assert block.size == 2 * blocks.elements_per_sample  # two samples of eight
     plans = model.plan((8, 8, 2), batch_size=8)
-    assert plans.peak == 2 * (8 * model.executor.blocks.length + sum(plans.sections[0].saved(0, 8)))
+    assert plans.peak == 2 * (8 * model.executor.blocks.elements_per_sample + sum(plans.sections[0].saved(0, 8)))
 
 
 def test_evaluation_runs_in_micro_batches():

@@ -81,7 +81,7 @@ def compute_difference(actual, expected):
 @pytest.fixture(scope="module")
 def unfused():
     model = build_model(UnfusedReLU)
-    assert not any(section.graph.absorbed for section in model.executor.sections)
+    assert not any(section.graph.fused_activations for section in model.executor.sections)
     return run_passes(model)
 
 
@@ -91,15 +91,17 @@ def test_fused_steps():
     graph = section.graph
     hosts = [
         type(graph.steps[host].layer or graph.steps[host].join).__name__.removesuffix("Layer")
-        for host in graph.absorbed.values()
+        for host in graph.fused_activations.values()
     ]
     norms = ["BatchNorm", "InstanceNorm", "BatchNorm", "Sum", "Conv", "Sum", "Sum", "BatchNorm"]
     assert hosts == [*norms, "Conv"]  # the last one is the logistic function; tanh is not fused with norms
     plan = section.plan
-    for index, host in graph.absorbed.items():
+    for index, host in graph.fused_activations.items():
         assert graph.steps[host].output not in plan.values
         assert index not in plan.gradients  # not even of sums, which reuse the gradient of the next step
-    cleared = [type(graph.steps[host].layer or graph.steps[host].join).__name__ for host in graph.cleared]
+    cleared = [
+        type(graph.steps[host].layer or graph.steps[host].join).__name__ for host in graph.deferred_relu_gradients
+    ]
     assert cleared == ["ConvLayer", "ActivationLayer", "ConvLayer", "Sum"]  # by convolutions, then by poolings
 
 
@@ -111,7 +113,7 @@ def test_fusion_keeps_results(unfused, options, backend, compiled, monkeypatch):
     if backend == "torch":
         pytest.importorskip("torch")
     if not compiled:
-        monkeypatch.setattr("neondist.backends.cells.compiled", lambda: None)
+        monkeypatch.setattr("neondist.backends.cells.load_compiled_kernels", lambda: None)
     model = build_model(nd.ReLU, backend=backend, **options)
     assert compute_difference(run_passes(model), unfused) < 1e-10
 
@@ -129,7 +131,7 @@ def test_fusion_on_grids(unfused, ranks, replicas):
 def test_fusion_under_guard(unfused):
     """No array is overwritten while it is still read."""
     model = build_model(nd.ReLU, "Dist", nd.ProcessGrid.serial())
-    model.executor = model.executor.with_tasks(GuardedTask)
+    model.executor = model.executor.with_layer_tasks(GuardedTask)
     assert compute_difference(run_passes(model), unfused) < 1e-10
 
 
@@ -139,8 +141,8 @@ def test_passes_ending_between_layer_and_activation():
     x = np.random.default_rng(0).normal(size=(4, 15, 13, 3))
     for nodes in range(1, len(fused.layers) + 1):
         with (
-            fused.executor.passing(x, Phase(training=False), nodes) as fused_run,
-            unfused.executor.passing(x, Phase(training=False), nodes) as unfused_run,
+            fused.executor.forward_pass(x, Phase(training=False), nodes) as fused_run,
+            unfused.executor.forward_pass(x, Phase(training=False), nodes) as unfused_run,
         ):
             np.testing.assert_allclose(fused_run.output, unfused_run.output, rtol=0, atol=1e-12)
             gradients = [

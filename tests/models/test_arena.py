@@ -20,14 +20,14 @@ from neondist.runtime import Arena, LayerTask
 def test_overlapping_lifetimes_are_disjoint(spans):
     spans = [LiveRange(n, min(a, b), max(a, b)) for n, a, b in spans]
     offsets, length = pack(spans)
-    cells = [set(range(offset, offset + span.numbers)) for offset, span in zip(offsets, spans, strict=True)]
+    cells = [set(range(offset, offset + span.elements)) for offset, span in zip(offsets, spans, strict=True)]
     for index, span in enumerate(spans):
         assert max(cells[index], default=-1) < length
-        assert not any(cells[index] & cells[other] for other in range(index) if span.meets(spans[other]))
+        assert not any(cells[index] & cells[other] for other in range(index) if span.overlaps(spans[other]))
     lower_bound = max(
-        (sum(span.numbers for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
+        (sum(span.elements for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
     )
-    assert lower_bound <= length <= sum(span.numbers for span in spans)
+    assert lower_bound <= length <= sum(span.elements for span in spans)
 
 
 class Keeper(nd.Layer):
@@ -146,10 +146,12 @@ class DisjointArena(Arena):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.places = (
-            np.cumsum([0, *(live_range.numbers for live_range in self.ranges[:-1])]).tolist() if self.ranges else []
+        self.offsets = (
+            np.cumsum([0, *(live_range.elements for live_range in self.live_ranges[:-1])]).tolist()
+            if self.live_ranges
+            else []
         )
-        self.length = sum(live_range.numbers for live_range in self.ranges)
+        self.length = sum(live_range.elements for live_range in self.live_ranges)
 
 
 class PoisonTask(LayerTask):
@@ -162,15 +164,15 @@ class PoisonTask(LayerTask):
 
     def _backward(self, runs, dys, needed):
         for run in runs:
-            poison(run, 2 * run.workspace.plan.turn - 1 - self.at)
+            poison(run, 2 * run.workspace.plan.backward_start - 1 - self.at)
         return super()._backward(runs, dys, needed)
 
 
 def poison(run, moment):
     arena = run.workspace.arena
-    for index, live_range in enumerate(arena.ranges):
+    for index, live_range in enumerate(arena.live_ranges):
         if not live_range.first <= moment <= live_range.last:
-            arena.array(index, (run.samples, live_range.numbers)).fill(np.nan)
+            arena.array(index, (run.samples, live_range.elements)).fill(np.nan)
 
 
 def train(layers, backend, arena, task, monkeypatch):
@@ -178,7 +180,7 @@ def train(layers, backend, arena, task, monkeypatch):
     monkeypatch.setattr("neondist.runtime.section.Arena", arena)
     model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=backend, dtype="float64")
     model.build((8, 8, 2), batch_size=4)
-    model.executor, model.last_pass = model.executor.with_tasks(task), None
+    model.executor, model.last_pass = model.executor.with_layer_tasks(task), None
     rng, results = np.random.default_rng(5), []
     for samples, training in ((4, True), (3, False), (4, True), (6, True), (1, False), (4, True)):
         x = rng.normal(size=(samples, 8, 8, 2))
@@ -236,8 +238,8 @@ def test_residual_blocks_accumulate_gradients_in_place():
     model.build((8, 8, 2), 1)
     section = model.executor.sections[0]
     joins = [index for index, step in enumerate(section.graph.steps) if step.join is not None]
-    assert section.plan.begun == {1, 5}
-    assert not section.plan.sums
+    assert section.plan.summed_in_place == {1, 5}
+    assert not section.plan.gradient_sums
     # ReLUs reuse the gradients of the next step
     assert not {index + 1 for index in joins} & section.plan.gradients.keys()
     assert 5 not in section.plan.values
@@ -272,7 +274,7 @@ def test_steps_allocate_little_memory(backend, middle, monkeypatch):
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="PyTorch is not installed")
 def test_torch_allocates_only_strips(monkeypatch):
-    from neondist.bench.allocations import PURPOSES, allocations
+    from neondist.bench.allocations import PURPOSE_BY_OPERATOR, measure_allocations
 
     layers = [
         conv(),
@@ -287,9 +289,9 @@ def test_torch_allocates_only_strips(monkeypatch):
     monkeypatch.setattr(model.leaves[0].kernels, "strip", strip)
     x, labels = np.ones((2, 256, 256, 3), np.float32), np.zeros(2, int)
     model.train_batch(x, labels)
-    report = allocations(lambda: model.train_batch(x, labels))
+    report = measure_allocations(lambda: model.train_batch(x, labels))
     assert report
-    assert {allocation.operator for allocation in report} <= PURPOSES.keys()
+    assert {allocation.operator for allocation in report} <= PURPOSE_BY_OPERATOR.keys()
     assert max(allocation.largest for allocation in report) < 3 * 4 * strip  # one activation has four times as much
 
 
@@ -301,7 +303,7 @@ def test_plan_matches_the_built_arena(network):
     planned = plan.peak - 4 * sum(plan.sections[0].saved(0, 4))
     # every range is rounded up to a cache line
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(make_networks()[network]))
-    actual = 4 * 4 * model.executor.blocks.length
+    actual = 4 * 4 * model.executor.blocks.elements_per_sample
     assert planned <= actual <= planned + rounded
 
 

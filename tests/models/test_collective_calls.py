@@ -32,8 +32,9 @@ COLLECTIVE = {
 NESTED = {"forward", "evaluate_batch", "gather", "gather_input", "total", "remember", "renew_buffers", "trial_batch"}
 """methods that only call others, and calls made by passes and costs"""
 LOCAL = {
-    "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "kept_arrays", "plan", "build",
-    "execute", "cut", "take", "owned", "buffer", "settle", "remembered", "check_tile", "batch_stats", "ledger", "place",
+    "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "checkpoint_arrays", "plan",
+    "build", "configure_execution", "cut", "take", "owned", "buffer", "settle", "wait_for_messages",
+    "remembered", "check_tile", "batch_stats", "ledger", "place_cost",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
 

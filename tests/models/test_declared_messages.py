@@ -36,7 +36,7 @@ class Wider(nd.ConvLayer):
 
     def adjust_for_dist(self):
         super().adjust_for_dist()
-        self.extra = self.make_array(self.input_shape, nd.Window(5, padding=2))
+        self.extra = self.register_array(self.input_shape, nd.Window(5, padding=2))
 
 
 class WiderDist(nd.Dist, Wider):
@@ -47,7 +47,7 @@ class Sums(nd.Layer):
     """Layer that reduces two values per sample and declares one."""
 
     def reductions_for(self, input_shape):
-        return [Reduction("forward", "tiles", each=1)]
+        return [Reduction("forward", "tiles", elements_per_sample=1)]
 
     def reduce(self, ctx, view):
         return np.ones((len(view), 2))

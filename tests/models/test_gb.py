@@ -66,9 +66,9 @@ def test_gradient_matches_finite_differences(kind):
         direction = np.random.default_rng(0).normal(size=weights.shape)
         step = 1e-5 * direction
         weights += step
-        up = stage.cost.value(stage.fprop(x))
+        up = stage.cost.local_sum(stage.fprop(x))
         weights -= 2 * step
-        down = stage.cost.value(stage.fprop(x))
+        down = stage.cost.local_sum(stage.fprop(x))
         weights += step
         assert (up - down) / 2e-5 == pytest.approx(np.sum(gradient * direction), rel=1e-7)
 
@@ -83,10 +83,12 @@ def test_cost_matches_the_papers():
     encoder = model.stages[0].encode(np.eye(cells).reshape(cells, *SHAPE)).reshape(cells, -1).T
     flat = x.reshape(2, cells)
     z = flat @ encoder.T
-    pooled, _ = model.stages[0].pool.squares(z.reshape(2, *model.layers[0].output_shape), nd.halo.Phase())
+    pooled, _ = model.stages[0].pool.window_sums_of_squares(
+        z.reshape(2, *model.layers[0].output_shape), nd.halo.Phase()
+    )
     residual = flat - z @ encoder
     expected = 0.5 * np.sum(residual**2) + 0.1 * np.sum(np.sqrt(0.01 + pooled))
-    assert stage.cost.value(y) == pytest.approx(expected, rel=1e-12)
+    assert stage.cost.local_sum(y) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["unshared", "padded", "blocks"])
@@ -124,7 +126,7 @@ def test_ranks_hold_only_their_filters():
     held = loopback.run(4, job)
     assert sum(held) == total
     assert max(held) < 0.4 * total
-    assert held == make_gb("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].held
+    assert held == make_gb("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].parameters_by_tile
 
 
 def test_initial_epochs_train_only_the_head():
@@ -159,7 +161,7 @@ def test_schedule_applies_to_pretraining():
         model = make_gb("unshared", dist=False, num_pretrain_epochs=epochs, pretrain_optimizer=optimizer)
         model.build(data.sample_shape, 8)
         nd.pretrain(model, data, 8)
-        weights.append([layer.params["weights"].copy() for layer in model.leaves if layer.autoencodes])
+        weights.append([layer.params["weights"].copy() for layer in model.leaves if layer.is_pretrained_as_autoencoder])
     for untrained, after_one, after_three in zip(*weights, strict=True):
         np.testing.assert_array_equal(after_one, after_three)
         assert not np.array_equal(untrained, after_one)

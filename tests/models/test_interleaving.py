@@ -71,13 +71,13 @@ def test_memory_is_reused():
         runs = [model.forward(x) for _ in range(3)]
         runs[1].backward(dy)
         del runs
-    assert model.executor.blocks.count == 3
+    assert model.executor.blocks.block_count == 3
     kept = model.forward(x)
     model.train_batch(x, np.zeros(4, int))
-    assert model.executor.blocks.count == 3
+    assert model.executor.blocks.block_count == 3
     kept.close()
     gc.collect()
-    assert len(model.executor.blocks.free) == 3
+    assert len(model.executor.blocks.free_blocks) == 3
 
 
 def test_backward_after_weight_changes_is_rejected():

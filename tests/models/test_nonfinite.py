@@ -197,14 +197,14 @@ def test_adam_does_not_count_skipped_steps(skipped):
     model.train_batch(images, labels)
     moved = np.abs(model.state()["fc1/weights"] - before).max()
     assert moved == pytest.approx(0.01, rel=1e-3)
-    assert (model.step, model.uncounted) == (skipped + 1, skipped)
+    assert (model.step, model.uncounted_steps) == (skipped + 1, skipped)
 
 
 class InfiniteCost(nd.CrossEntropy):
     """Cost that is infinite for one class, with finite gradients."""
 
-    def value(self, y, targets, total=None):
-        return np.inf if (targets == 4).any() else super().value(y, targets)
+    def local_sum(self, y, targets, sum_over_tiles=None):
+        return np.inf if (targets == 4).any() else super().local_sum(y, targets)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
@@ -282,7 +282,7 @@ def test_non_finite_row_gradient_is_detected_in_head_training(epoch):
         )
         model.build(SHAPE, BATCH, nd.ProcessGrid(transport))
         model.begin_epoch(epoch)
-        assert model.top_alone == (epoch == 0)
+        assert model.trains_head_only == (epoch == 0)
         if model.grid.rank == 2:
             model.layers[1].bad_value = np.inf
         images, labels = draw_batch(0)
@@ -370,9 +370,9 @@ def test_skipped_steps_are_limited():
 
 
 def test_large_gradients_whose_sum_overflows_are_finite():
-    from neondist.parallel import finite
+    from neondist.parallel import is_finite
 
-    assert finite(np.full(10, 3e38, np.float32))
-    assert finite(np.zeros((0, 3)))
+    assert is_finite(np.full(10, 3e38, np.float32))
+    assert is_finite(np.zeros((0, 3)))
     for bad in (np.nan, np.inf, -np.inf):
-        assert not finite(np.array([1.0, bad, -bad]))
+        assert not is_finite(np.array([1.0, bad, -bad]))

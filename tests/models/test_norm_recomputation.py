@@ -82,11 +82,11 @@ def test_recomputation_keeps_results(ranks):
     def job(comm):
         recomputed, stored = (build_model(norm, nd.ProcessGrid(comm)) for norm in (nd.BatchNormLayerDist, KeptNormDist))
         assert all(
-            (sorted(plan.restored), sorted(plan.borders)) == ([3, 6, 8, 12, 15], [3, 12])
+            (sorted(plan.rebuilt_views), sorted(plan.borders)) == ([3, 6, 8, 12, 15], [3, 12])
             for plan in plan_live_ranges(recomputed)
         )
-        assert not any(plan.restored for plan in plan_live_ranges(stored))
-        assert recomputed.compiled.needed < 0.9 * stored.compiled.needed
+        assert not any(plan.rebuilt_views for plan in plan_live_ranges(stored))
+        assert recomputed.compiled.needed_bytes < 0.9 * stored.compiled.needed_bytes
         return max_relative_difference(run_passes(recomputed), run_passes(stored))
 
     assert max(loopback.run(ranks, job)) < 1e-11
@@ -103,7 +103,7 @@ def test_streaming_halves_the_memory_of_one_process():
     assert not large.streams  # the image is read whole
     unstreamed = make_plan(1024, memory="64GiB")  # enough for everything
     assert unstreamed.stream is None
-    assert large.needed <= unstreamed.needed / 2
+    assert large.needed_bytes <= unstreamed.needed_bytes / 2
     assert make_plan(256).stream is None
     assert make_plan(1024, nd.GridShape(1, 2, 1)).stream is None
     assert make_plan(1024, recompute=True).stream is None

@@ -149,7 +149,7 @@ def run_step(model, x, dy):
 def update_weights(model, x, dy):
     model.fprop(x)
     model.bprop(dy)
-    ModelStep(model).update()
+    ModelStep(model).update_parameters()
 
 
 def load_state(model, x, dy):

@@ -40,7 +40,7 @@ def test_rounding_matches_pytorch(name, bits):
     assert (np.signbit(rounded) == np.signbit(expected))[~np.isnan(x)].all()
 
 
-@given(st.lists(st.integers(0, 2 * precisions.INTERVAL + 3), max_size=5))
+@given(st.lists(st.integers(0, 2 * precisions.GROWTH_INTERVAL + 3), max_size=5))
 def test_loss_scale_matches_pytorch(run_lengths):
     """Run sequences of finite steps, each followed by an overflow."""
     torch = pytest.importorskip("torch")
@@ -49,18 +49,18 @@ def test_loss_scale_matches_pytorch(run_lengths):
     for count in run_lengths:
         for overflow in [False] * count + [True]:
             scaler.update(overflow)
-            torch._amp_update_scale_(scale, good_steps, overflow_flags[overflow], 2.0, 0.5, precisions.INTERVAL)
-        assert (scaler.scale, scaler.good) == (float(scale), int(good_steps))
-    assert scaler.skipped == len(run_lengths)
+            torch._amp_update_scale_(scale, good_steps, overflow_flags[overflow], 2.0, 0.5, precisions.GROWTH_INTERVAL)
+        assert (scaler.scale, scaler.good_steps) == (float(scale), int(good_steps))
+    assert scaler.skipped_steps == len(run_lengths)
     resumed = LossScaler()
     resumed.load(json.loads(json.dumps(scaler.state())))
     assert resumed == scaler
 
 
 def test_loss_scale_bounds():
-    scaler = LossScaler(scale=precisions.LARGEST, good=precisions.INTERVAL - 1)
+    scaler = LossScaler(scale=precisions.MAX_SCALE, good_steps=precisions.GROWTH_INTERVAL - 1)
     scaler.update(overflow=False)
-    assert (scaler.scale, scaler.good) == (precisions.LARGEST, 0)
+    assert (scaler.scale, scaler.good_steps) == (precisions.MAX_SCALE, 0)
     scaler = LossScaler(scale=1.0)
     with pytest.raises(NonFiniteError, match=r"fallen below 1.*precision: bfloat16") as caught:
         scaler.update(overflow=True)
@@ -156,7 +156,7 @@ def test_native_16_bit_kernels_agree(name):
 
     rng = np.random.default_rng(0)
     slow, fast = (get_backend("torch").in_precision(ComputePrecision(name)).kernels for _ in range(2))
-    slow.narrow, fast.narrow = None, torch_narrow
+    slow.narrow_calls, fast.narrow_calls = None, torch_narrow
     x, weights, bias = (rng.normal(size=shape).astype("f4") for shape in [(2, 9, 8, 4), (3, 3, 2, 6), (6,)])
     conv_args = (2, 1), (1, 2), 2
     actual, expected = ({"y": kernels.conv_forward(x, weights, *conv_args, bias)} for kernels in (fast, slow))
@@ -203,11 +203,15 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks, options):
                 model.layers[4].activation.large = model.grid.rank == ranks - 1
                 assert np.isnan(train_step(model, number))
                 model.layers[4].activation.large = False
-                other.step, other.uncounted, other.loss_scaler = 2, 1, LossScaler(2.0**15)
+                other.step, other.uncounted_steps, other.loss_scaler = 2, 1, LossScaler(2.0**15)
                 assert "the loss scale is 32768" in model.nonfinite_monitor.where
             else:
                 assert train_step(model, number) == train_step(other, number)
-        assert (model.loss_scaler.scale, model.loss_scaler.good, model.loss_scaler.skipped) == (2.0**15, 1, 1)
+        assert (model.loss_scaler.scale, model.loss_scaler.good_steps, model.loss_scaler.skipped_steps) == (
+            2.0**15,
+            1,
+            1,
+        )
         return [{**each.state(), **each.optimizer_state()} for each in (model, other)]
 
     for actual, expected in loopback.run(ranks, body):

@@ -64,7 +64,7 @@ def test_memory_is_that_of_a_section():
     assert sections.compiled.memory(0) < 0.45 * full.compiled.memory(0)
     x, labels = np.ones((2, 32, 32, 8), np.float32), np.zeros(2, int)
     assert sections.train_batch(x, labels) == pytest.approx(full.train_batch(x, labels))
-    assert sections.executor.blocks.count == 1
+    assert sections.executor.blocks.block_count == 1
     (block,) = sections.executor.blocks._blocks.values()
     assert block.nbytes <= sections.compiled.memory(0)
 

@@ -11,7 +11,7 @@ from device_graph import CapturingKernels
 import neondist as nd
 from neondist.backends.cupy import CupyKernels
 from neondist.observer import Observer
-from neondist.runtime.replay import KEPT, WARM
+from neondist.runtime.replay import MAX_KEPT_KINDS, WARMUP_PASSES
 
 SHAPE, BATCH = (9, 8, 3), 3
 COST = nd.CrossEntropy(class_weights=[1, 2, 1, 0.5])
@@ -56,7 +56,7 @@ def build_model(table, layers, model_class=nd.Convnet, **options):
     return model, device
 
 
-def compare_steps(layers, count=WARM + 4, batch_sizes=(BATCH,), prepare=lambda model, step: None, **options):
+def compare_steps(layers, count=WARMUP_PASSES + 4, batch_sizes=(BATCH,), prepare=lambda model, step: None, **options):
     """Check that steps with and without graphs are bit-identical, with varying images, labels and rates.
 
     Returns the launches of each step without and with graphs, and the model with graphs.
@@ -82,8 +82,8 @@ def compare_steps(layers, count=WARM + 4, batch_sizes=(BATCH,), prepare=lambda m
 
 def test_replayed_steps_match_ordinary_steps():
     ordinary, replayed, _ = compare_steps(make_every_layer)
-    assert replayed[:WARM] == ordinary[:WARM]
-    assert max(replayed[WARM + 1 :]) < min(ordinary) / 4
+    assert replayed[:WARMUP_PASSES] == ordinary[:WARMUP_PASSES]
+    assert max(replayed[WARMUP_PASSES + 1 :]) < min(ordinary) / 4
 
 
 SGD = nd.SGD(0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
@@ -99,19 +99,19 @@ def test_replay_of_costs_and_updates(options):
 
 def test_changes_between_steps_take_effect():
     def prepare(model, step):
-        if step >= WARM + 2:
+        if step >= WARMUP_PASSES + 2:
             model.leaves[1].momentum = 0.5
 
-    ordinary, replayed, _ = compare_steps(make_small, WARM + 6, prepare=prepare)
-    assert replayed[-1] == replayed[WARM + 1] < replayed[WARM + 2] == ordinary[WARM + 2]
+    ordinary, replayed, _ = compare_steps(make_small, WARMUP_PASSES + 6, prepare=prepare)
+    assert replayed[-1] == replayed[WARMUP_PASSES + 1] < replayed[WARMUP_PASSES + 2] == ordinary[WARMUP_PASSES + 2]
 
 
 def test_smaller_batches_have_separate_graphs():
-    _, replayed, model = compare_steps(make_small, 3 * (WARM + 2), batch_sizes=(3, 2, 1))
+    _, replayed, model = compare_steps(make_small, 3 * (WARMUP_PASSES + 2), batch_sizes=(3, 2, 1))
     assert model.executor.replays.usable
     assert max(replayed[-3:]) < min(replayed[:3])
     *_, model = compare_steps(make_small, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
-    assert len(model.executor.replays._graphs) == KEPT
+    assert len(model.executor.replays._graphs) == MAX_KEPT_KINDS
 
 
 class StepScaling(nd.ActivationLayer):
@@ -146,9 +146,9 @@ def test_uncapturable_steps_are_not_replayed():
     model, device = build_model(CapturingKernels, layers)
     x, labels = np.zeros((BATCH, *SHAPE)), np.zeros(BATCH, int)
     with pytest.warns(UserWarning, match="no CUDA graphs, steps may be slower: RuntimeError: .*D2H") as warned:
-        losses = [model.train_batch(x, labels) for _ in range(2 * WARM + 2)]
+        losses = [model.train_batch(x, labels) for _ in range(2 * WARMUP_PASSES + 2)]
     assert len(warned) == 1
-    assert losses[-1] < losses[WARM] < losses[0]
+    assert losses[-1] < losses[WARMUP_PASSES] < losses[0]
     assert device.capturing is None
 
 
@@ -168,15 +168,15 @@ def test_open_passes_and_observers_disable_replay():
     open_passes = []
 
     def prepare(model, step):
-        if step == WARM + 2:
+        if step == WARMUP_PASSES + 2:
             run = model.forward(np.ones((BATCH, *SHAPE)))
             open_passes.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
-        elif step == WARM + 3:
+        elif step == WARMUP_PASSES + 3:
             open_passes.pop()[0].close()
 
     ordinary, replayed, _ = compare_steps(make_small, prepare=prepare)
-    assert replayed[WARM + 2] == ordinary[WARM + 2]
-    assert replayed[WARM + 3] < ordinary[WARM + 3]
+    assert replayed[WARMUP_PASSES + 2] == ordinary[WARMUP_PASSES + 2]
+    assert replayed[WARMUP_PASSES + 3] < ordinary[WARMUP_PASSES + 3]
 
     names = []
 
@@ -185,7 +185,7 @@ def test_open_passes_and_observers_disable_replay():
             names.append(name)
 
     model, _ = build_model(CapturingKernels, make_small())
-    for step in range(WARM + 3):
+    for step in range(WARMUP_PASSES + 3):
         with model.grid.observers.watched_by(ValueRecorder()):
             model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int))
         assert names.count("cost") == step + 1
@@ -198,12 +198,12 @@ def test_head_training_then_full_training():
         return [nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(4)]
 
     def prepare(model, step):
-        model.begin_epoch(step // (WARM + 2))
+        model.begin_epoch(step // (WARMUP_PASSES + 2))
 
     ordinary, replayed, _ = compare_steps(
-        make_layers, 2 * (WARM + 2), prepare=prepare, model_class=nd.GB, num_initial_epochs=1
+        make_layers, 2 * (WARMUP_PASSES + 2), prepare=prepare, model_class=nd.GB, num_initial_epochs=1
     )
-    assert replayed[WARM + 1] < ordinary[WARM + 1]
+    assert replayed[WARMUP_PASSES + 1] < ordinary[WARMUP_PASSES + 1]
     assert replayed[-1] < ordinary[-1]
 
 
@@ -215,7 +215,7 @@ def test_graphs_keep_their_launch_tables():
         expected = kernels.channel_sum(x)
         output, graph = kernels.capture(lambda: kernels.channel_sum(x))
         assert len(graph.kept) == 1
-        kernels._tables.cache_clear()
+        kernels._cached_upload.cache_clear()
         x[...] = 2.0
         graph.replay()
         np.testing.assert_array_equal(device.xp.asnumpy(output), 2 * device.xp.asnumpy(expected))

@@ -11,7 +11,7 @@ from neondist.comm import loopback
 from neondist.data import HDF5Dataset
 from neondist.errors import PassError
 from neondist.system.lazy import LazyTile
-from neondist.system.memory import PROCESS, as_bytes
+from neondist.system.memory import PROCESS_OVERHEAD_BYTES, parse_bytes
 from neondist.train import Hook
 
 AMPLE_MEMORY = "1TiB"
@@ -19,7 +19,7 @@ AMPLE_MEMORY = "1TiB"
 
 
 def make_residual(**options):
-    """Return a network of convolutions, reducing norms, dropout, residual blocks and fully connected layers."""
+    """Return a network of convolutions, reduction_steps norms, dropout, residual blocks and fully connected layers."""
     relu = nd.ReLU()
     layers = [
         nd.ConvLayerDist(4, 5, padding=2, padding_mode="reflect", bias=False),
@@ -121,7 +121,9 @@ def make_plain(**options):
 def test_strips_are_chosen_by_the_memory_limit(extent, limit, ranks):
     plan = make_plain(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
     assert plan.stream.nodes == 5
-    assert all(plan.memory(rank) + PROCESS <= as_bytes("memory", limit) / ranks for rank in range(ranks))
+    assert all(
+        plan.memory(rank) + PROCESS_OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks for rank in range(ranks)
+    )
     strips = plan.stream.grid.strips
     assert f"streamed: conv1 to global_avg_pooling1 in {strips} strips of each tile" in plan.describe()
     fewer = make_plain(memory=AMPLE_MEMORY, strips=2 * -(-plan.stream.rows // strips)).plan(
@@ -152,16 +154,16 @@ def make_pooled(**options):
 @pytest.mark.long
 def test_kept_arrays_reduce_recomputation(ranks):
     expected, shape, grid = train(make_pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
-    plans = {PROCESS * ranks + (1 << 40): None}
+    plans = {PROCESS_OVERHEAD_BYTES * ranks + (1 << 40): None}
     for recomputed, cut_fraction in ((1, 0.5), (0.5, 0), (0, 0)):
         plan = make_pooled(memory=AMPLE_MEMORY, strips=1).plan(shape, grid, 4)
         kept = [
             round((1 - recomputed) * plan.stream.saved(tile, 8))
-            + round((1 - cut_fraction) * 8 * plan.stream.kept(tile))
+            + round((1 - cut_fraction) * 8 * plan.stream.kept_elements(tile))
             for tile in range(ranks)
         ]
         peak = max(plan.memory(tile) - 4 * kept[tile] for tile in range(ranks))
-        plans[(PROCESS + peak) * ranks] = None
+        plans[(PROCESS_OVERHEAD_BYTES + peak) * ranks] = None
     for memory in plans:
         plan = make_pooled(memory=memory, strips=1).plan(shape, grid, 4)
         assert plan.stream.recomputed == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
@@ -248,20 +250,20 @@ def test_insufficient_memory_is_rejected():
             make_plain(memory=invalid)
     filters = nd.GB([nd.LocalFilteringLayer(4, 3), nd.L2PoolingLayer(3), nd.LCNLayer(3), nd.FCLayer(4)])
     with pytest.raises(nd.ConfigError, match="memory: GB trains its stages one by one; leave out memory"):
-        filters.execute(memory="8GiB")
-    assert [as_bytes("memory", text) for text in ("8GiB", "500 MB", "1.5k", 77)] == [8 << 30, 5 * 10**8, 1536, 77]
+        filters.configure_execution(memory="8GiB")
+    assert [parse_bytes("memory", text) for text in ("8GiB", "500 MB", "1.5k", 77)] == [8 << 30, 5 * 10**8, 1536, 77]
 
 
 def test_freed_memory_is_returned_after_each_strip(monkeypatch):
     thresholds = []
-    monkeypatch.setattr(nd.Kernels, "give_back_freed", lambda kernels, threshold: thresholds.append(threshold))
+    monkeypatch.setattr(nd.Kernels, "release_cached_memory", lambda kernels, threshold: thresholds.append(threshold))
     for limit in (None, "1GB"):
         assert not thresholds
         model = make_plain(memory=limit, strips=1, backend="numpy")
         model.build((33, 32, 3), 1)
         model.train_batch(np.ones((1, 33, 32, 3), np.float32), np.array([1]))
     assert len(thresholds) >= 2 * 8  # 8 strips, forward and backward
-    assert PROCESS / 2 < min(thresholds) <= max(thresholds) < as_bytes("memory", "1GB")
+    assert PROCESS_OVERHEAD_BYTES / 2 < min(thresholds) <= max(thresholds) < parse_bytes("memory", "1GB")
 
 
 def test_passes_cannot_end_in_a_stream():
@@ -283,10 +285,10 @@ class ReadRecorder(HDF5Dataset):
         return splits
 
     def _watch(self, split):
-        lazily, images = split.lazily, split.images
+        lazy_images, images = split.lazy_images, split.images
 
         def record_reads(*args):
-            tile: LazyTile = lazily(*args)
+            tile: LazyTile = lazy_images(*args)
             read = tile.read
 
             def read_part(cells):
@@ -301,7 +303,7 @@ class ReadRecorder(HDF5Dataset):
         def reject(*args):
             raise AssertionError("a whole tile was read")
 
-        split.lazily, split.images = record_reads, reject if self.strict else images
+        split.lazy_images, split.images = record_reads, reject if self.strict else images
 
     strict = True
 
@@ -330,7 +332,7 @@ def test_images_are_read_in_strips(tmp_path, ranks):
 
 class NotesRecorder(Hook):
     def before_run(self, run):
-        self.notes = run.notes
+        self.notes = run.start_messages
 
 
 @pytest.mark.long
@@ -344,7 +346,7 @@ def test_large_images_are_streamed_automatically(tmp_path, monkeypatch):
         plan = fit.model.plan((60, 50, 2), grid.shape, 2)
         return (
             fit.run(grid, hooks=[recorder := NotesRecorder()]).history,
-            plan.needed,
+            plan.needed_bytes,
             fit.model.streams,
             recorder.notes,
         )
@@ -353,13 +355,13 @@ def test_large_images_are_streamed_automatically(tmp_path, monkeypatch):
         (expected, needed, streams, notes), *_ = loopback.run(ranks, train)
         assert (streams, notes) == (False, [])
         with monkeypatch.context() as patch:
-            patch.setattr("neondist.models.model.PROCESS", needed // 3)
-            patch.setattr("neondist.system.memory.free_memory", lambda available=ranks * (needed - 1): available)
+            patch.setattr("neondist.models.model.PROCESS_OVERHEAD_BYTES", needed // 3)
+            patch.setattr("neondist.system.memory.free_bytes", lambda available=ranks * (needed - 1): available)
             for history, _, streams, notes in loopback.run(ranks, train):
                 assert streams
                 assert "a step does not fit into the available memory; streamed: conv1 to " in notes[0]
                 assert history[0]["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=1e-12)
-            patch.setattr("neondist.models.model.PROCESS", needed - 2)
+            patch.setattr("neondist.models.model.PROCESS_OVERHEAD_BYTES", needed - 2)
             with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs at least .*, .* layer '"):
                 loopback.run(ranks, train)
 

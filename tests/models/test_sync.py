@@ -9,7 +9,7 @@ from gb_runs import run_pretraining_steps
 import neondist as nd
 from neondist.comm import loopback
 from neondist.observer import Observer
-from neondist.parallel import HEADER, Bucketed, Flag
+from neondist.parallel import HEADER_SIZE, Bucketed, Flag
 
 
 class EarlyBuckets(Observer):
@@ -20,12 +20,14 @@ class EarlyBuckets(Observer):
 
     def begin(self, event, name, direction, subject):
         if event == "sync":
-            self.counts.append(sum(bucket.request is not None for bucket in getattr(self.model.sync, "early", [])))
+            self.counts.append(
+                sum(bucket.request is not None for bucket in getattr(self.model.sync, "early_buckets", []))
+            )
 
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(Bucketed, "full", 200)
+    monkeypatch.setattr(Bucketed, "full_bytes", 200)
 
 
 def run_steps(grid, sync, accumulate=1):
@@ -39,7 +41,7 @@ def run_steps(grid, sync, accumulate=1):
             arrays[f"loss {step}"] = np.array([model.train_batch(model.scatter(x), labels, 6)])
             arrays |= {f"{name} {step}": gradient for name, gradient in model.gradients().items()}
     sums = model.sync.reductions
-    return arrays | model.state(), sums.bytes_reduced, sum(sums.recorded.values()), observer.counts
+    return arrays | model.state(), sums.bytes_reduced, sum(sums.reduction_counts.values()), observer.counts
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (6, 2)], ids=str)
@@ -52,8 +54,8 @@ def test_buckets_are_sent_during_backward(small_buckets, grid):
 
     reference = loopback.run(ranks, lambda comm: job(comm, "allreduce"))
     bucketed = loopback.run(ranks, lambda comm: job(comm, "bucketed"))
-    micro_batches = loopback.run(ranks, lambda comm: job(comm, "bucketed", 2))
-    for (expected, nbytes, messages, _), *others in zip(reference, bucketed, micro_batches, strict=True):
+    micro_batch_ranges = loopback.run(ranks, lambda comm: job(comm, "bucketed", 2))
+    for (expected, nbytes, messages, _), *others in zip(reference, bucketed, micro_batch_ranges, strict=True):
         for actual, sent, count, early in others:
             assert max_relative_difference(actual, expected) < 1e-10
             assert sent == nbytes
@@ -77,21 +79,21 @@ def test_gradients_of_tile_weights(small_buckets, kind, grid):
 
 @pytest.mark.parametrize("capacity", [1, 100, 10**6])
 def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
-    monkeypatch.setattr(Bucketed, "full", capacity)
-    values, spans = np.arange(HEADER + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
+    monkeypatch.setattr(Bucketed, "full_bytes", capacity)
+    values, spans = np.arange(HEADER_SIZE + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
     for shared in (0, 40, 60):
         sync = Bucketed(nd.ProcessGrid.serial(), values, spans, shared)
-        contents = np.concatenate([bucket.array for bucket in (*sync.early, sync.last)])
+        contents = np.concatenate([bucket.array for bucket in (*sync.early_buckets, sync.last_bucket)])
         np.testing.assert_array_equal(np.sort(contents), values)
-        assert sync.last.array[0] == 0
-        sync.begin()
+        assert sync.last_bucket.array[0] == 0
+        sync.begin_step()
         for span in spans[::-1]:
-            sync.ready(span)
-        assert all(bucket.request is not None for bucket in sync.early)
-        sync.flags.mine[Flag.TIME] = 1
-        sync.finish()
+            sync.mark_ready(span)
+        assert all(bucket.request is not None for bucket in sync.early_buckets)
+        sync.flags.own_flags[Flag.TIME] = 1
+        sync.finish_sums()
         assert sync.header[Flag.TIME] == 1
-        values = np.arange(HEADER + 60.0)
+        values = np.arange(HEADER_SIZE + 60.0)
 
 
 def test_unknown_synchronisers_are_rejected():

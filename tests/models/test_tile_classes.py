@@ -28,19 +28,21 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
     case = draw_case(SEED, number)
     model = build_model(case.replace(memory=None, accumulate=1), dist=True)
     try:
-        model.execute(memory=case.memory and grid.size << 40, strategy=strategy)
+        model.configure_execution(memory=case.memory and grid.size << 40, strategy=strategy)
         plan = model.plan(case.shape, grid, max(case.batch, grid.replicas))
         plan.parameters.strategy.check_synchronous()
     except nd.UserError:
         reject()
     tiles, size = range(grid.tiles), plan.itemsize
     assert plan.peak == max(plan.arena(0, tile) for tile in tiles)
-    assert plan.needed == max(plan.memory(tile) for tile in tiles)
-    assert plan.needed_by(None) == max(plan._unstreamed(0, tile) + plan.parameters.memory(tile) for tile in tiles)
+    assert plan.needed_bytes == max(plan.memory(tile) for tile in tiles)
+    assert plan.needed_bytes_with(None) == max(
+        plan._bytes_outside_stream(0, tile) + plan.parameters.memory(tile) for tile in tiles
+    )
     for index, (layer, costs) in enumerate(zip(plan, plan.costs(), strict=True)):
         views, outputs = [layer.view(tile) for tile in tiles], [layer.tile(tile) for tile in tiles]
-        assert layer.held == [layer.held_by(tile) for tile in tiles]
-        assert layer.halo_cells == [
+        assert layer.parameters_by_tile == [layer.parameters_on(tile) for tile in tiles]
+        assert layer.halo_cells_by_tile == [
             sum(exchange.plan(tile).halo_volume for exchange in layer._exchanges) for tile in tiles
         ]
         sent = [
@@ -53,10 +55,10 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
         ]
         assert list(map(sorted, layer._gather_messages)) == list(map(sorted, sent))
         arrays = (1 + (index > 0)) * max(view.buffer.size for view in views) * layer.input_shape[-1] * size
-        held = max(layer.held) * size * (2 + len(model.optimizer.kept))
+        held = max(layer.parameters_by_tile) * size * (2 + len(model.optimizer.state_names))
         assert costs.memory == arrays * plan.held_samples(0) + held
         for box, boxes in (
             ((lambda tile, layer=layer: layer.view(tile).need), [view.need for view in views]),
             (layer.tile, outputs),
         ):
-            assert report._extents(map(box, layer.distinct_tiles), 1) == report._extents(boxes, 1)
+            assert report._extents(map(box, layer.representative_tiles), 1) == report._extents(boxes, 1)

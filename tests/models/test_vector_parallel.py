@@ -55,7 +55,7 @@ def test_results_match_one_process(sizes, shape, grid, optimizer, bias, options,
     def body(world):
         process_grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
         model = make_perceptron(True, sizes, optimizer, bias, strategy=strategy, **options)
-        return train(model, shape, process_grid), model.ledger(), model.compiled.reduced(process_grid.rank)
+        return train(model, shape, process_grid), model.ledger(), model.compiled.reduction_bytes(process_grid.rank)
 
     tolerance = 1e-12 if optimizer == "momentum" else 1e-8
     if "fp16" in strategy:
@@ -75,7 +75,7 @@ def test_pairs_need_one_sum_per_direction(pairs):
         model.build((8,), 4, grid)
         model.train_batch(model.scatter(np.ones((4, 8))), np.zeros(4, int))
         accounts = [account for account in model.ledger() if account.layer.startswith("fc")]
-        planned = model.compiled.reduced(grid.rank)
+        planned = model.compiled.reduction_bytes(grid.rank)
         for name in {account.layer for account in accounts}:
             sums = [account.nbytes * model.ledger()[account] for account in accounts if account.layer == name]
             assert sum(sums) == planned[name]

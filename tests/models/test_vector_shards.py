@@ -56,7 +56,7 @@ class Doubling(nd.Layer):
     layout = nd.Shard
 
     def reductions_for(self, input_shape):
-        return [nd.Reduction("forward", "tiles", each=input_shape[0])]
+        return [nd.Reduction("forward", "tiles", elements_per_sample=input_shape[0])]
 
     def reduce(self, ctx, view):
         full, (lo, hi) = np.zeros((len(view), *self.input_shape)), self.range
@@ -69,12 +69,12 @@ class Doubling(nd.Layer):
     def backward(self, ctx, dy):
         lo, hi = self.range
         ctx.out[...] = 2 * dy[:, lo:hi]
-        return ctx.offered
+        return ctx.accessed_out
 
     @property
     def range(self):
         grid = self.context.grid
-        return next(nd.Shard(self.input_shape).inputs(grid.shape, grid.tile).axes())
+        return next(nd.Shard(self.input_shape).input_box(grid.shape, grid.tile).axes())
 
 
 class DoublingDist(nd.Dist, Doubling):
@@ -128,7 +128,7 @@ def run_on_grid(ranks, job):
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.long
 def test_sharded_vectors_keep_results(name):
-    assert len(make_model(name).plan(SHAPE).graph.shards) == CHAINS[name][1]
+    assert len(make_model(name).plan(SHAPE).graph.sharded_vectors) == CHAINS[name][1]
     expected = run_on_grid(1, lambda grid: train(grid, name))[0]
     for ranks in GRIDS:
         for actual in run_on_grid(ranks, lambda grid: train(grid, name)):
@@ -201,7 +201,9 @@ def test_traffic_of_a_digits_network():
     sizes, tiles, batch = (512, 512, 10), 4, 100
     model = nd.MLPDist([fc(512, nd.ReLU()), fc(512, nd.ReLU()), fc(10)], dtype="float32")
     plan = model.plan((28, 28, 1), nd.GridShape(1, 2, 2), batch)
-    assert plan.redistributed(0) == {
+    assert plan.redistribution_bytes(0) == {
         f"fc{index}": 2 * (tiles - 1) * batch * sizes[index - 1] // tiles * 4 for index in (1, 2)
     }
-    assert {name: count for name, count in plan.reduced(0).items() if name.startswith("fc")} == {"fc3": batch * 10 * 4}
+    assert {name: count for name, count in plan.reduction_bytes(0).items() if name.startswith("fc")} == {
+        "fc3": batch * 10 * 4
+    }

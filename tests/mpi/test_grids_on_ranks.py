@@ -64,7 +64,7 @@ def test_grids_of_one_shape_share_communicators():
     for _ in range(3):
         parent = world.Dup()
         debug = nd.ProcessGrid(DebugTransport(mpi.MPITransport(parent)))
-        parts += [part.comm for part in (nd.ProcessGrid(parent).tile_comm, debug.tile_comm.inner)]
+        parts += [part.comm for part in (nd.ProcessGrid(parent).tile_comm, debug.tile_comm.wrapped)]
         assert parts[-1].allreduce(1) == world.size
         parent.Free()
     assert all(part == MPI.COMM_NULL for part in parts)

@@ -44,15 +44,15 @@ def draw_windows(count):
 
 def test_collectives_of_arrays():
     check_collectives(mpi.world())
-    for part in mpi.world().cut(1 if world.size % 2 else world.size // 2):
+    for part in mpi.world().split_tiles_and_replicas(1 if world.size % 2 else world.size // 2):
         check_collectives(part)
 
 
-@pytest.mark.parametrize("most", [2, 3, 2**30])
-def test_large_collectives_are_split(most):
-    comm = mpi.world(most=most)
-    for part in (comm, *comm.cut(1 if world.size % 2 else world.size // 2)):
-        assert part.most == most
+@pytest.mark.parametrize("max_count", [2, 3, 2**30])
+def test_large_collectives_are_split(max_count):
+    comm = mpi.world(max_count=max_count)
+    for part in (comm, *comm.split_tiles_and_replicas(1 if world.size % 2 else world.size // 2)):
+        assert part.max_count == max_count
         check_collectives(part)
         check_messages(part)
 

@@ -28,7 +28,7 @@ def train(comm, scheme, steps=5):
     for _ in range(steps):
         losses.append(model.train_batch(model.scatter(rng.normal(size=(4, 13, 10, 2))), rng.integers(0, 10, 4)))
     for layer in model.leaves:  # the next model may reuse the memory of pending messages
-        layer.settle()
+        layer.wait_for_messages()
     y = model.gather(model.fprop(model.scatter(rng.normal(size=(4, 13, 10, 2))), training=False))
     return {"y": y, "loss": np.array(losses), "sent": np.array(float(model.bytes_sent)), **model.state()}
 

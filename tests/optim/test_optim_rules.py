@@ -13,7 +13,7 @@ ALL = [SGD(0.1), SGD(0.1, momentum=0.9, weight_decay=0.01, nesterov=True), Adam(
 
 def test_momentum_by_hand():
     params = np.array([1.0])
-    slots = SGD(0.5, momentum=0.5).slots(params)
+    slots = SGD(0.5, momentum=0.5).create_slots(params)
     for step, expected in enumerate([0.0, -1.5, -3.25]):  # steps of 0.5 * (2, 3, 3.5)
         SGD(0.5, momentum=0.5).update(params, np.array([2.0]), slots, step)
         assert params[0] == expected
@@ -23,7 +23,7 @@ def test_momentum_by_hand():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_updates_are_in_place_and_keep_the_dtype(optimizer, dtype):
     params, grads = np.ones(10, dtype), np.ones(10, dtype)
-    slots = optimizer.slots(params)
+    slots = optimizer.create_slots(params)
     before = dict(slots)
     optimizer.update(params[:5], grads[:5], {name: slot[:5] for name, slot in slots.items()}, 0)
     assert params.dtype == dtype
@@ -34,14 +34,14 @@ def test_updates_are_in_place_and_keep_the_dtype(optimizer, dtype):
 
 @pytest.mark.parametrize("optimizer", ALL)
 def test_no_parameters(optimizer):
-    optimizer.update(np.zeros(0), np.zeros(0), optimizer.slots(np.zeros(0)), 0)
+    optimizer.update(np.zeros(0), np.zeros(0), optimizer.create_slots(np.zeros(0)), 0)
 
 
 @pytest.mark.parametrize("optimizer", ALL)
 def test_no_large_temporaries(optimizer):
     size = 2_000_000
     params, grads = np.ones(size, np.float32), np.ones(size, np.float32)
-    slots = optimizer.slots(params)
+    slots = optimizer.create_slots(params)
     tracemalloc.start()
     optimizer.update(params, grads, slots, 0)
     peak = tracemalloc.get_traced_memory()[1]
@@ -87,5 +87,5 @@ def test_schedules():
     assert [steps.factor(e) for e in (0, 1.9, 2, 3.5, 4)] == [1, 1, 0.5, 0.5, 0.25]
     cosine = CosineDecay(epochs=4)
     assert [round(cosine.factor(e), 12) for e in (0, 2, 4, 9)] == [1, 0.5, 0, 0]
-    assert SGD().scale(7) == 1
-    assert SGD(schedule=steps).scale(2) == 0.5
+    assert SGD().schedule_factor(7) == 1
+    assert SGD(schedule=steps).schedule_factor(2) == 0.5

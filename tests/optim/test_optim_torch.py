@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from neondist.optim import SGD, Adam
-from neondist.optim.flat import BLOCK
+from neondist.optim.flat import HOST_BLOCK_CELLS
 
-SIZE = BLOCK + 37  # more than one block, the last one partial
+SIZE = HOST_BLOCK_CELLS + 37  # more than one block, the last one partial
 
 
 def run_neondist(optimizer, start, gradients, scales):
     params = start.copy()
-    slots = optimizer.slots(params)
+    slots = optimizer.create_slots(params)
     for step, (grads, scale) in enumerate(zip(gradients, scales, strict=True)):
         optimizer.update(params, grads.copy(), slots, step, scale)
     return params

@@ -9,18 +9,18 @@ from graphs.execution import draw_state
 import neondist as nd
 from neondist.errors import ConfigError, UserError
 from neondist.plan.blocks import BlockPlan, find_obstacles, fit_blocks
-from neondist.runtime.blocks import Blockwise
+from neondist.runtime.blocks import BlockwiseExecutor
 
 
 def run_in_blocks(model, x, size):
     """Return the output assembled from blocks, the number of kinds of blocks, and the number of blocks."""
     plan = BlockPlan(model.compiled.graph, size)
-    blockwise, y = Blockwise(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
+    blockwise, y = BlockwiseExecutor(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
     for number in range(len(plan)):
         cells, image = plan.output(number).slices, plan.image(number).slices
         assert np.isnan(y[(slice(None), *cells)]).all()
         y[(slice(None), *cells)] = blockwise.run(number, x[(slice(None), *image)])
-    return y, len({plan.kind(number) for number in range(len(plan))}), len(plan)
+    return y, len({plan.position_independent_key(number) for number in range(len(plan))}), len(plan)
 
 
 def check_blocks(model, x, size):

@@ -7,7 +7,7 @@ import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
 from neondist.train.field_facts import FieldFacts
-from neondist.train.inference.forecast import forecast, require_closed
+from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
 xarray = pytest.importorskip("xarray", reason="the oracle")
@@ -59,10 +59,10 @@ def load_network(path):
     data.open(nd.ProcessGrid.serial())
     model.build(data.sample_shape, 1, nd.ProcessGrid.serial())
     from neondist.io.checkpoint import open_checkpoint
-    from neondist.train.weights import take_weights
+    from neondist.train.weights import load_inference_weights
 
     with open_checkpoint(path / "run" / "checkpoint.h5", model.grid.world) as file:
-        take_weights(file, model)
+        load_inference_weights(file, model)
     mean, std = data.fields.mean, data.fields.std
 
     def run(fields):
@@ -186,7 +186,7 @@ INVALID_FORECASTS = {
         "belongs to another network: channel 0 of its inputs is 't2m@t-1', but the experiment has 'u10@t-1'",
     ),
     "reversed latitudes": (
-        lambda d: d.isel(lat=slice(None, None, -1)), [], "with descending latitudes, the files have ascending ones;",
+        lambda d: d.isel(lat=slice(None, None, -1)), [], "with descending latitudes, but the files have ascending ones",
     ),
     "infinite values": (lambda d: d.assign(t2m=d.t2m / 0), [], "a.nc:t2m: has infinite values; replace"),
     "other levels": (lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
@@ -236,7 +236,7 @@ def test_forecasts_unusable_as_inputs(tmp_path, steps, lead, outputs, message):
     data = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m", "z"], levels=[500], steps=steps, lead=lead)
     facts = FieldFacts([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
     with pytest.raises(nd.ConfigError, match=message):
-        require_closed(data, facts, data.open_series(str(tmp_path / "a.nc")))
+        require_outputs_cover_inputs(data, facts, data.open_series(str(tmp_path / "a.nc")))
 
 
 def test_checkpoint_of_other_variables_is_rejected(trained, capsys):

@@ -14,10 +14,10 @@ from predict_runs import make_experiment, make_unet, predict_on_ranks
 import neondist as nd
 from neondist.comm import ProcessGrid
 from neondist.errors import ConfigError, DataError, OutputError
-from neondist.runtime.blocks import Blockwise
+from neondist.runtime.blocks import BlockwiseExecutor
 from neondist.train import evaluate_files, predict
 from neondist.train.inference.images import Images
-from neondist.train.inference.predict import Writer
+from neondist.train.inference.predict import OutputWriter
 
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 8), (3, 1000), (6, 30)])
@@ -105,11 +105,13 @@ def test_group_norm_needs_the_full_image(network_folder, tmp_path):
 
 @pytest.mark.long
 def test_blocks_if_the_full_image_exceeds_memory(network_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
-    monkeypatch.setattr("neondist.train.inference.routes.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.train.inference.routes.PROCESS_OVERHEAD_BYTES", 0)
     sizes = []
-    run = Blockwise.run
-    monkeypatch.setattr(Blockwise, "run", lambda self, number, x: (sizes.append(x.shape), run(self, number, x))[1])
+    run = BlockwiseExecutor.run
+    monkeypatch.setattr(
+        BlockwiseExecutor, "run", lambda self, number, x: (sizes.append(x.shape), run(self, number, x))[1]
+    )
     predict_on_ranks(1, network_folder, tmp_path / "y.npy", make=lambda: make_experiment(memory="200kB"))
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(network_folder / "y.npy"), rtol=1e-12, atol=1e-12)
     assert len(sizes) > 3
@@ -121,8 +123,10 @@ def test_blocks_if_the_full_image_exceeds_memory(network_folder, tmp_path, monke
 @pytest.mark.long
 def test_interruption_after_every_part(network_folder, tmp_path, monkeypatch, block, parts):
     """Each process computes one more part; only the first one chooses blocks, which the others adopt."""
-    run, computed = Blockwise.run, []
-    monkeypatch.setattr(Blockwise, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1])
+    run, computed = BlockwiseExecutor.run, []
+    monkeypatch.setattr(
+        BlockwiseExecutor, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
+    )
 
     def make():
         experiment = make_experiment()
@@ -196,8 +200,8 @@ def test_partial_output_of_another_job(network_folder, tmp_path):
 
 
 def test_one_job_at_a_time(network_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.io.lock.PATIENCE", 0)
-    write, refused = Writer.write, []
+    monkeypatch.setattr("neondist.io.lock.TIMEOUT_SECONDS", 0)
+    write, refused = OutputWriter.write, []
 
     def start_second_job(self, part, y):
         if not refused:
@@ -206,7 +210,7 @@ def test_one_job_at_a_time(network_folder, tmp_path, monkeypatch):
             refused.append(str(error.value))
         write(self, part, y)
 
-    monkeypatch.setattr(Writer, "write", start_second_job)
+    monkeypatch.setattr(OutputWriter, "write", start_second_job)
     predict_on_ranks(1, network_folder, tmp_path / "y.npy")
     assert f"y.npy: in use by another run (process {os.getpid()} on" in refused[0]
     assert "choose another file with --output" in refused[0]

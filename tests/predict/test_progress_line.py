@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_until
 
 from neondist.train.inference import progress as module
-from neondist.train.inference.progress import Progress, first_rank_progress
+from neondist.train.inference.progress import ProgressLine, first_rank_progress
 
 YAML = Path(__file__).parents[2] / "yaml"
 LEFT = re.compile(r"\d+ s left")
@@ -22,12 +22,12 @@ LEFT = re.compile(r"\d+ s left")
 
 @pytest.fixture
 def early_first_line(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST", 0.05)
+    monkeypatch.setattr(module, "_FIRST_DELAY", 0.05)
 
 
 def test_first_line_appears_during_the_first_part(early_first_line):
     file = io.StringIO()
-    with Progress(4, file, "measurement") as progress:
+    with ProgressLine(4, file, "measurement") as progress:
         progress.begin("2 ranks")
         line = "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate follows the first measurement"
         wait_until(lambda: line in file.getvalue(), 10)
@@ -52,14 +52,14 @@ def test_preparation_is_reported(early_first_line):
 
 def test_quick_command_prints_nothing():
     file = io.StringIO()
-    with Progress(2, file) as progress:
+    with ProgressLine(2, file) as progress:
         progress.add(2)
     assert not file.getvalue()
 
 
 def test_long_command_prints_at_once():
     file = io.StringIO()
-    with Progress(2, file, "run", first=0) as progress:
+    with ProgressLine(2, file, "run", first=0) as progress:
         assert not file.getvalue()
         progress.begin("halo")
         assert file.getvalue().startswith("run 0 of 2, now halo, 0 s so far")
@@ -68,16 +68,16 @@ def test_long_command_prints_at_once():
 
 
 def test_error_ends_the_thread():
-    with pytest.raises(KeyError), Progress(2, io.StringIO()):
+    with pytest.raises(KeyError), ProgressLine(2, io.StringIO()):
         raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 def test_estimate_from_completed_parts():
-    progress = Progress(9, io.StringIO())
+    progress = ProgressLine(9, io.StringIO())
     progress.expect(9, 1)
     progress.done = 3
-    assert "part 3 of 9, 30 s left" in progress.line(progress.start + 10)
+    assert "part 3 of 9, 30 s left" in progress.format_line(progress.start + 10)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_benchmark_prediction_reports_progress(tmp_path):
     code = (
         "from neondist.train.inference import progress\n"
         "from neondist.bench.model import predict\n"
-        "progress._FIRST, predict.QUICK, predict.LONG = 0.01, 1e-3, 1e-3\n"
+        "progress._FIRST_DELAY, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
         "from neondist.cli import main\n"
         "import sys\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -36,27 +36,27 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 class Parts:
     """Two parts of five rows, whose outputs are the cells of the image."""
 
-    parts, output_shape, dtype, collective, about = 2, SHAPE, np.dtype("float32"), False, ["rows"]
+    num_parts, output_shape, dtype, collective, job_identity = 2, SHAPE, np.dtype("float32"), False, ["rows"]
 
     def __init__(self, images):
         self.images = images
 
-    def like(self):
+    def aligned_source(self):
         return self.images.source
 
-    def ordered(self, parts):
+    def order_parts(self, parts):
         return parts
 
     def read(self, part):
-        return self.images.read(*self.place(part), "float32")
+        return self.images.read(*self.output_place(part), "float32")
 
-    def outputs(self, part, x):
+    def compute(self, part, x):
         return x
 
-    def place(self, part):
+    def output_place(self, part):
         return range(1), nd.Box((5 * part, 0), (5 * part + 5, SHAPE[1]))
 
-    def cells(self, part):
+    def num_cells(self, part):
         return 5 * SHAPE[1]
 
 
@@ -64,7 +64,7 @@ class Network:
     """Stand-in for a trained network in `predict_module`."""
 
     @contextmanager
-    def opened(self, source, grid, block, before):
+    def open_route(self, source, grid, block, resumed_route):
         images = open_images(source, SHAPE)
         yield Parts(images), images, {}
         images.close()

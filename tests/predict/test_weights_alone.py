@@ -24,7 +24,7 @@ from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
 from neondist.torch.training.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
-from neondist.train.inference.windows import Centres  # noqa: E402
+from neondist.train.inference.windows import WindowCentres  # noqa: E402
 
 NETS = """
 from torch import nn
@@ -174,7 +174,7 @@ def test_interrupted_command_explains_how_to_continue(folder, tmp_path, capsys):
 def test_centres_of_windows(folder, window, stride):
     with nd.open_source(folder / "slide.ome.tif") as source:
         image = source.read([(0, n) for n in source.shape])
-        centres = Centres(source, window, stride)
+        centres = WindowCentres(source, window, stride)
         actual = centres.read([(0, n) for n in centres.shape])
         rows, cols = (((n - window) // stride) * stride + 1 for n in image.shape[:2])
         first = window // 2
@@ -280,7 +280,7 @@ def test_truncated_weights_and_unsupported_outputs(folder, tmp_path):
         TrainedModule(load_nets()["tiles"], tmp_path / "x.pt", "tiles")
     trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
     with pytest.raises(ConfigError, match=r"returns \[1, 9, 9, 2\], channels last; return scores"):
-        trained.check(folder / "slide.ome.tif")
+        trained.check_images(folder / "slide.ome.tif")
 
 
 @pytest.mark.parametrize("block", [None, "37"])

@@ -40,7 +40,7 @@ def test_bytes_match_the_plan(layer, scheme):
             return model.bytes_sent - before
 
         plan = nd.ConvnetDist(make(scheme=scheme)).plan(shape, grid_shape(ranks, rows=rows))[0]
-        expected = [2 * sent for sent in plan.sent_bytes(samples=3, itemsize=8)]
+        expected = [2 * sent for sent in plan.halo_bytes_by_tile(samples=3, itemsize=8)]
         assert run_on_ranks(ranks, job) == expected, (ranks, rows)
 
 
@@ -53,13 +53,13 @@ def test_exchanges_and_messages_match_the_scheme(text, reverse):
 
     def record_exchanges(ga, call, *arguments):
         """Return the exchanges of a call, with each message as (peer, bytes)."""
-        before = [exchange.runs for _, exchange in ga.recorded]
+        before = [exchange.run_count for _, exchange in ga.recorded]
         call(*arguments)
         before += [0] * (len(ga.recorded) - len(before))
         return [
             (direction, [(message.peer, message.nbytes) for message in exchange.sends])
             for (direction, exchange), runs in zip(ga.recorded, before, strict=True)
-            for _ in range(exchange.runs - runs)
+            for _ in range(exchange.run_count - runs)
         ]
 
     def job(comm):
@@ -90,7 +90,7 @@ def test_inner_tile_formula():
     """H = n c (2 O (h + w) + 4 O²) values, with n = 2, c = 3, O = 2, h x w = 5 x 7."""
     model = nd.ConvnetDist([nd.ConvLayerDist(1, 5, padding=2)])
     plan = model.plan((15, 21, 3), nd.GridShape(rows=3, cols=3))[0]
-    assert 2 * plan.sent_words[4] == 2 * 3 * (2 * 2 * (5 + 7) + 4 * 2**2)
+    assert 2 * plan.forward_elements_sent[4] == 2 * 3 * (2 * 2 * (5 + 7) + 4 * 2**2)
 
 
 def test_towers_send_nothing_before_merging():

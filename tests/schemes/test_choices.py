@@ -5,13 +5,13 @@ import pytest
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme, scheme_text
-from neondist.plan.choices import choose
-from neondist.system.machine import Figures, Link, Machine, write
+from neondist.plan.choices import choose_schemes
+from neondist.system.machine import Link, Machine, MachineFigures, write_machine
 
 SHAPE, GRID = (48, 48, 2), nd.GridShape(1, 3, 3)
-COSTLY_MESSAGES = Figures(latency=1.0)
+COSTLY_MESSAGES = MachineFigures(latency=1.0)
 """messages cost more than computing"""
-CHEAP_MESSAGES = Figures(latency=1e-9, bandwidth=1e15, speed=1e6)
+CHEAP_MESSAGES = MachineFigures(latency=1e-9, bandwidth=1e15, speed=1e6)
 
 
 def conv(**options):
@@ -27,9 +27,9 @@ NETWORKS = {
 }
 
 
-def choose_schemes(name, figures):
+def choose_for_network(name, figures):
     model = nd.ConvnetDist(NETWORKS[name]())
-    return model, choose(model.chain, SHAPE, GRID, figures)
+    return model, choose_schemes(model.chain, SHAPE, GRID, figures)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def choose_schemes(name, figures):
     ],
 )
 def test_costly_messages_are_avoided(name, expected):
-    _, choices = choose_schemes(name, COSTLY_MESSAGES)
+    _, choices = choose_for_network(name, COSTLY_MESSAGES)
     assert [choice.scheme for choice in choices] == expected
     assert sum(choice.seconds for choice in choices) < sum(choice.halo_seconds for choice in choices) - 1
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(
-    "figures", [COSTLY_MESSAGES, CHEAP_MESSAGES, Figures(latency=1e-4)], ids=["costly", "cheap", "moderate"]
+    "figures", [COSTLY_MESSAGES, CHEAP_MESSAGES, MachineFigures(latency=1e-4)], ids=["costly", "cheap", "moderate"]
 )
 def test_planned_costs_match_the_choices(name, figures):
-    model, choices = choose_schemes(name, figures)
+    model, choices = choose_for_network(name, figures)
     by_name = {choice.layer: choice for choice in choices}
     for layer in model.leaves:
         if str(layer.name) in by_name:
@@ -63,35 +63,36 @@ def test_planned_costs_match_the_choices(name, figures):
         if plan.name not in by_name:
             continue
         backward = plan.backward[middle_tile] if index or plan.reverse else []
-        forward_seconds = figures.sent(
+        forward_seconds = figures.message_seconds(
             len(plan.forward[middle_tile]), sum(plan.backward[middle_tile] if not plan.reverse else [])
         )
         choice = by_name[plan.name]
-        if not plan.halo_cells[middle_tile]:
+        if not plan.halo_cells_by_tile[middle_tile]:
             assert not plan.forward[middle_tile] + plan.backward[middle_tile]
         elif choice.scheme == "halo" and not plan.reverse:
             assert choice.seconds == pytest.approx(
-                forward_seconds + figures.sent(len(backward), sum(backward)), rel=1e-3
+                forward_seconds + figures.message_seconds(len(backward), sum(backward)), rel=1e-3
             )
     assert sum(choice.seconds for choice in choices) <= sum(choice.halo_seconds for choice in choices) * (1 + 1e-12)
 
 
 def test_measured_times_override_the_speed():
-    figures = Figures(latency=1e-3, speed=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
-    assert {choice.scheme for choice in choose_schemes("chain", figures)[1][1:]} == {"halo"}
+    figures = MachineFigures(latency=1e-3, speed=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
+    assert {choice.scheme for choice in choose_for_network("chain", figures)[1][1:]} == {"halo"}
 
 
 def test_auto_uses_the_figures_of_a_machine(tmp_path):
     node, network = Link(1e-9, 1e15), Link(1.0, 1e9)
-    write(tmp_path / "m.yaml", Machine(4, node, network, speed=1e10), "a comment")
+    write_machine(tmp_path / "m.yaml", Machine(4, node, network, speed=1e10), "a comment")
     scheme = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"))
-    assert scheme.figures(4) == Figures(1e-9, 1e15, 1e10)
-    assert scheme.figures(9, samples=7) == Figures(1.0, 1e9, 1e10, 7)
-    assert nd.schemes.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3).figures(9, samples=7).samples == 3
+    assert scheme.planner_figures(4) == MachineFigures(1e-9, 1e15, 1e10)
+    assert scheme.planner_figures(9, samples=7) == MachineFigures(1.0, 1e9, 1e10, 7)
+    overridden = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3)
+    assert overridden.planner_figures(9, samples=7).samples == 3
     assert scheme_text(as_scheme(scheme_text(scheme))) == scheme_text(scheme)
     layers = [conv() for _ in range(5)]
     exchanges = [
-        sum(plan.halo_cells[0] > 0 for plan in nd.ConvnetDist(layers, scheme=scheme).plan(SHAPE, grid))
+        sum(plan.halo_cells_by_tile[0] > 0 for plan in nd.ConvnetDist(layers, scheme=scheme).plan(SHAPE, grid))
         for grid in (nd.GridShape(1, 2, 2), GRID)
     ]
     assert exchanges == [5, 1]
@@ -105,7 +106,10 @@ def test_auto_uses_the_samples_of_a_replica():
         latency=1e-3, bandwidth=1e15, speed=1e9
     )  # a message costs as much as computing some samples
     exchanges = [
-        sum(plan.halo_cells[4] > 0 for plan in nd.ConvnetDist(layers, scheme=scheme).plan(SHAPE, GRID, batch_size=n))
+        sum(
+            plan.halo_cells_by_tile[4] > 0
+            for plan in nd.ConvnetDist(layers, scheme=scheme).plan(SHAPE, GRID, batch_size=n)
+        )
         for n in (1, 10**5)
     ]
     assert exchanges == [1, 4]

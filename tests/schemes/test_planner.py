@@ -11,16 +11,16 @@ from test_segments import NETWORKS, run_passes
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.plan.planner import best_cuts, segment_seconds
+from neondist.plan.planner import cheapest_ranges, segment_seconds
 from neondist.plan.segments import place_layers
-from neondist.system.machine import Figures
+from neondist.system.machine import MachineFigures
 
 
 def list_segment_lengths(scheme, layers=5):
     """Return the number of layers of each segment on a 3 x 3 grid."""
     convolutions = [nd.ConvLayerDist(8, 3, padding=1) for _ in range(layers)]
     plans = nd.ConvnetDist(convolutions, scheme=scheme).plan((48, 48, 8), nd.GridShape(1, 3, 3))
-    starts = [index for index, plan in enumerate(plans) if plan.halo_cells[4]]
+    starts = [index for index, plan in enumerate(plans) if plan.halo_cells_by_tile[4]]
     return [stop - start for start, stop in pairwise([*starts, layers])]
 
 
@@ -38,7 +38,7 @@ def test_cuts_are_optimal(count, random):
     def find_cheapest(start):
         return min((costs[start, end] + find_cheapest(end + 1) for end in range(start, count)), default=0.0)
 
-    cuts = best_cuts(lambda a, b: costs[a, b], count)
+    cuts = cheapest_ranges(lambda a, b: costs[a, b], count)
     assert sum(costs[cut] for cut in cuts) == pytest.approx(find_cheapest(0))
     assert [cell for a, b in cuts for cell in range(a, b + 1)] == list(range(count))
 
@@ -54,15 +54,15 @@ def test_results_match_one_process(name):
 def test_unsupported_layers_join_no_segment():
     layers = [nd.ConvLayerDist(2, 3), nd.LCNLayerDist(3), nd.ConvLayerDist(2, 3), nd.ConvLayerDist(2, 3)]
     plans = nd.ConvnetDist(layers, scheme=nd.schemes.Auto(latency=1.0)).plan((20, 20, 2), nd.GridShape(1, 2, 2))
-    assert [plan.halo_cells[0] > 0 for plan in plans] == [True, True, True, False]
+    assert [plan.halo_cells_by_tile[0] > 0 for plan in plans] == [True, True, True, False]
 
 
 def test_redundant_time_of_the_fullest_tile():
     """Of 7 pooled rows on 2 tiles, the first needs 8 convolution rows instead of 7, the second no more."""
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
     model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
-    links, grid = list(model.chain.inputs((14, 14, 2))), nd.GridShape(1, 2, 1)
-    figures = Figures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
+    links, grid = list(model.chain.members_with_shapes((14, 14, 2))), nd.GridShape(1, 2, 1)
+    figures = MachineFigures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
     assert segment_seconds(figures, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 

@@ -1,4 +1,4 @@
-"""Bytes of sums and redistributions match the plan for every reducing layer, cost and grid."""
+"""Bytes of sums and redistributions match the plan for every reduction_steps layer, cost and grid."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_bytes_match_the_plan(name):
     for replicas, rows, cols in GRIDS:
         grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost=cost(), dtype="float64")
         plan = model.plan(SHAPE, grid, BATCH)
-        planned = {"sum": plan.reduced, "redistribution": plan.redistributed}
+        planned = {"sum": plan.reduction_bytes, "redistribution": plan.redistribution_bytes}
         expected = [
             {kind: {name: 2 * count for name, count in reduced(rank).items()} for kind, reduced in planned.items()}
             for rank in range(grid.size)

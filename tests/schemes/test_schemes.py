@@ -334,5 +334,7 @@ def test_auto_gathers_when_it_sends_fewer_bytes():
     model = nd.ConvnetDist([*layers, nd.MaxPoolingLayerDist(3)], scheme="halo(backward=auto)")
     grid = nd.GridShape(1, 2, 2)
     plans = model.plan((32, 32, 3), grid)[:4]
-    gathers = [layer.gathers_for(p.input_shape, grid) is not None for layer, p in zip(layers, plans, strict=True)]
+    gathers = [
+        layer.gradient_gather_for(p.input_shape, grid) is not None for layer, p in zip(layers, plans, strict=True)
+    ]
     assert gathers == [False, True, True, False]

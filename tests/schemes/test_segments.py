@@ -124,7 +124,7 @@ def test_bytes_match_the_plan(name, scheme):
         return [layer.bytes_sent for layer in model.leaves]
 
     plans = nd.ConvnetDist(layers(), scheme=scheme).plan(shape, grid_shape(6, rows=3))
-    expected = [plan.sent_bytes(samples=3, itemsize=8) for plan in plans]
+    expected = [plan.halo_bytes_by_tile(samples=3, itemsize=8) for plan in plans]
     sent = run_on_ranks(6, job)
     assert [[rank_sent[i] for rank_sent in sent] for i in range(len(plans))] == expected
     if "overlap" in scheme:
@@ -223,11 +223,11 @@ def test_unsupported_layers_are_rejected(layers, scheme, message):
 def test_another_scheme_ends_a_segment():
     layers = [conv(1, 3), conv(1, 3), nd.LCNLayerDist(3, scheme="halo"), conv(1, 3), conv(1, 3)]
     plans = nd.ConvnetDist(layers, scheme="deep_halo(layers=5)").plan((20, 20, 1), nd.GridShape(1, 2, 2))
-    assert [plan.halo_cells[0] > 0 for plan in plans] == [True, False, True, True, False]
+    assert [plan.halo_cells_by_tile[0] > 0 for plan in plans] == [True, False, True, True, False]
 
 
 def test_segments_have_the_requested_length():
     for layers, expected in (2, [True, False, True, False, True]), (3, [True, False, False, True, False]):
         model = nd.ConvnetDist([conv(1, 3) for _ in range(5)], scheme=f"deep_halo(layers={layers})")
         plans = model.plan((20, 20, 1), nd.GridShape(1, 2, 2))
-        assert [plan.halo_cells[0] > 0 for plan in plans] == expected
+        assert [plan.halo_cells_by_tile[0] > 0 for plan in plans] == expected

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from neondist.cli import main
-from neondist.cli.top import render
+from neondist.cli.top import render_status
 from neondist.services.job_status import JobStatus, ServerStatus
 from neondist.train.job_report import describe_job
 from neondist.train.state import Record
@@ -22,7 +22,7 @@ STATUS = JobStatus(
 
 def render_text(status, now):
     console = Console(file=io.StringIO(), width=100)
-    console.print(render(status, now))
+    console.print(render_status(status, now))
     return console.file.getvalue()
 
 

@@ -10,7 +10,7 @@ from neondist.comm import SingleTransport
 from neondist.errors import ServiceError
 from neondist.services.master import Master
 from neondist.services.message import Message
-from neondist.services.progress import Credit, Credits
+from neondist.services.progress import AppliedMinibatches, MinibatchId
 from neondist.services.state import UpdateRule
 from neondist.services.worker_tasks import WorkerTasks
 
@@ -31,12 +31,12 @@ class Worker:
 
     def steps(self, epoch):
         """Yield a stage and the records of a minibatch, before each push and between push and credit."""
-        for task in self.tasks.of_epoch(epoch):
+        for task in self.tasks.tasks_through_epoch(epoch):
             for first, upto, numbers in task.minibatches(SIZE):
-                self.tasks.begin(first, upto, len(numbers))
+                self.tasks.begin_minibatch(first, upto, len(numbers))
                 yield "push", numbers
-                result = self.client.push(self.values, self.tasks.samples, self.tasks.credit)
-                self.tasks.updated = True
+                result = self.client.push(self.values, self.tasks.samples, self.tasks.minibatch)
+                self.tasks.was_pushed = True
                 yield "duplicate" if result.duplicate else "pushed", numbers
                 if not self.tasks.finish_minibatch():
                     break
@@ -51,9 +51,12 @@ def test_pushes_of_a_lost_worker_are_applied_once(steps):
         first, second = (Worker(job, name, values) for name in ("a", "b"))
         stages = [next(iterator)[0] for iterator in [first.steps(0)] for _ in range(steps)]
         first.tasks.close()
-        job.master.release("a")
+        job.master.requeue_task_of("a")
         events = [(stage, numbers) for epoch in range(EPOCHS) for stage, numbers in second.steps(epoch)]
-        summaries = {job.master.check(server._state.samples, server._state.credits) for server in job.servers}
+        summaries = {
+            job.master.verify_applied_gradients(server._state.samples, server._state.applied_minibatches)
+            for server in job.servers
+        }
         versions = {server._state.version for server in job.servers}
     assert summaries == {ONCE}
     assert versions == {EPOCHS * 6}
@@ -67,7 +70,7 @@ def test_refused_minibatch_is_assigned_again():
         for stage, numbers in worker.steps(0):
             if stage != "push":
                 assigned.append(tuple(numbers))
-                worker.tasks.refused = len(assigned) == 1  # as by a server with newer values
+                worker.tasks.was_refused = len(assigned) == 1  # as by a server with newer values
         assert len(assigned) == 7
         assert assigned[0] in assigned[1:]
 
@@ -95,23 +98,23 @@ def test_repeated_requests_return_the_same_records():
 
 def finish_tasks():
     """Return a master without remaining tasks, and the credits of all minibatches."""
-    master, credits = Master(PER_TASK), Credits()
+    master, credits = Master(PER_TASK), AppliedMinibatches()
     master.report_training_params(Message(FACTS))
     while (reply := master.get_task(Message({"worker": "a"}))).text("type") == "TRAINING":
         result = {"task_id": reply.integer("task_id"), "err_message": ""}
         assert master.report_task_result(Message(result)).flag("credited")
         for minibatch in range(-(-(reply.integer("end") - reply.integer("start")) // SIZE)):
-            credits.add(Credit(reply.integer("epoch"), reply.integer("start") // (PER_TASK * SIZE), minibatch))
+            credits.add(MinibatchId(reply.integer("epoch"), reply.integer("start") // (PER_TASK * SIZE), minibatch))
     return master, credits
 
 
 def test_records_applied_twice_or_never_are_detected():
     master, credits = finish_tasks()
-    assert master.check(RECORDS * EPOCHS, credits) == ONCE
+    assert master.verify_applied_gradients(RECORDS * EPOCHS, credits) == ONCE
     with pytest.raises(ServiceError, match="has applied 24 records, 22 of them once"):
-        master.check(RECORDS * EPOCHS + SIZE, credits)
-    incomplete = Credits()
+        master.verify_applied_gradients(RECORDS * EPOCHS + SIZE, credits)
+    incomplete = AppliedMinibatches()
     for credit in credits.to_list()[1:]:
         incomplete.add(credit)
     with pytest.raises(ServiceError, match="has not applied 1 of 12 minibatches"):
-        master.check(RECORDS * EPOCHS - SIZE, incomplete)
+        master.verify_applied_gradients(RECORDS * EPOCHS - SIZE, incomplete)

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neondist.services.message import CHUNK, HEADER, MAGIC, PROTOCOL, Message, MessageError, decode, encode
+from neondist.services.message import (
+    CHUNK_BYTES,
+    HEADER,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Message,
+    MessageError,
+    decode,
+    encode,
+)
 
 numbers = st.integers(-(1 << 60), 1 << 60) | st.floats(allow_nan=False, allow_infinity=False)
 scalars = st.none() | st.booleans() | numbers | st.text(max_size=5)
@@ -37,7 +46,7 @@ def test_round_trip(fields, arrays):
 def test_parts_are_sent_as_one_array_in_chunks():
     parts = [np.random.default_rng(0).normal(size=(700, 300)), np.empty((0, 2)), np.arange(12.0).reshape(3, 4).T]
     chunks = list(encode(Message({}, {"all": parts})))
-    assert max(map(len, chunks)) == CHUNK
+    assert max(map(len, chunks)) == CHUNK_BYTES
     assert len(chunks) == 2
     np.testing.assert_array_equal(
         decode(chunks, LIMIT).array("all", "f8", [None]), np.concatenate([part.reshape(-1) for part in parts])
@@ -80,14 +89,14 @@ def test_damaged_messages_are_rejected():
 )
 def test_invalid_descriptions_are_rejected(description, size, problem):
     text = json.dumps(description).encode()
-    head = HEADER.pack(MAGIC, PROTOCOL, 0, len(text), size)
+    head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
     with pytest.raises(MessageError, match=problem):
         decode([head + text + bytes(min(size, 64))], LIMIT)
 
 
 def test_other_protocols_are_reported():
-    head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL + 1, 0, 0, 0)
-    with pytest.raises(MessageError, match=f"protocol {PROTOCOL + 1}; this process has {PROTOCOL}"):
+    head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL_VERSION + 1, 0, 0, 0)
+    with pytest.raises(MessageError, match=f"protocol {PROTOCOL_VERSION + 1}; this process has {PROTOCOL_VERSION}"):
         decode([head], LIMIT)
     with pytest.raises(MessageError, match="not a neondist message"):
         decode([b"GET / HTTP/1.1\r\nHost: example\r\n"], LIMIT)

@@ -16,9 +16,9 @@ from neondist.cli import main
 from neondist.cluster import TaskSpecDef
 from neondist.errors import ServiceUnavailableError
 from neondist.services.client import ParameterClient
-from neondist.services.placement import place
-from neondist.services.progress import Credit
-from neondist.services.server import serve_role
+from neondist.services.placement import place_parameters
+from neondist.services.progress import MinibatchId
+from neondist.services.server import start_server_host
 from neondist.services.wire import TOKEN, ServiceHost, create_token
 from neondist.strategies import PS, ParameterSpec
 
@@ -35,13 +35,13 @@ def start_server(token, *words):
 @pytest.mark.long
 def test_killed_server_resumes_from_its_checkpoint(tmp_path):
     token, values = create_token(), {"w": np.zeros(3, "float32")}
-    layouts = place(PS().build([ParameterSpec("w", (3,))], 1), 1)
+    layouts = place_parameters(PS().build([ParameterSpec("w", (3,))], 1), 1)
     process, address = start_server(token, "--checkpoint-dir", str(tmp_path))
     try:
         with ParameterClient([address], layouts, token, "0", patience=0.5) as client:
             client.initialize(values, nd.SGD(1.0))
             client.pull(values)
-            client.push({"w": np.full(3, -1.0, "float32")}, credit=Credit(0, 0, 0))
+            client.push({"w": np.full(3, -1.0, "float32")}, minibatch=MinibatchId(0, 0, 0))
             client.save("one")
             client.push({"w": np.full(3, -5.0, "float32")})
             process.kill()
@@ -53,7 +53,7 @@ def test_killed_server_resumes_from_its_checkpoint(tmp_path):
             client.load("one", nd.SGD(1.0))
             client.pull(values)
             np.testing.assert_array_equal(values["w"], 1)
-            assert client.credits().to_list() == [Credit(0, 0, 0)]
+            assert client.applied_minibatches().to_list() == [MinibatchId(0, 0, 0)]
     finally:
         process.kill()
         process.wait()
@@ -73,11 +73,11 @@ def test_errors_are_one_message(monkeypatch, capsys):
 
 
 def test_server_of_a_task():
-    with serve_role(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
+    with start_server_host(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
         assert host.address.startswith("127.0.0.1:")
     for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
         with pytest.raises(nd.ConfigError, match="is not a parameter server of the cluster"):
-            serve_role(task, {TOKEN: create_token()})
+            start_server_host(task, {TOKEN: create_token()})
 
 
 ASYNCHRONOUS = """!FitExperiment

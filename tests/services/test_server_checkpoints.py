@@ -16,7 +16,7 @@ from neondist.services.job_status import JobStatus
 from neondist.services.master import Master
 from neondist.services.message import Message
 from neondist.services.placement import TableSpec
-from neondist.services.progress import Credit
+from neondist.services.progress import MinibatchId
 from neondist.services.recovery import ServerRecovery, complete_checkpoints
 from neondist.services.state import UpdateRule
 
@@ -40,7 +40,7 @@ def train(client, steps):
     values = draw_arrays(9)
     client.pull(values)
     for step in steps:
-        client.push(draw_gradients(step), credit=Credit(0, step, 0))
+        client.push(draw_gradients(step), minibatch=MinibatchId(0, step, 0))
         client.pull(values)
     return values, client.pull_rows("embedding", np.arange(50))
 
@@ -49,7 +49,7 @@ def push_to_first_server(job, client):
     """Push a gradient that the second of two servers does not receive."""
     job.hosts[1].stop(0)
     with pytest.raises(ServiceError):
-        client.push(draw_gradients(0), credit=Credit(0, 0, 0))
+        client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0))
     job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
 
 
@@ -59,8 +59,8 @@ def start_job(job, master, folder):
     client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
     client.pull(draw_arrays(9))
     master.report_training_params(Message(FACTS))
-    recovery = ServerRecovery(client._group, folder, master)
-    recovery.step()
+    recovery = ServerRecovery(client._server_group, folder, master)
+    recovery.check_servers()
     assert master.ready
     return client, recovery
 
@@ -79,7 +79,7 @@ def uninterrupted(tmp_path_factory):
         client = connect(job)
         client.initialize(draw_arrays(0), OPTIMIZER)
         train(client, range(3))
-        assert client.save("at-3").to_list() == [Credit(0, step, 0) for step in range(3)]
+        assert client.save("at-3").to_list() == [MinibatchId(0, step, 0) for step in range(3)]
         return folder, train(client, range(3, 6))
 
 
@@ -93,11 +93,11 @@ def test_any_number_of_servers_resumes(uninterrupted, tmp_path, counts):
         with Servers(count, tmp_path) as job:
             client = connect(job)
             client.load("at-3" if i == 0 else f"stage-{i - 1}", OPTIMIZER)
-            assert client.credits().to_list() == [Credit(0, step, 0) for step in range(3)]
+            assert client.applied_minibatches().to_list() == [MinibatchId(0, step, 0) for step in range(3)]
             if i == len(counts) - 1:
-                assert client.push(draw_gradients(2), credit=Credit(0, 2, 0)).stale  # nothing has been pulled
+                assert client.push(draw_gradients(2), minibatch=MinibatchId(0, 2, 0)).stale  # nothing has been pulled
                 client.pull(draw_arrays(9))
-                assert client.push(draw_gradients(2), credit=Credit(0, 2, 0)).duplicate
+                assert client.push(draw_gradients(2), minibatch=MinibatchId(0, 2, 0)).duplicate
                 assert_equal(train(client, range(3, 6)), expected)
             else:
                 client.save(f"stage-{i}")
@@ -150,15 +150,15 @@ def test_models_load_exported_checkpoints(tmp_path):
         return model
 
     model, fresh = build_model(1), build_model(2)
-    shapes = {shard.full_name: shard.parameter.shape for shard, _ in model.kept_arrays()["model"]}
-    values = {shard.full_name: array for shard, array in model.kept_arrays()["model"]}
+    shapes = {shard.full_name: shard.parameter.shape for shard, _ in model.checkpoint_arrays()["model"]}
+    values = {shard.full_name: array for shard, array in model.checkpoint_arrays()["model"]}
     with Servers(2, tmp_path) as job:
         client = job.client(layouts=job.layouts(shapes=shapes, dtype="float32"))
         client.initialize(values, nd.SGD(0.1))
         client.save("first")
     export_checkpoint(tmp_path / "first", tmp_path / "checkpoint.h5")
     with open_checkpoint(tmp_path / "checkpoint.h5", SingleTransport()) as file:
-        load_weights(file, fresh.kept_arrays()["model"], strict=True)
+        load_weights(file, fresh.checkpoint_arrays()["model"], strict=True)
     for name, value in fresh.state().items():
         np.testing.assert_array_equal(value, values[name])
 
@@ -176,33 +176,33 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
         saved = []
         saving = threading.Thread(target=lambda: saved.append(other.save("complete")))
         saving.start()
-        while not job.servers[0]._held_until > time.monotonic():
+        while not job.servers[0]._hold_deadline > time.monotonic():
             time.sleep(0.001)
-        later = third.push_later(draw_gradients(1), credit=Credit(0, 1, 0))
-        assert not client.push(draw_gradients(0), credit=Credit(0, 0, 0)).duplicate
+        later = third.push_async(draw_gradients(1), minibatch=MinibatchId(0, 1, 0))
+        assert not client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0)).duplicate
         saving.join(20)
-        assert saved[0].to_list() == [Credit(0, 0, 0)]
+        assert saved[0].to_list() == [MinibatchId(0, 0, 0)]
         assert not later.result().duplicate
-        assert len(client.credits().to_list()) == 2
+        assert len(client.applied_minibatches().to_list()) == 2
 
 
 def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
     """Replace a master killed while one of two servers lacks a gradient, which prevents checkpoints."""
-    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    monkeypatch.setattr("neondist.services.recovery._HOLD_PATIENCE", 0.1)
     path = tmp_path / "tasks.sqlite"
     with Servers(2, tmp_path) as job:
         with closing(Master(path=path)) as first:
             client, _ = start_job(job, first, tmp_path)
         push_to_first_server(job, client)
         with closing(Master(path=path)) as second:
-            recovery = ServerRecovery(client._group, tmp_path, second)
+            recovery = ServerRecovery(client._server_group, tmp_path, second)
             with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
-                recovery.step()
+                recovery.check_servers()
             task = second.get_task(Message({"worker": "0"}))
             assert task.text("type") == "TRAINING"
-            assert not client.push(draw_gradients(0), credit=Credit(0, 0, 0)).duplicate
+            assert not client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0)).duplicate
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
-            recovery.step()
+            recovery.check_servers()
             assert second.finished
 
 
@@ -210,19 +210,19 @@ def test_final_status_is_written(tmp_path, monkeypatch):
     """Write it although the previous one is recent."""
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client, recovery = start_job(job, master, tmp_path)
-        recovery.step()
-        monkeypatch.setattr("neondist.services.recovery.REPORT", 3600.0)
+        recovery.check_servers()
+        monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 3600.0)
         assert not JobStatus.read(tmp_path).ended
         task = master.get_task(Message({"worker": "0"}))
-        client.push(draw_gradients(0), credit=Credit(0, 0, 0))
+        client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0))
         master.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
-        recovery.step()
+        recovery.check_servers()
         assert JobStatus.read(tmp_path).ended
 
 
 def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, monkeypatch):
     """Stop while no worker is left that could push the gradient to the other server."""
-    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    monkeypatch.setattr("neondist.services.recovery._HOLD_PATIENCE", 0.1)
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client, recovery = start_job(job, master, tmp_path)
         assert recovery.save(Message()).flag("saved")
@@ -233,14 +233,14 @@ def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, mo
 
 @pytest.mark.parametrize("obstacle", ["servers without a folder", "unwritable status"])
 def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys, obstacle):
-    monkeypatch.setattr("neondist.services.recovery.POLL", 0.001)
-    monkeypatch.setattr("neondist.services.recovery.REPORT", 0.0)
+    monkeypatch.setattr("neondist.services.recovery.POLL_INTERVAL", 0.001)
+    monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 0.0)
     steps, problem = threading.Semaphore(0), "has no checkpoint folder; start it with --checkpoint-dir"
 
     class CountingRecovery(ServerRecovery):
-        def step(self):
+        def check_servers(self):
             steps.release()
-            super().step()
+            super().check_servers()
 
     folder, servers_folder = tmp_path, []
     if obstacle == "unwritable status":
@@ -253,7 +253,7 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
         client = connect(job)
         client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
         master.report_training_params(Message(FACTS))
-        with CountingRecovery(client._group, folder, master):
+        with CountingRecovery(client._server_group, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
     assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1

@@ -8,7 +8,7 @@ from parameter_servers import Servers
 
 import neondist as nd
 from neondist.comm import ProcessGrid, loopback
-from neondist.services.training import WorkerPlace
+from neondist.services.training import WorkerAssignment
 
 SAMPLES, BATCH, EPOCHS = 24, 8, 2
 
@@ -46,16 +46,19 @@ def make_experiment(model, strategy=None, **fields):
 
 
 def gather_weights(experiment):
-    return {shard.full_name: shard.gather(array) for shard, array in experiment.model.kept_arrays()["model"]}
+    return {shard.full_name: shard.gather(array) for shard, array in experiment.model.checkpoint_arrays()["model"]}
 
 
 def place_worker(job, index=0):
-    return WorkerPlace(index, tuple(host.address for host in job.hosts), job.master_host.address, job.token)
+    return WorkerAssignment(index, tuple(host.address for host in job.hosts), job.master_host.address, job.token)
 
 
 def check_records(job):
     """Return the summary of the master for each server."""
-    return {job.master.check(server._state.samples, server._state.credits) for server in job.servers}
+    return {
+        job.master.verify_applied_gradients(server._state.samples, server._state.applied_minibatches)
+        for server in job.servers
+    }
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_workers_train_each_batch_once():
         final_values = {}
         for server in job.servers:
             dense = server._state.dense
-            for piece, (start, stop) in zip(dense.layout.pieces, dense.layout.spans("float64"), strict=True):
+            for piece, (start, stop) in zip(dense.layout.pieces, dense.layout.piece_ranges("float64"), strict=True):
                 final_values[piece.name] = dense.values["float64"][start:stop].reshape(piece.box.shape)
     assert sum(results[index][0].history[-1]["step"] for index in range(3)) == 5 * EPOCHS
     for name, value in final_values.items():

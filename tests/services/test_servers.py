@@ -16,7 +16,7 @@ import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.message import Message, MessageError
 from neondist.services.placement import TableSpec
-from neondist.services.progress import Credit
+from neondist.services.progress import MinibatchId
 from neondist.services.server import ParameterServer
 from neondist.services.state import PushedGradient, ServerState, UpdateRule
 from neondist.services.updates import describe_optimizer
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 def train_serially(optimizer, values, gradients):
     """Return the values after steps in one process."""
     flat = np.concatenate([values[name].reshape(-1) for name in SHAPES])
-    slots = optimizer.slots(flat)
+    slots = optimizer.create_slots(flat)
     ends = list(itertools.accumulate(values[name].size for name in SHAPES))
     decays = [values[name].ndim > 1 for name in SHAPES]
     layout = nd.FlatLayout(tuple(zip([0, *ends], ends)), tuple(decays), len(ends))  # noqa: B905
@@ -168,25 +168,25 @@ def test_minibatch_is_applied_once_by_each_server():
     with Servers(2) as job:
         layouts = job.layouts()
         first_worker, second_worker = job.client("0", layouts), job.client("1", layouts)
-        first, credit = draw_arrays(0), Credit(0, 4, 2)
+        first, minibatch = draw_arrays(0), MinibatchId(0, 4, 2)
         for client in (first_worker, second_worker):
             client.initialize(first, nd.SGD(1.0), UpdateRule(sync=False))
             client.pull(draw_arrays(9))
         job.hosts[1].stop(0)
         with pytest.raises(ServiceError):
-            first_worker.push(draw_arrays(1), credit=credit)
+            first_worker.push(draw_arrays(1), minibatch=minibatch)
         job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
-        assert credit not in second_worker.credits()
-        assert not second_worker.push(draw_arrays(2), credit=credit).duplicate
-        assert credit in second_worker.credits()
-        assert second_worker.push(draw_arrays(3), credit=credit).duplicate
+        assert minibatch not in second_worker.applied_minibatches()
+        assert not second_worker.push(draw_arrays(2), minibatch=minibatch).duplicate
+        assert minibatch in second_worker.applied_minibatches()
+        assert second_worker.push(draw_arrays(3), minibatch=minibatch).duplicate
         values = draw_arrays(9)
         second_worker.pull(values)
         for layout, gradient in zip(layouts, (draw_arrays(1), draw_arrays(2)), strict=True):
             for piece in layout.pieces:
                 np.testing.assert_allclose(values[piece.name], first[piece.name] - gradient[piece.name], atol=1e-15)
         second_worker.finish_epoch(0)
-        assert second_worker.push(draw_arrays(3), credit=Credit(0, 7, 0)).duplicate
+        assert second_worker.push(draw_arrays(3), minibatch=MinibatchId(0, 7, 0)).duplicate
 
 
 def test_values_are_pulled_only_if_newer():
@@ -210,8 +210,8 @@ def test_rounds_end_without_lost_workers():
             client.pull(draw_arrays(9))
         for i in (1, 0):
             clients[i].push(draw_arrays(1 + i))
-        waiting = clients[0].pull_later()
-        clients[1].lose("2")
+        waiting = clients[0].pull_async()
+        clients[1].remove_lost_worker("2")
         waiting.result().copy_to(values)
         expected = flatten(draw_arrays(0)) - 0.25 * (flatten(draw_arrays(1)) + flatten(draw_arrays(2)))
         np.testing.assert_allclose(flatten(values), expected, atol=1e-14)
@@ -321,7 +321,7 @@ def test_order_of_arrival_changes_no_bit():
             layout = job.layouts("PS", {"w": (50,)})[0]
         state = ServerState(layout.to_json(), describe_optimizer(nd.SGD(0.1)))
         pushed = [gradients[i] for i in order]
-        state.apply(
+        state.apply_gradients(
             [PushedGradient(name, name, 0, 0, n, 1.0, None, {"float64": g.copy()}, {}) for name, g, n in pushed]
         )
         results.append(state.dense.values["float64"])

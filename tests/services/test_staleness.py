@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neondist.services.message import MessageError
-from neondist.services.progress import Credit, Credits, StalenessBound, rate_factor
+from neondist.services.progress import AppliedMinibatches, MinibatchId, StalenessBound, learning_rate_factor
 
 
 def simulate(bound, durations, steps):
@@ -24,7 +24,7 @@ def simulate(bound, durations, steps):
         bound.join(worker)
     while arrivals:
         now, index, worker = heapq.heappop(arrivals)
-        bound.arrive(worker)
+        bound.finish_step(worker)
         blocked.add((index, worker))
         for arrival in sorted(blocked):
             if bound.may_continue(arrival[1]):
@@ -61,7 +61,7 @@ def test_bound_is_never_exceeded(staleness, events):
     for kind, worker in events:
         name = str(worker)
         if kind == "arrive" and name not in waiting:
-            bound.arrive(name)
+            bound.finish_step(name)
             waiting.add(name)
         elif kind == "join":
             bound.join(name)
@@ -78,41 +78,41 @@ def test_bound_is_never_exceeded(staleness, events):
 def test_workers_continue_without_a_bound():
     bound = StalenessBound(None)
     for _ in range(100):
-        bound.arrive("fast")
+        bound.finish_step("fast")
     bound.join("slow")
     assert bound.may_continue("fast")
 
 
 def test_rates_by_staleness():
-    assert [0.1 * rate_factor(staleness, True) for staleness in (0, 1, 4)] == [0.1, 0.1, 0.025]
-    assert rate_factor(4, False) == 1
+    assert [0.1 * learning_rate_factor(staleness, True) for staleness in (0, 1, 4)] == [0.1, 0.1, 0.025]
+    assert learning_rate_factor(4, False) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 70)), max_size=30), st.integers(-1, 3))
 def test_credits_are_a_set(given_credits, finished):
-    credits, expected = Credits(), set(given_credits)
+    credits, expected = AppliedMinibatches(), set(given_credits)
     for credit in given_credits:
-        credits.add(Credit(*credit))
+        credits.add(MinibatchId(*credit))
     assert set(credits.to_list()) == expected
     if finished >= 0:
-        credits.finish(finished)
-    parsed = Credits.parse(credits.to_json())
+        credits.complete_through(finished)
+    parsed = AppliedMinibatches.parse(credits.to_json())
     for epoch in range(4):
         for task in range(6):
             for minibatch in (0, 1, 64, 70):
-                credit = Credit(epoch, task, minibatch)
+                credit = MinibatchId(epoch, task, minibatch)
                 assert (credit in parsed) == (credit in expected or epoch <= finished)
-    union = parsed.union(Credits())
+    union = parsed.union(AppliedMinibatches())
     assert union.to_json() == credits.to_json()
 
 
 @pytest.mark.parametrize("value", [None, [1, 2], [1, 2, -3], [1, 2, True], [0, 0, 1 << 40], "123"])
 def test_invalid_credits_are_rejected(value):
     with pytest.raises(MessageError):
-        Credit.parse(value)
+        MinibatchId.parse(value)
 
 
 @pytest.mark.parametrize("value", [{}, {"first_epoch": 0, "applied": [[1, 2]]}, {"first_epoch": "x", "applied": []}])
 def test_invalid_descriptions_are_rejected(value):
     with pytest.raises(MessageError):
-        Credits.parse(value)
+        AppliedMinibatches.parse(value)

@@ -12,7 +12,7 @@ from neondist.errors import ServiceError
 from neondist.services.message import Message, encode
 from neondist.services.placement import TableSpec
 from neondist.services.state import UpdateRule
-from neondist.services.table import RowTable, combine, first_rows
+from neondist.services.table import RowTable, initial_rows, sum_duplicates
 from neondist.services.updates import describe_optimizer, make_updater
 
 ROWS, DIM = 40, 3
@@ -47,7 +47,7 @@ def update_densely(optimizer, table, steps):
 )
 @pytest.mark.long
 def test_sparse_updates_equal_dense_ones(servers, optimizer):
-    initial = first_rows(TABLE, np.arange(ROWS))
+    initial = initial_rows(TABLE, np.arange(ROWS))
     with Servers(servers) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
         client.initialize({}, optimizer)
@@ -83,7 +83,7 @@ def test_initial_rows_match_the_layer():
     layers = [nd.EmbeddingLayer(ROWS, DIM, name="embedding")]
     model = nd.Convnet(layers, cost=nd.MSE(), optimizer=nd.SGD(), seed=5, dtype="float64")
     model.build((2, 1, 1), 1)
-    np.testing.assert_array_equal(first_rows(TABLE, np.arange(ROWS)), model.layers[0].params["weights"])
+    np.testing.assert_array_equal(initial_rows(TABLE, np.arange(ROWS)), model.layers[0].params["weights"])
 
 
 def test_initial_rows_can_be_set():
@@ -106,7 +106,7 @@ def test_lazy_updates_change_rows_with_gradients_alone():
 
 
 def test_gradients_of_repeated_ids_are_summed():
-    ids, rows = combine(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]))
+    ids, rows = sum_duplicates(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]))
     assert (ids.tolist(), rows.tolist()) == ([1, 3], [[2.0], [5.0]])
 
 
@@ -134,7 +134,7 @@ def test_memory_grows_with_the_rows_in_use():
 def test_messages_grow_with_the_rows_alone():
     def count_bytes(rows, count):
         ids = np.arange(count)
-        values = first_rows(TableSpec("t", rows, 16), ids)
+        values = initial_rows(TableSpec("t", rows, 16), ids)
         return len(b"".join(encode(Message({}, {"ids/t": ids, "rows/t": values}))))
 
     small, large = count_bytes(1000, 100), count_bytes(20_000_000, 100)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import neondist as nd
-from neondist.data.records import BadRecord
+from neondist.data.records.base import BadRecord
 from neondist.services.loader import TaskDataset
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from neondist import ConfigError
 from neondist.errors import ServiceError, ServiceUnavailableError
-from neondist.services.message import CHUNK, HEADER, MAGIC, PROTOCOL, Message, encode
+from neondist.services.message import CHUNK_BYTES, HEADER, MAGIC, PROTOCOL_VERSION, Message, encode
 from neondist.services.wire import Service, ServiceClient, ServiceHost, create_token, read_token, split_address
 
 TOKEN = create_token()
@@ -52,7 +52,7 @@ def echo():
 
 @pytest.fixture
 def host(echo):
-    with ServiceHost([echo], "127.0.0.1:0", TOKEN, limit=8 * CHUNK) as host:
+    with ServiceHost([echo], "127.0.0.1:0", TOKEN, limit=8 * CHUNK_BYTES) as host:
         yield host
 
 
@@ -63,7 +63,7 @@ def client(host):
 
 
 def test_arrays_of_several_chunks(client):
-    client.hello()
+    client.check_version()
     array = np.random.default_rng(0).normal(size=(400, 700))
     futures = [client.submit("echo", {"n": n}, {"x": array + n}) for n in range(3)]
     for n, future in enumerate(futures):
@@ -90,7 +90,7 @@ def test_calls_without_the_token_are_rejected(host, echo, token):
     with ServiceClient(host.address, "Echo", token, patience=0) as client:
         for method in ("echo", "hello", "other"):
             with pytest.raises(ServiceError, match="the token was rejected"):
-                client.call(method, {}, {"x": np.zeros(2 * CHUNK)})
+                client.call(method, {}, {"x": np.zeros(2 * CHUNK_BYTES)})
     assert echo.calls == 0
 
 
@@ -105,14 +105,14 @@ def call_raw(channel, path, chunks, token=TOKEN, timeout=10.0):
 
 def test_oversized_and_truncated_requests_are_rejected(host, echo, client):
     encoded = b"".join(encode(Message({}, {"x": np.zeros(100)})))
-    huge = HEADER.pack(MAGIC, PROTOCOL, 0, 2, 8 * CHUNK + 1) + b"{}"
-    other_version = HEADER.pack(MAGIC, PROTOCOL + 1, 0, 2, 0) + b"{}"
+    huge = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, 2, 8 * CHUNK_BYTES + 1) + b"{}"
+    other_version = HEADER.pack(MAGIC, PROTOCOL_VERSION + 1, 0, 2, 0) + b"{}"
     with grpc.insecure_channel(host.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         path = "/neondist.Echo/echo"
         assert call_raw(channel, path, [huge])[0] == "INVALID_ARGUMENT"
         assert call_raw(channel, path, [encoded[:-1]]) == ("INVALID_ARGUMENT", "invalid request: truncated")
         assert call_raw(channel, path, []) == ("INVALID_ARGUMENT", "invalid request: truncated header")
-        assert call_raw(channel, path, [bytes(2 * CHUNK)])[0] == "RESOURCE_EXHAUSTED"
+        assert call_raw(channel, path, [bytes(2 * CHUNK_BYTES)])[0] == "RESOURCE_EXHAUSTED"
         code, details = call_raw(channel, path, [other_version])
         assert (code, "install the same version of neondist" in details) == ("FAILED_PRECONDITION", True)
         assert call_raw(channel, path, [encoded], timeout=None)[0] == "INVALID_ARGUMENT"
@@ -209,4 +209,4 @@ def test_other_versions_are_reported():
         ServiceClient(host.address, "Echo", TOKEN) as client,
         pytest.raises(ServiceError, match=r"has neondist 0\.0\.1, this process .*; install one version"),
     ):
-        client.hello()
+        client.check_version()

@@ -73,7 +73,7 @@ MISTAKES = {
     ),
     "operator": (lambda d: train_one_step(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
     "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
-    "generator": (decorate_a_generator, HERE + "steps: expected a function that returns"),
+    "generator": (decorate_a_generator, HERE + "steps: expected a function, not a generator"),
     "closure": (
         train_with_optimizer(torch.optim.LBFGS),
         "strategy: PS partitions the update, but LBFGS.step got a closure",

@@ -10,7 +10,7 @@ from training_records import read_metrics
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import SingleTransport, loopback
-from neondist.session.follow import Follower
+from neondist.session.checkpoint_follower import CheckpointFollower
 from neondist.train import evaluate_checkpoint
 
 
@@ -57,10 +57,10 @@ def test_checkpoints_are_visited_once_in_order(tmp_path_factory, events, every):
 
     def poll():
         existing.update(int(path.stem[11:]) for path in folder.glob("checkpoint-*.h5"))
-        while (pending := follower.next()) is not None:
-            follower.visit(pending, lambda file, progress: steps.append(progress.step))
+        while (pending := follower.wait_for_next()) is not None:
+            follower.process(pending, lambda file, progress: steps.append(progress.step))
 
-    follower = Follower(folder, SingleTransport(), every=1.0, max_time=0.0)  # never waits
+    follower = CheckpointFollower(folder, SingleTransport(), interval=1.0, max_time=0.0)  # never waits
     poll()
     with job:
         batches = job.batches(dataset, 4)
@@ -89,24 +89,24 @@ def test_running_job_is_followed(tmp_path):
             else:
                 job.__exit__(None, None, None)
 
-        follower, steps = Follower(tmp_path, SingleTransport(), every=5.0, sleep=continue_job), []
-        while (pending := follower.next()) is not None:
-            assert follower.visit(pending, lambda file, progress: steps.append(progress.step))
+        follower, steps = CheckpointFollower(tmp_path, SingleTransport(), interval=5.0, sleep=continue_job), []
+        while (pending := follower.wait_for_next()) is not None:
+            assert follower.process(pending, lambda file, progress: steps.append(progress.step))
         assert steps == [0, 2, 4, 6]
         batches.close()
 
 
 def test_removed_checkpoint_is_skipped(tmp_path, capsys):
     train(tmp_path)
-    follower, visited = Follower(tmp_path, SingleTransport()), []
-    first = follower.next()
+    follower, visited = CheckpointFollower(tmp_path, SingleTransport()), []
+    first = follower.wait_for_next()
     first.path.unlink()
-    assert not follower.visit(first, lambda file, progress: None)
+    assert not follower.process(first, lambda file, progress: None)
     assert "checkpoint-00000000.h5 was removed before evaluation" in capsys.readouterr().out
-    damaged = follower.next()
+    damaged = follower.wait_for_next()
     damaged.path.write_bytes(damaged.path.read_bytes()[:-1])
     with pytest.raises(nd.DataError, match="damaged"):
-        follower.visit(damaged, lambda file, progress: visited.append(progress))
+        follower.process(damaged, lambda file, progress: visited.append(progress))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

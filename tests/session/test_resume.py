@@ -47,7 +47,11 @@ def train(world, folder, last, shape, **fields):
 
 def train_and_collect(world, folder, last, shape, **fields):
     losses, model = train(world, folder, last, shape, **fields)
-    return losses, model.state(), {shard.full_name: array.copy() for shard, array in model.kept_arrays()["optimizer"]}
+    return (
+        losses,
+        model.state(),
+        {shard.full_name: array.copy() for shard, array in model.checkpoint_arrays()["optimizer"]},
+    )
 
 
 SHAPES = {1: {}, 2: {"rows": 2}, "replicas": {"replicas": 2}}

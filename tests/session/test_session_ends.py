@@ -22,7 +22,7 @@ class StepRecorder(Hook):
     def after_step(self, run):
         self.steps.append(run.step)
         if run.step == self.stop_at:
-            run.stop = nd.train.Stop("this rank alone", code=0)
+            run.stop = nd.train.Stop("this rank alone", exit_code=0)
 
     def after_run(self, run):
         self.ends.append("after_run")
@@ -201,7 +201,7 @@ def test_session_hooks_stop_experiments(tmp_path):
     def body(world):
         experiment = nd.FitExperiment(dataset, nd.MLPDist([nd.FCLayerDist(4)]), batch_size=2, epochs=2)
         result = experiment.run(nd.ProcessGrid(world), tmp_path / "run", overwrite=True, hooks=[hooks.pop()(world)])
-        return experiment.model.step, result.stop.code
+        return experiment.model.step, result.stop.exit_code
 
     hooks = [lambda world: nd.StopAtStepHook(5)] * 2
     assert loopback.run(2, body) == [(5, 0)] * 2

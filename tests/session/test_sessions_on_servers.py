@@ -14,7 +14,7 @@ from processes import communicate
 import neondist as nd
 from neondist.comm import ProcessGrid
 from neondist.errors import LaunchError
-from neondist.services.job import FIRST_WAIT, LEASE, JobService
+from neondist.services.job import FIRST_WORKER_WAIT, LEASE, JobService
 from neondist.services.message import Message
 from neondist.services.server import ParameterServer
 from neondist.services.wire import TOKEN, ServiceHost, create_token
@@ -32,11 +32,11 @@ def build_model():
 
 
 def copy_weights(model):
-    return {shard.full_name: np.array(shard.gather(array)) for shard, array in model.kept_arrays()["model"]}
+    return {shard.full_name: np.array(shard.gather(array)) for shard, array in model.checkpoint_arrays()["model"]}
 
 
 def set_weights(model, values):
-    for shard, array in model.kept_arrays()["model"]:
+    for shard, array in model.checkpoint_arrays()["model"]:
         array[...] = values[shard.full_name].reshape(array.shape)
 
 
@@ -71,7 +71,7 @@ def test_alternating_workers(servers, tmp_path):
     hooks = [[nd.StopAtStepHook(2 * STEPS)] for _ in range(2)]
     with create_session(task_of("master"), models[0], tmp_path, hooks[0], save_checkpoint_steps=3) as first:
         with create_session(task_of("worker"), models[1], tmp_path, hooks[1]) as second:
-            assert (first.global_step, second.global_step, second.state.notes) == (0, 0, [])
+            assert (first.global_step, second.global_step, second.state.start_messages) == (0, 0, [])
             for step in range(STEPS):
                 for worker, session in enumerate((first, second)):
                     assert not session.should_stop()
@@ -87,12 +87,12 @@ def test_alternating_workers(servers, tmp_path):
                     for name, value in copy_weights(models[worker]).items():
                         np.testing.assert_allclose(value, server_weights[name], rtol=0, atol=1e-12, err_msg=name)
             assert second.should_stop()
-            assert not any(job.is_over() for job in jobs)
+            assert not any(job.check_over() for job in jobs)
         assert not first.should_stop()  # one update behind
         first.request_stop()
         first.run(models[0].train_batch, IMAGES[0, 0], LABELS[0, 0])
-    assert all(job.is_over() for job in jobs)
-    assert models[0].remote is None
+    assert all(job.check_over() for job in jobs)
+    assert models[0].remote_update is None
     saved_steps = sorted(int(re.findall(r"\d+", path.stem)[0]) for path in tmp_path.glob("checkpoint-*.h5"))
     assert saved_steps == [0, 3, 7, 9]  # the master's updates were the odd ones, and the last
     final_weights = copy_weights(models[0])
@@ -100,7 +100,7 @@ def test_alternating_workers(servers, tmp_path):
     for task in (task_of("master"), nd.TaskSpecDef()):  # on new servers, and without servers
         resumed = build_model()
         with create_session(task, resumed, tmp_path, stop_grace_period_secs=0) as first:
-            assert (first.global_step, resumed.uncounted) == (2 * STEPS + 1, 2 * STEPS + 1)
+            assert (first.global_step, resumed.uncounted_steps) == (2 * STEPS + 1, 2 * STEPS + 1)
             for name, value in copy_weights(resumed).items():
                 np.testing.assert_array_equal(value, final_weights[name])
 
@@ -134,7 +134,7 @@ def test_invalid_sessions(servers, monkeypatch):
     with pytest.raises(nd.ConfigError, match="model: expected a model of layers"):
         create_session(task_of("worker"), None, None)
     synchronous_model = build_model()
-    synchronous_model.execute(strategy="ShardedOptimizer")
+    synchronous_model.configure_execution(strategy="ShardedOptimizer")
     with pytest.raises(nd.ConfigError, match="model: its strategy is for synchronous ranks"):
         create_session(task_of("worker"), synchronous_model, None)
     monkeypatch.delenv(TOKEN)
@@ -146,25 +146,25 @@ def test_server_ends_with_its_workers():
     now, lost = [0.0], []
     job = JobService(lost.append, lambda: now[0])
     first, second = (Message({"worker": name}) for name in ("0", "1"))
-    now[0] = FIRST_WAIT
-    assert not job.is_over()
+    now[0] = FIRST_WORKER_WAIT
+    assert not job.check_over()
     now[0] += 1
     with pytest.raises(LaunchError, match="no worker has connected within 3600 s"):
-        job.is_over()
-    assert not job.alive(first).flag("stopping")
+        job.check_over()
+    assert not job.record_heartbeat(first).flag("stopping")
     now[0] += LEASE
-    job.stop(Message())
-    assert job.alive(second).flag("stopping")
-    assert (job.is_over(), lost) == (False, [])
+    job.request_stop(Message())
+    assert job.record_heartbeat(second).flag("stopping")
+    assert (job.check_over(), lost) == (False, [])
     now[0] += 1
-    assert (job.is_over(), lost) == (False, ["0"])
+    assert (job.check_over(), lost) == (False, ["0"])
     now[0] += LEASE
     with pytest.raises(LaunchError, match="no message from any worker for 120 s"):
-        job.is_over()
+        job.check_over()
     assert lost == ["0", "1"]
-    assert job.begin(Message({"first_step": 7})).fields == job.begin(Message({"first_step": 9})).fields
-    job.end(Message())
-    assert job.is_over()
+    assert job.start_workers(Message({"first_step": 7})).fields == job.start_workers(Message({"first_step": 9})).fields
+    job.end_job(Message())
+    assert job.check_over()
 
 
 def test_signal_ends_a_server():

@@ -10,8 +10,8 @@ import neondist as nd
 from neondist.cli import main
 from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
-from neondist.strategies.auto import SLOTS, candidates, sync_costs
-from neondist.system.machine import Link, Machine, write
+from neondist.strategies.auto import DEFAULT_SLOTS, candidate_builders, sync_costs
+from neondist.system.machine import Link, Machine, write_machine
 
 SHAPE, BATCH = (21, 18, 2), 4
 SLOW = Machine(2, Link(1e-5, 1e8), Link(1e-3, 1e7), speed=1e9)
@@ -37,8 +37,8 @@ def make_network():
 
 def list_choices(ranks, machine=SLOW):
     model = make_network()
-    plans = [model.plan(SHAPE, grid, BATCH) for grid in search.grids(ranks, {}, BATCH, SHAPE[:-1])]
-    return search.choices(plans, candidates(), machine)
+    plans = [model.plan(SHAPE, grid, BATCH) for grid in search.candidate_grids(ranks, {}, BATCH, SHAPE[:-1])]
+    return search.rank_choices(plans, candidate_builders(), machine)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
@@ -46,12 +46,12 @@ def test_choice_is_the_fastest(ranks):
     choices = list_choices(ranks)
     grids = {(r, p, q) for r in range(1, BATCH + 1) for p in range(1, 7) for q in range(1, 7) if r * p * q == ranks}
     assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in choices} == grids
-    assert len(choices) == len(grids) * len(candidates())
-    choice, runner_up, excluded = search.best(choices, None)
+    assert len(choices) == len(grids) * len(candidate_builders())
+    choice, runner_up, excluded = search.choose_fastest(choices, None)
     assert choice.total == min(candidate.total for candidate in choices) <= runner_up.total
     assert not excluded
-    assert [search.named(candidate) for candidate in choices] == [
-        search.named(candidate) for candidate in list_choices(ranks)
+    assert [search.choice_label(candidate) for candidate in choices] == [
+        search.choice_label(candidate) for candidate in list_choices(ranks)
     ]
     ties = [candidate for candidate in choices if candidate.total == choice.total]
     assert choice.strategy.builder == min(candidate.strategy.builder for candidate in ties)
@@ -59,35 +59,39 @@ def test_choice_is_the_fastest(ranks):
 
 def test_choice_fits_in_memory():
     choices = list_choices(4)
-    needs = sorted({search.held(candidate) for candidate in choices})
+    needs = sorted({search.needed_bytes(candidate) for candidate in choices})
     assert len(needs) > 2
     for limit in needs:
-        choice, _, excluded = search.best(choices, limit)
+        choice, _, excluded = search.choose_fastest(choices, limit)
         faster = [candidate for candidate in choices if candidate.order < choice.order]
-        assert search.held(choice) <= limit < min([search.held(candidate) for candidate in faster], default=limit + 1)
+        assert (
+            search.needed_bytes(choice)
+            <= limit
+            < min([search.needed_bytes(candidate) for candidate in faster], default=limit + 1)
+        )
         assert len(excluded) == len(faster)
     with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
-        search.best(choices, needs[0] - 1)
+        search.choose_fastest(choices, needs[0] - 1)
 
 
 def test_choice_memory_matches_its_plan():
     for choice in list_choices(4):
         if choice.plan.grid.replicas == 1:
             model = make_network()
-            model.execute(strategy=replace(choice.strategy, grid=None))
-            needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed, search.held(choice)
+            model.configure_execution(strategy=replace(choice.strategy, grid=None))
+            needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed_bytes, search.needed_bytes(choice)
             if choice.strategy.builder in ("AllReduce", "ShardedOptimizer", "PS"):
                 assert bound == needed
-            assert needed <= bound <= needed + choice.sync.held
+            assert needed <= bound <= needed + choice.sync.held_bytes
 
 
 def test_builder_chooses_the_fastest_in_memory():
     machine = Machine.default()
     costs = {}
-    for builder in candidates():
-        costs[str(type(builder).__name__)] = sync_costs(builder.assign(SPECS, 4, 4), SPECS, 4, SLOTS, machine)
-    for limit in sorted({cost.held for cost in costs.values()}):
-        fitting = {name: cost.seconds for name, cost in costs.items() if cost.held <= limit}
+    for builder in candidate_builders():
+        costs[str(type(builder).__name__)] = sync_costs(builder.assign(SPECS, 4, 4), SPECS, 4, DEFAULT_SLOTS, machine)
+    for limit in sorted({cost.held_bytes for cost in costs.values()}):
+        fitting = {name: cost.seconds for name, cost in costs.items() if cost.held_bytes <= limit}
         best = min(fitting, key=lambda name: (fitting[name], name))
         assert nd.strategies.Auto(limit).build(SPECS, 4).parameters == as_builder(best).build(SPECS, 4).parameters
     with pytest.raises(nd.ConfigError, match="no strategy takes less than"):
@@ -97,9 +101,12 @@ def test_builder_chooses_the_fastest_in_memory():
 def test_builder_uses_a_measured_machine(tmp_path):
     file = tmp_path / "machine.yaml"
     machine = Machine(1, Link(1.0, 1e12), Link(1.0, 1e12), memory_bandwidth=1e15)
-    write(file, machine, "a second for each message")
-    assignments = {type(builder).__name__: builder.assign(SPECS, 4, 4) for builder in candidates()}
-    costs = {name: sync_costs(assignment, SPECS, 4, SLOTS, machine).seconds for name, assignment in assignments.items()}
+    write_machine(file, machine, "a second for each message")
+    assignments = {type(builder).__name__: builder.assign(SPECS, 4, 4) for builder in candidate_builders()}
+    costs = {
+        name: sync_costs(assignment, SPECS, 4, DEFAULT_SLOTS, machine).seconds
+        for name, assignment in assignments.items()
+    }
     best = assignments[min(costs, key=lambda name: (costs[name], name))]
     assert nd.strategies.Auto(machine=str(file)).build(SPECS, 4).parameters == best
     assert nd.strategies.Auto().build(SPECS, 4).parameters != best

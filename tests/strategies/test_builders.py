@@ -13,7 +13,7 @@ import neondist as nd
 import yaml
 from neondist import strategies
 from neondist.config import load_experiment
-from neondist.registry import registered
+from neondist.registry import registered_classes
 from neondist.strategies import ParameterSpec, Strategy
 from neondist.strategies.partition import part_bytes, smallest_divisor, smallest_non_divisor
 
@@ -32,7 +32,7 @@ specs = st.lists(
 
 
 def test_all_builders_are_covered():
-    assert {text.partition("(")[0] for text in BUILDERS} == set(registered(strategies.StrategyBuilder)) - {
+    assert {text.partition("(")[0] for text in BUILDERS} == set(registered_classes(strategies.StrategyBuilder)) - {
         "AutoStrategy"
     }
 
@@ -136,7 +136,7 @@ def list_vgg_16_shapes():
 ])  # fmt: skip
 def test_owners_are_balanced(shapes, builder, ranks):
     parameters = [ParameterSpec(f"p{index}", shape) for index, shape in enumerate(shapes)]
-    loads = builder.build(parameters, ranks).loads
+    loads = builder.build(parameters, ranks).bytes_per_owner
     assert max(loads) <= 1.2 * sum(loads) / ranks
 
 
@@ -144,7 +144,7 @@ def test_greedy_balance_bound():
     """Bound of the greedy rule if one parameter outweighs all others."""
     parameters = [ParameterSpec(f"p{index}", shape) for index, shape in enumerate(list_vgg_16_shapes())]
     for ranks in (2, 4, 8):
-        loads = strategies.PSLoadBalancing().build(parameters, ranks).loads
+        loads = strategies.PSLoadBalancing().build(parameters, ranks).bytes_per_owner
         assert max(loads) == max(spec.nbytes for spec in parameters)  # alone on its owner
 
 

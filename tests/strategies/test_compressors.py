@@ -12,7 +12,7 @@ import neondist as nd
 from neondist.comm import Reductions
 from neondist.parallel import compressors
 from neondist.parallel.compressed import CompressedGradients
-from neondist.parallel.compressors import compressed_bytes, compressor_of
+from neondist.parallel.compressors import compressed_bytes, create_compressor
 from neondist.train import TrainState
 from neondist.train.callbacks.checkpoint import Checkpoint, restore
 
@@ -32,7 +32,7 @@ def test_sums_and_residuals_equal_the_exact_sum(shapes, text, ranks, dtype, expo
         compressed = CompressedGradients(reductions, flat, parameters)
         for step in gradients:
             flat[...] = step[world.rank]
-            compressed.sum()
+            compressed.sum_over_ranks()
             residuals = [compressor.residual for _, compressor in compressed.compressors]
             outputs.append((flat.copy(), np.concatenate(residuals)))
         return outputs, reductions.bytes_reduced
@@ -56,13 +56,13 @@ def test_sums_and_residuals_equal_the_exact_sum(shapes, text, ranks, dtype, expo
 
 def _count_bytes(text, shape, itemsize):
     name, _, argument = text.rstrip(")").partition("(")
-    return compressors.KINDS[name].nbytes(shape, float(argument or 0), itemsize)
+    return compressors.COMPRESSORS_BY_NAME[name].nbytes(shape, float(argument or 0), itemsize)
 
 
 def test_half_precision_rounds_to_nearest():
     numbers = np.random.default_rng(1).uniform(1, 2, 4000).astype("f4") * np.logspace(-4, 4, 4000, dtype="f4")
     for text, bits in (("fp16", 11), ("bf16", 8)):
-        compressor = compressor_of(text, {"p": numbers.shape}, np.dtype("f4"))
+        compressor = create_compressor(text, {"p": numbers.shape}, np.dtype("f4"))
         assert (np.abs(compressor.decode(compressor.encode(numbers)) / numbers - 1) <= 2.0**-bits).all()
         assert np.isfinite(compressor.decode(compressor.encode(np.array([1e30, -3.4e38], "f4")))).all()
 
@@ -70,7 +70,9 @@ def test_half_precision_rounds_to_nearest():
 def train(kind, compressor, grid, steps=5, dtype="float64", **options):
     model, shape = make_model(kind, True), KINDS[kind][0]
     model.dtype = np.dtype(dtype)
-    model.execute(strategy=None if compressor is None else f"AllReduce(compressor='{compressor}')", **options)
+    model.configure_execution(
+        strategy=None if compressor is None else f"AllReduce(compressor='{compressor}')", **options
+    )
     model.build(shape, 7, grid)
     rng, losses = np.random.default_rng(4), []
     for _ in range(steps):
@@ -92,7 +94,12 @@ def test_bytes_match_the_plan(compressor, shape, sync):
     def body(world):
         grid = nd.ProcessGrid(world, replicas=shape[0], rows=shape[1], cols=shape[2])
         model, losses = train("everything", compressor, grid, sync=sync)
-        return losses, count_gradient_bytes(model), 5 * model.compiled.reduced(grid.rank)["gradients"], model.state()
+        return (
+            losses,
+            count_gradient_bytes(model),
+            5 * model.compiled.reduction_bytes(grid.rank)["gradients"],
+            model.state(),
+        )
 
     results = nd.loopback.run(prod(shape), body)
     exact = nd.loopback.run(1, lambda world: train("everything", None, nd.ProcessGrid(world)))[0][1]
@@ -118,13 +125,13 @@ def test_half_precision_halves_the_bytes():
 def test_bprop_is_exact_and_keeps_the_error_feedback():
     def body(world, compressor):
         model, _ = train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), steps=1)
-        before = [state.array.copy() for state in model.parameters.compressed.state()]
+        before = [state.array.copy() for state in model.parameters.compressed.sync_states()]
         model.load_state({name: np.ones_like(array) for name, array in model.state().items()})
         x = np.random.default_rng(1).normal(size=(7, *KINDS["perceptron"][0]))
         y = model.gather(model.fprop(model.scatter(x), training=False))
         model.fprop(model.scatter(x))
         model.bprop(model.scatter_output(np.random.default_rng(2).normal(size=y.shape)))
-        after = [state.array for state in model.parameters.compressed.state()]
+        after = [state.array for state in model.parameters.compressed.sync_states()]
         assert all(map(np.array_equal, before, after))
         return model.gradients()
 
@@ -139,16 +146,16 @@ def test_skipped_steps_keep_the_error_feedback(compressor):
     def body(world):
         model, _ = train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), steps=2)
         model.nonfinite = "skip"
-        before = [state.array.copy() for state in model.parameters.compressed.state()]
+        before = [state.array.copy() for state in model.parameters.compressed.sync_states()]
         x = np.ones((7, *KINDS["perceptron"][0]))
         x[5] = np.inf  # on the second replica alone
         assert np.isnan(model.train_batch(model.scatter(x), np.zeros(7, int)))
-        after = [state.array for state in model.parameters.compressed.state()]
+        after = [state.array for state in model.parameters.compressed.sync_states()]
         assert any(array.any() for array in before)
         assert all(map(np.array_equal, before, after))
         parameters = model.parameters  # finite gradients, but another value of one rank is not finite
-        parameters.begin_gradients()
-        parameters.sync.note(world.rank != 1)
+        parameters.reset_gradients()
+        parameters.sync.record_finiteness(world.rank != 1)
         parameters.grads[...] = 1.0
         parameters.sum_gradients(for_update=True)
         assert all(map(np.array_equal, before, after))
@@ -176,7 +183,7 @@ def train_steps(run, numbers):
 
 def collect_feedback(run):
     """Return the error feedback summed over ranks, and the replicated state, by name."""
-    states = run.model.parameters.compressed.state()
+    states = run.model.parameters.compressed.sync_states()
     sums = {state.name: sum(run.grid.world.allgather(state.array)) for state in states if not state.replicated}
     return sums, {state.name: state.array.copy() for state in states if state.replicated}
 
@@ -196,7 +203,7 @@ def test_resumed_run_is_identical(tmp_path, compressor):
     def resume(world):
         run = start_run(nd.ProcessGrid(world, replicas=world.size), strategy)
         restore(tmp_path / "c.h5", run)
-        return run.notes, collect_feedback(run), train_steps(run, (3, 4)), run.model.state()
+        return run.start_messages, collect_feedback(run), train_steps(run, (3, 4)), run.model.state()
 
     for ranks in (3, 1, 2, 5):
         for notes, (sums, replicated), resumed_losses, actual in nd.loopback.run(ranks, resume):
@@ -223,7 +230,7 @@ def test_checkpoints_resume_with_other_compressors(tmp_path):
         def body(world):
             run = start_run(nd.ProcessGrid(world, replicas=2), strategy)
             restore(tmp_path / "c.h5", run)
-            return run.notes, collect_feedback(run)[0]
+            return run.start_messages, collect_feedback(run)[0]
 
         return nd.loopback.run(2, body)[0]
 

@@ -26,7 +26,7 @@ def train(kind, optimizer, grid=None, strategy=None):
     """Train five steps, the last with fewer samples; return the model and global arrays."""
     model, shape = make_model(kind, grid is not None), KINDS[kind][0]
     model.optimizer = OPTIMIZERS[optimizer][0]()
-    model.execute(strategy=strategy)
+    model.configure_execution(strategy=strategy)
     model.build(shape, 7, grid)
     rng = np.random.default_rng(4)
     losses = []
@@ -53,7 +53,9 @@ def test_results_match_one_process(kind, optimizer, strategy, shape):
         plan, sent = model.compiled, 0
         for account, count in model.ledger().items():
             sent += account.nbytes * count * (account.layer == "gradients")
-        planned = plan.reduced(grid.rank).get("gradients", 0) + plan.redistributed(grid.rank).get("gradients", 0)
+        planned = plan.reduction_bytes(grid.rank).get("gradients", 0) + plan.redistribution_bytes(grid.rank).get(
+            "gradients", 0
+        )
         return actual, sent, 5 * planned
 
     expected, tolerance = train_serial(kind, optimizer), OPTIMIZERS[optimizer][1]
@@ -89,7 +91,7 @@ def test_slots_are_stored_on_owners():
 def test_bprop_gradients_are_complete_on_all_ranks():
     def compute_gradients(grid, strategy):
         model, shape = make_model("everything", grid is not None), KINDS["everything"][0]
-        model.execute(strategy=strategy)
+        model.configure_execution(strategy=strategy)
         model.build(shape, 4, grid)
         y = model.gather(model.fprop(model.scatter(np.random.default_rng(1).normal(size=(4, *shape)))))
         model.bprop(model.scatter_output(np.random.default_rng(2).normal(size=y.shape)))
@@ -138,4 +140,4 @@ def test_unsupported_strategies_are_rejected_before_the_build(strategy, message)
 def test_peak_memory_covers_all_replicas(strategy):
     layers = [nd.ConvLayerDist(4, 3), nd.FCLayerDist(300), nd.FCLayerDist(10)]
     plan = nd.ConvnetDist(layers, optimizer=nd.Adam(), strategy=strategy).plan((12, 12, 1), GridShape(3, 1, 2), 6)
-    assert plan.needed == max(map(plan.memory, range(6)))
+    assert plan.needed_bytes == max(map(plan.memory, range(6)))

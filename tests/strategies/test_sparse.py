@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.comm import Reductions
-from neondist.parallel.rows import RowExchange, Table
+from neondist.parallel.rows import RowExchange, SparseTable
 
 ROWS, WIDTH = 40, 3
 OPTIMIZERS = {
@@ -51,7 +51,10 @@ def make_job(make_model, shape):
         model = make_model()
         arrays, sent = train_steps(model, shape, grid)
         plan = model.compiled
-        bound = sum(count_bytes(grid.rank).get("gradients", 0) for count_bytes in (plan.reduced, plan.redistributed))
+        bound = sum(
+            count_bytes(grid.rank).get("gradients", 0)
+            for count_bytes in (plan.reduction_bytes, plan.redistribution_bytes)
+        )
         return arrays, sent, bound
 
     return body
@@ -153,16 +156,17 @@ def test_ranges_may_split_rows(ranks, width, rows, random):
 
     def body(world):
         exchange = RowExchange(
-            Reductions(nd.ProcessGrid(world, replicas=ranks)), [Table(start, width, ranges) for start in (0, size)]
+            Reductions(nd.ProcessGrid(world, replicas=ranks)),
+            [SparseTable(start, width, ranges) for start in (0, size)],
         )
         gradients, values = rank_gradients[world.rank].reshape(-1).copy(), np.ones(2 * size)
-        exchange.reduce(gradients)
-        before = exchange.before(values)
+        exchange.reduce_rows(gradients)
+        before = exchange.copy_own_ranges(values)
         for table in exchange.tables:
-            part, change = table.part(values, world.rank), table.part(changes.reshape(-1), world.rank)
+            part, change = table.rank_view(values, world.rank), table.rank_view(changes.reshape(-1), world.rank)
             part += change
-        exchange.broadcast(values, before)
-        return [table.part(gradients, world.rank) for table in exchange.tables], values
+        exchange.broadcast_rows(values, before)
+        return [table.rank_view(gradients, world.rank) for table in exchange.tables], values
 
     parts, values = zip(*nd.loopback.run(ranks, body), strict=True)
     sums = np.stack([np.concatenate([part[index] for part in parts]) for index in (0, 1)])

@@ -9,7 +9,7 @@ import pytest
 from device import Device
 
 import neondist as nd
-from neondist.bench.networks import Case
+from neondist.bench.networks import NetworkCase
 from neondist.comm import loopback
 
 pytest.importorskip("torch")
@@ -36,7 +36,7 @@ def test_miniature_report(tool, monkeypatch, tmp_path):
     def layers():
         return [nd.ConvLayerDist(4, 3), nd.ActivationLayerDist(nd.ReLU()), nd.FCLayerDist(3)]
 
-    monkeypatch.setitem(tool.NETWORKS, "small", Case(2, (8, 8, 3), layers, 3))
+    monkeypatch.setitem(tool.NETWORKS, "small", NetworkCase(2, (8, 8, 3), layers, 3))
 
     def measure(network, precision, compiles):
         assert compiles

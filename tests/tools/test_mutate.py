@@ -27,7 +27,7 @@ def test_half():
 def test_next_even():
     assert next_even(3) == 4
 """
-LIST = """\
+MUTATIONS_FILE = """\
 - {name: seen, file: code_under_test.py, old: n // 2, new: n // 3, tests: test_it.py}
 - {name: not seen, file: code_under_test.py, old: n // 2, new: -(-n // 2), tests: 'test_it.py::test_half'}
 - {name: endless, file: code_under_test.py, old: n += 1, new: n += 2, tests: test_it.py}
@@ -50,7 +50,7 @@ def mutate(monkeypatch):
 
 @pytest.fixture
 def tree(tmp_path):
-    for name, text in ("code_under_test.py", CODE), ("test_it.py", TESTS), ("list.yaml", LIST):
+    for name, text in ("code_under_test.py", CODE), ("test_it.py", TESTS), ("list.yaml", MUTATIONS_FILE):
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -58,7 +58,7 @@ def tree(tmp_path):
 @pytest.mark.long
 def test_outcomes_of_mutations(mutate, tree, monkeypatch):
     lines = []
-    mutations = {mutation.name: mutation for mutation in mutate.read(tree / "list.yaml")}
+    mutations = {mutation.name: mutation for mutation in mutate.read_mutations(tree / "list.yaml")}
     endless = mutations.pop("endless")
     remaining = mutate.try_all(list(mutations.values()), tree, 120, 1, lines.append)
     assert [mutation.name for mutation in remaining] == [name for name in mutations if name != "seen"]
@@ -79,7 +79,7 @@ def test_outcomes_of_mutations(mutate, tree, monkeypatch):
 
 @pytest.mark.long
 def test_tests_must_pass_without_a_mutation(mutate, tree, capsys):
-    mutations = mutate.read(tree / "list.yaml")[:1]
+    mutations = mutate.read_mutations(tree / "list.yaml")[:1]
     assert mutate.passes_unmutated(mutations, tree, 120)
     (tree / "code_under_test.py").write_text(CODE.replace("n // 2", "n // 3"))
     assert not mutate.passes_unmutated(mutations, tree, 120)
@@ -87,7 +87,7 @@ def test_tests_must_pass_without_a_mutation(mutate, tree, capsys):
 
 
 def test_selection_by_words(mutate, tree):
-    mutations = mutate.read(tree / "list.yaml")
+    mutations = mutate.read_mutations(tree / "list.yaml")
     assert [mutation.name for mutation in mutate.select(mutations, ["ENDLESS", "other.py"])] == [
         "endless",
         "no file",
@@ -97,6 +97,6 @@ def test_selection_by_words(mutate, tree):
 
 
 def test_names_are_unique(mutate, tree):
-    (tree / "list.yaml").write_text(LIST.replace("name: gone", "name: seen"))
+    (tree / "list.yaml").write_text(MUTATIONS_FILE.replace("name: gone", "name: seen"))
     with pytest.raises(SystemExit, match="seen: given twice"):
-        mutate.read(tree / "list.yaml")
+        mutate.read_mutations(tree / "list.yaml")

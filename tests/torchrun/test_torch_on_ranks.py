@@ -32,7 +32,7 @@ DTYPES = ["float32", "float64", "int64", "int32", "int16", "uint8", "bool", "flo
 def list_communicators():
     """Return the world, and sub-communicators, whose tags differ and are unknown to gloo."""
     tiles = 1 if SIZE % 2 else SIZE // 2
-    return [world(), *world().cut(tiles), world().split(world().rank % 2, -world().rank)]
+    return [world(), *world().split_tiles_and_replicas(tiles), world().split(world().rank % 2, -world().rank)]
 
 
 def test_collectives_of_arrays():
@@ -41,11 +41,11 @@ def test_collectives_of_arrays():
     check_collectives(DebugTransport(world()))
 
 
-@pytest.mark.parametrize("most", [2, 3, 2**30])
-def test_large_messages_are_split(most):
-    world_comm = world(most=most)
-    for comm in (world_comm, *world_comm.cut(1 if SIZE % 2 else SIZE // 2)):
-        assert comm.most == most
+@pytest.mark.parametrize("max_count", [2, 3, 2**30])
+def test_large_messages_are_split(max_count):
+    world_comm = world(max_count=max_count)
+    for comm in (world_comm, *world_comm.split_tiles_and_replicas(1 if SIZE % 2 else SIZE // 2)):
+        assert comm.max_count == max_count
         check_collectives(comm)
         check_messages(comm)
     tensor = torch.arange(8.0).view(2, 4) * (world_comm.rank + 1)
@@ -70,7 +70,7 @@ def test_sums_and_maxima_of_all_dtypes(dtype):
 def test_sums_and_messages_of_tensors(dtype):
     """Without NumPy arrays, as for tensors on a GPU."""
     for comm in list_communicators():
-        assert "cpu" in comm.tensors
+        assert "cpu" in comm.tensor_device_types
         for op, combine in (("sum", torch.add), ("max", torch.maximum)):
             inputs = [(torch.arange(14) * (peer + 1) % 5).to(dtype).view(2, 7) for peer in range(comm.size)]
             tensor = inputs[comm.rank].clone()
@@ -79,7 +79,7 @@ def test_sums_and_messages_of_tensors(dtype):
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         if comm.size > 1:
             source, target, box = torch.full((9,), comm.rank, dtype=dtype), torch.zeros(9, dtype=dtype), (slice(2, 8),)
-            comm.exchange([Message(right, source, box)], [Message(left, target, box)]).run()
+            comm.create_exchange([Message(right, source, box)], [Message(left, target, box)]).run()
             assert target.tolist() == [0, 0, *[left] * 6, 0]
 
 
@@ -112,7 +112,7 @@ def test_messages_match_in_order(dtype):
         arrays = [source.astype(dtype) for source in sources]
         targets = [np.zeros((4, 5), dtype) for _ in arrays]
         exchanges = [
-            comm.exchange([Message(right, a, box) for box in boxes], [Message(left, t, box) for box in boxes])
+            comm.create_exchange([Message(right, a, box) for box in boxes], [Message(left, t, box) for box in boxes])
             for a, t in zip(arrays, targets, strict=True)
         ]
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_closed_group():
     world_comm, tile_comm = grid.world, grid.tile_comm
     array = np.zeros((2, 2))
     messages = [Message((tile_comm.rank + 1) % SIZE, array, (slice(0, 1),))] if SIZE > 1 else []
-    exchange = tile_comm.exchange(messages, messages)
+    exchange = tile_comm.create_exchange(messages, messages)
     grid.close()
     for call in (exchange.run, lambda: tile_comm.allgather(0), lambda: tile_comm.split(0, 0)):
         with pytest.raises(GridError, match="this process grid is closed"):
@@ -253,17 +253,17 @@ def test_many_grids_leak_nothing():
 
 
 @pytest.mark.parametrize(
-    ("backends", "tensors"),
+    ("backends", "tensor_device_types"),
     [
         ("cpu:gloo,cuda:gloo", ("cpu",)),
         ("cpu:gloo,cuda:nccl", ("cpu", "cuda")),
         ("cuda:nccl,cpu:gloo", ("cuda", "cpu")),
     ],
 )
-def test_gpu_tensors_require_nccl(backends, tensors, monkeypatch):
+def test_gpu_tensors_require_nccl(backends, tensor_device_types, monkeypatch):
     world()  # initialise the process group
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert TorchTransport().tensors == tensors
+    assert TorchTransport().tensor_device_types == tensor_device_types
 
 
 def test_process_group_without_gloo_is_rejected(monkeypatch):

@@ -26,16 +26,16 @@ def make_history(values, name="validation_loss"):
     ],
 )
 def test_best_epoch_selection(best, values, expected):
-    assert best.epoch(make_history(values), []) == expected
+    assert best.best_epoch(make_history(values), []) == expected
 
 
 def test_larger_metrics_are_better():
     best = nd.Best("validation_iou", patience=2)
-    assert best.epoch(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
-    assert best.stalled(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
-    message = best.stalled(make_history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
+    assert best.best_epoch(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
+    assert best.stop_reason(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
+    message = best.stop_reason(make_history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
     assert message == "validation_iou has not improved since epoch 2: the run ends after epoch 4"
-    assert nd.Best().stalled(make_history([1.0] * 99), []) == ""
+    assert nd.Best().stop_reason(make_history([1.0] * 99), []) == ""
 
 
 def make_experiment(epochs=9, **best):
@@ -51,7 +51,7 @@ def test_early_stopping_persists_across_resume(tmp_path, capsys):
 
     history = loopback.run(2, lambda comm: train(comm, False))[0]
     losses = [record["test_loss"] for record in history]
-    best = nd.Best("test_loss", min_change=0.05).epoch(history, [])
+    best = nd.Best("test_loss", min_change=0.05).best_epoch(history, [])
     assert len(history) == best + 2 < 9
     message = f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}"
     assert message in capsys.readouterr().out

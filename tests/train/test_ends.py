@@ -42,10 +42,10 @@ def test_planned_bytes_match_the_ledger(name):
             sent = kinds[account.kind]
             sent[account.layer] = sent.get(account.layer, 0) + count * account.nbytes
         plan = model.compiled
-        assert plan.reduced(grid.rank) == kinds["sum"]
+        assert plan.reduction_bytes(grid.rank) == kinds["sum"]
         assert plan.bytes(grid.rank) == sum(kinds["halo"].values()) == model.bytes_sent
         assert plan.output_shape == model.output_shape
-        return kinds["halo"], 8 * BATCH * model.executor.blocks.length
+        return kinds["halo"], 8 * BATCH * model.executor.blocks.elements_per_sample
 
     model = make_model(name)
     results = loopback.run(4, job)

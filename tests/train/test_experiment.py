@@ -3,7 +3,7 @@
 import pytest
 from toy_training import make_experiment
 
-from neondist.config import load_experiment, place
+from neondist.config import add_location, load_experiment
 from neondist.data import MNIST, Synthetic
 from neondist.errors import ConfigError, DataError, GridError, ShapeError
 from neondist.layers import ConvLayer, ConvLayerDist, FCLayer, FCLayerDist
@@ -180,4 +180,4 @@ def _validate_file(path, settings=()):
     try:
         load_experiment(path, settings).validate(1)
     except ConfigError as error:
-        raise place(error) from None
+        raise add_location(error) from None

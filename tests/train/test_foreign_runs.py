@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 import yaml
 from neondist.cli import main
-from neondist.errors import LONGEST, DataError
+from neondist.errors import MAX_MESSAGE_LENGTH, DataError
 from neondist.train import Best
-from neondist.train.html_report import read_records, report, result_page
+from neondist.train.html_report import evaluation_page, read_records, run_report
 
 MARK = "<script>'\"&"
 RECORD = {"epoch": 1, "step": 3, "train_loss": 1.5, "seconds": 1.0}
@@ -57,9 +57,9 @@ def render_or_reject(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            page = report(folder)
+            page = run_report(folder)
         except DataError as error:
-            return None if len(str(error)) <= LONGEST else str(error)
+            return None if len(str(error)) <= MAX_MESSAGE_LENGTH else str(error)
     tags = set(re.findall(r"<[/!]?([^\s>]*)", page))
     allowed_tags = (
         "doctype html meta title style h1 h2 p table tr th td figure figcaption svg polyline rect circle path text"
@@ -80,12 +80,12 @@ def test_arbitrary_records(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("run")
     write(folder, records)
     render_or_reject(folder)
-    result_page(MARK, {MARK: MARK}, records[0])
+    evaluation_page(MARK, {MARK: MARK}, records[0])
     try:
         parsed = read_records(folder / "metrics.jsonl")
     except DataError:
         return
-    assert Best("train_loss").epoch(parsed, []) >= 0
+    assert Best("train_loss").best_epoch(parsed, []) >= 0
 
 
 @FUZZ_SETTINGS
@@ -130,7 +130,7 @@ def test_oversized_archive_is_rejected(tmp_path):
     write(tmp_path)
     np.savez_compressed(tmp_path / "worst.npz", **make_worst_samples(image=np.zeros((1, 1 << 14, 1 << 14), "u1")))
     with pytest.raises(DataError, match="unpacks to 268,"):
-        report(tmp_path)
+        run_report(tmp_path)
 
 
 FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml"]

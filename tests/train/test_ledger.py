@@ -36,12 +36,12 @@ def test_ledger_agrees_with_metrics_and_plan(tmp_path):
         assert sum_bytes(recorded, **{"pass": "training"}, kind="sum") == record["bytes_summed"] > 0
         for layer, plan in plans.items():
             for rank in range(6):
-                sent_bytes = plan.sent_words[rank] * 8
+                sent_bytes = plan.forward_elements_sent[rank] * 8
                 own_entries = [entry for entry in recorded if (entry["layer"], entry["rank"]) == (layer, rank)]
                 halos = [entry for entry in own_entries if entry["kind"] == "halo"]
                 assert sum_bytes(halos, **{"pass": "training"}, direction="forward") == 10 * sent_bytes
                 assert sum_bytes(halos, **{"pass": "evaluation"}, direction="forward") == 4 * sent_bytes
-                backward_bytes = plan.received_words[rank] * 8 * 10 if layer != "conv1" else 0
+                backward_bytes = plan.backward_elements_sent[rank] * 8 * 10 if layer != "conv1" else 0
                 assert sum_bytes(halos, direction="backward") == backward_bytes
                 summed_bytes = 4 * 8 * (10 + 4) if layer == "fc1" else 0
                 assert sum_bytes(own_entries, kind="sum", peer="tiles") == summed_bytes

@@ -12,7 +12,7 @@ from neondist.config import dump
 from neondist.errors import ConfigError, MissingPackageError
 from neondist.io.generation_log import GenerationLog
 from neondist.train.callbacks import loggers as module
-from neondist.train.callbacks.loggers import numbers
+from neondist.train.callbacks.loggers import finite_numbers
 from neondist.train.state import Record
 
 
@@ -36,7 +36,7 @@ def test_scalars_of_a_record():
     record["job"] = {"workers": 2, "server_versions": [7]}
     expected = [("a", 1.5), ("c/0", 1), ("d/0/0", 1), ("d/0/1", 2), ("d/1/0", 3), ("d/1/1", 4)]
     expected += [("job/workers", 2), ("job/server_versions/0", 7)]
-    assert list(numbers(record)) == expected
+    assert list(finite_numbers(record)) == expected
 
 
 def test_tensorboard_has_all_epochs(tmp_path):
@@ -79,7 +79,7 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
             ended.append(number)
 
     monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": Client}))
-    train(tmp_path, nd.MLflow, resolved=dump(make_experiment()))
+    train(tmp_path, nd.MLflow, yaml_text=dump(make_experiment()))
     assert {("7", "test_loss", 1), ("7", "validation_iou_per_class/0", 2)} <= set(written)
     assert ended == ["7"]
     assert "seed" not in parameters  # it is null
@@ -90,7 +90,7 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
 
 def test_missing_folder_or_package_is_reported(monkeypatch):
     with pytest.raises(ConfigError, match="TensorBoard: folder: the run has no output folder"):
-        nd.TensorBoard().within(None)
+        nd.TensorBoard().set_run_folder(None)
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(MissingPackageError, match=r"TensorBoard needs tensorboardX: pip install 'neondist\[loggers\]'"):
         make_experiment([nd.TensorBoard()]).validate()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from neondist.train.callbacks.curves import draw_curves
-from neondist.train.html_report import report, result_page
+from neondist.train.html_report import evaluation_page, run_report
 from neondist.train.state import Record
 from neondist.train.svg_plot import Axis, plot
 
@@ -96,20 +96,20 @@ def test_ticks_include_all_values(values, labels):
     assert 2 <= len(axis.ticks) <= 7
     assert labels is None or axis.labels() == labels
     assert len(set(axis.labels())) == len(axis.ticks)
-    assert all(0 <= axis.place(value) <= 1 for value in values)
+    assert all(0 <= axis.fraction(value) <= 1 for value in values)
 
 
 def test_epoch_ticks_are_integers():
-    assert Axis.horizontal([1, 2], powers=False).labels() == ["1", "2"]
-    assert Axis.horizontal([5], powers=False).labels() == ["5"]
-    assert Axis.horizontal([0, 1000], powers=False).labels() == ["0", "500", "1,000"]
+    assert Axis.horizontal([1, 2], logarithmic=False).labels() == ["1", "2"]
+    assert Axis.horizontal([5], logarithmic=False).labels() == ["5"]
+    assert Axis.horizontal([0, 1000], logarithmic=False).labels() == ["0", "500", "1,000"]
 
 
 def test_splits_have_distinct_colours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"epoch": 1, "train_loss": 1, "test_loss": 2, "iou": 0.5, "validation_iou": 1}'
     )
-    iou, loss = report(tmp_path).split("<figure>")[1:3]
+    iou, loss = run_report(tmp_path).split("<figure>")[1:3]
     assert re.findall("> (train|validation|test)<", loss + iou) == ["train", "test", "validation", "test"]
 
 
@@ -118,14 +118,14 @@ def test_report_begins_with_the_best_epoch(tmp_path):
     lines = [json.dumps({"epoch": epoch, "validation_loss": 1, "validation_error": error}) for epoch, error in errors]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (tmp_path / "curves.png").write_bytes(b"also drawn from the records")
-    text = report(tmp_path)
+    text = run_report(tmp_path)
     assert "Lowest validation error: 25 %, epoch 2" in text
     assert "curves.png" not in text
 
 
 def test_evaluate_page_has_a_figure():
-    text = result_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
+    text = evaluation_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
     assert text.count("<circle") == 12
     assert "<script>" not in text
     assert "<p class='lead'>Loss: 1</p>" in text
-    assert "<svg" not in result_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough
+    assert "<svg" not in evaluation_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough

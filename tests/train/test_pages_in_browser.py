@@ -16,8 +16,8 @@ import pytest
 
 from neondist.cli import sweep
 from neondist.io.generation_log import GenerationLog
-from neondist.train.html_report import report, result_page
-from neondist.train.page import png
+from neondist.train.html_report import evaluation_page, run_report
+from neondist.train.page import png_file
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser; install chromium (Debian: apt install chromium)")
@@ -109,7 +109,7 @@ def write_run(folder):
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(make_record(epoch)) for epoch in range(1, 60)))
     (folder / "experiment.yaml").write_text("name: " + "long " * 100)
     (folder / "environment.json").write_text("{}")
-    (folder / "tiles.png").write_bytes(png(np.zeros((90, 1400, 3), np.uint8)))
+    (folder / "tiles.png").write_bytes(png_file(np.zeros((90, 1400, 3), np.uint8)))
     np.savez(folder / "worst.npz", **make_samples(dense=True))
     log = GenerationLog(folder)
     log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
@@ -152,14 +152,14 @@ def browser_reports(tmp_path_factory):
     results = {"split": "validation", "samples": 3, "loss": 0.1, "error": 0.25, "confusion_matrix": [[1, 2], [3, 4]]}
     (folder / "trial_004").mkdir()
     (folder / "trial_004/experiment.yaml").write_text("batch_size: 4")
-    sweep._conclude(make_study(), folder)
+    sweep._report_results(make_study(), folder)
     run = folder / ("a_long_name_" * 12)
     write_run(run)
     texts = {
         "wrong.html": DEFECTIVE_PAGE,
-        "report.html": report(run),
-        "dense.html": result_page("e", {"checkpoint": "long/" * 60}, results, make_samples(dense=True)),
-        "classes.html": result_page("e", {}, results, make_samples(dense=False)),
+        "report.html": run_report(run),
+        "dense.html": evaluation_page("e", {"checkpoint": "long/" * 60}, results, make_samples(dense=True)),
+        "classes.html": evaluation_page("e", {}, results, make_samples(dense=False)),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

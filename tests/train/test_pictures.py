@@ -10,7 +10,7 @@ from neondist.geometry import Box
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.train import Hook
 from neondist.train.callbacks import tiles_picture
-from neondist.train.callbacks.tiles_picture import collect, framed, strips
+from neondist.train.callbacks.tiles_picture import gather_first_image, hull_of_tile_and_view, split_outside_box
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -73,7 +73,7 @@ def test_no_pictures_without_matplotlib(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 @pytest.mark.parametrize("pixels", [512, 5, 1])
 def test_image_is_assembled_from_tiles(ranks, pixels, monkeypatch):
-    monkeypatch.setattr(tiles_picture, "PIXELS", pixels)
+    monkeypatch.setattr(tiles_picture, "MAX_PIXELS", pixels)
     data = Synthetic((13, 11, 2), classes=4, train=1, test=1)
     data.open(ProcessGrid.serial())
     full_image = data.test.images([0], "float64")[0]
@@ -83,7 +83,7 @@ def test_image_is_assembled_from_tiles(ranks, pixels, monkeypatch):
         grid = ProcessGrid(transport, replicas=2 if ranks > 1 else 1)
         tile_data = Synthetic((13, 11, 2), classes=4, train=1, test=1)
         tile_data.open(grid)
-        return collect(tile_data, grid, np.dtype("float64"), grid.tile_box((13, 11)))
+        return gather_first_image(tile_data, grid, np.dtype("float64"), grid.tile_box((13, 11)))
 
     for image in loopback.run(ranks, body):
         np.testing.assert_array_equal(image, full_image[::step, ::step])
@@ -91,20 +91,20 @@ def test_image_is_assembled_from_tiles(ranks, pixels, monkeypatch):
 
 def test_drawn_layer_is_the_first_with_a_window():
     experiment = make_experiment()
-    assert experiment.model.plan((13, 11, 2)).first_window.name == "conv1"
+    assert experiment.model.plan((13, 11, 2)).first_windowed_layer.name == "conv1"
     pointwise = make_experiment(layers=lambda: [ConvLayerDist(2, 1), ConvLayerDist(2, 3, name="three"), FCLayerDist(4)])
-    assert pointwise.model.plan((13, 11, 2)).first_window.name == "three"
+    assert pointwise.model.plan((13, 11, 2)).first_windowed_layer.name == "three"
     strided = make_experiment(layers=lambda: [ConvLayerDist(2, 1, stride=2), ConvLayerDist(2, 3), FCLayerDist(4)])
-    assert strided.model.plan((13, 11, 2)).first_window is None
-    assert make_experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2)).first_window is None
+    assert strided.model.plan((13, 11, 2)).first_windowed_layer is None
+    assert make_experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2)).first_windowed_layer is None
 
 
 def test_frame_of_an_empty_tile():
     tile, view = Box((1, 1), (3, 4)), Box((0, 0), (4, 5))
-    assert framed(tile, view) == view
-    assert framed(tile, Box((9, 9), (9, 12))) == tile
-    assert framed(Box((4, 0), (4, 4)), view) == view
-    assert framed(Box((4, 0), (4, 4)), Box((3, -1), (3, 5))).empty
+    assert hull_of_tile_and_view(tile, view) == view
+    assert hull_of_tile_and_view(tile, Box((9, 9), (9, 12))) == tile
+    assert hull_of_tile_and_view(Box((4, 0), (4, 4)), view) == view
+    assert hull_of_tile_and_view(Box((4, 0), (4, 4)), Box((3, -1), (3, 5))).empty
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_frame_of_an_empty_tile():
 )
 def test_strips_cover_the_remainder(inner):
     outer, count = Box((0, 0), (5, 6)), np.zeros((5, 6), int)
-    for strip in strips(outer, inner):
+    for strip in split_outside_box(outer, inner):
         count[strip.slices] += 1
     overlap = outer.intersect(inner)
     if not overlap.empty:

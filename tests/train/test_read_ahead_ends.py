@@ -35,7 +35,7 @@ def path(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hdf5_tiles.HDF5Tiles, "__getitem__", read_slowly)
     for module in ("curves", "tiles_picture"):  # slow, and tested elsewhere
-        monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", lambda: False)
+        monkeypatch.setattr(f"neondist.train.callbacks.{module}.has_matplotlib", lambda: False)
     return tmp_path / "x.h5"
 
 

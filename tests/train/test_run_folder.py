@@ -32,7 +32,7 @@ HOLD = """
 
 @pytest.fixture(autouse=True)
 def short_lock_timeout(monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE", 0.2)
+    monkeypatch.setattr(lock, "TIMEOUT_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -51,18 +51,18 @@ def read_files(folder):
 
 
 def test_folder_locked_by_another_process(tmp_path, holder):
-    host = json.loads((tmp_path / lock.NAME).read_text())["host"]
+    host = json.loads((tmp_path / lock.LOCK_FILE_NAME).read_text())["host"]
     with pytest.raises(OutputError, match=rf"in use by another run \(process {holder.pid} on {host}, since 20"):
         make_experiment(1).run(output=tmp_path, hooks=[])
-    assert list(read_files(tmp_path)) == [lock.NAME]
+    assert list(read_files(tmp_path)) == [lock.LOCK_FILE_NAME]
 
 
 def test_killed_process_releases_the_lock(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert (tmp_path / lock.NAME).exists()
+    assert (tmp_path / lock.LOCK_FILE_NAME).exists()
     make_experiment(1).run(output=tmp_path, hooks=[])
-    assert not (tmp_path / lock.NAME).exists()
+    assert not (tmp_path / lock.LOCK_FILE_NAME).exists()
 
 
 def test_two_runs_in_one_process(tmp_path):
@@ -92,11 +92,11 @@ def test_file_system_without_locks(tmp_path, monkeypatch, process):
     monkeypatch.setattr(lock, "fcntl", SimpleNamespace(flock=refuse, LOCK_EX=0, LOCK_NB=0))
     FolderLock(tmp_path).release()
     folder_lock = FolderLock(tmp_path)
-    contents = json.loads((tmp_path / lock.NAME).read_text())
+    contents = json.loads((tmp_path / lock.LOCK_FILE_NAME).read_text())
     exited = subprocess.Popen([sys.executable, "-c", ""])
     exited.wait()
     contents |= {"gone": {"process": exited.pid}, "of another machine": {"host": "elsewhere"}}.get(process, {})
-    (tmp_path / lock.NAME).write_text(json.dumps(contents))
+    (tmp_path / lock.LOCK_FILE_NAME).write_text(json.dumps(contents))
     if process == "gone":
         FolderLock(tmp_path)
     else:
@@ -159,7 +159,7 @@ def test_auto_starts_or_resumes(tmp_path):
 
 
 def test_resume_of_a_run_killed_before_its_first_file(tmp_path):
-    (tmp_path / lock.NAME).write_text("")
+    (tmp_path / lock.LOCK_FILE_NAME).write_text("")
     (tmp_path / "environment.json.partial").write_text("{")
     assert len(make_experiment(1).run(output=tmp_path, resume=True, hooks=[]).history) == 1
     assert not [name for name in read_files(tmp_path) if name.endswith(("partial", "lock"))]
@@ -175,10 +175,10 @@ def test_resume_without_a_run(tmp_path, name):
 
 
 def test_earlier_run_stays_until_the_new_one_is_writable(tmp_path, monkeypatch):
-    make_experiment(1).run(output=tmp_path, resolved="first", hooks=[])
+    make_experiment(1).run(output=tmp_path, yaml_text="first", hooks=[])
     (tmp_path / "experiment.yaml.partial").mkdir()  # in the way
     with pytest.raises(OutputError, match=r"experiment\.yaml"):
-        make_experiment(1).run(output=tmp_path, resolved="second", overwrite=True, hooks=[])
+        make_experiment(1).run(output=tmp_path, yaml_text="second", overwrite=True, hooks=[])
     (tmp_path / "experiment.yaml.partial").rmdir()
     assert make_experiment(1).run(output=tmp_path, resume=True, hooks=[]).history[0]["epoch"] == 1
 
@@ -188,5 +188,5 @@ def test_clear_removes_the_checkpoint_last(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "tiles.png").mkdir()
     with pytest.raises(OutputError, match=r"tiles\.png: cannot be removed"):
-        output.clear(tmp_path)
+        output.remove_run_files(tmp_path)
     assert (tmp_path / "checkpoint.h5").exists()

@@ -8,7 +8,7 @@ from small_hdf5 import write_hdf5
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError
-from neondist.train.apply import evaluate_checkpoint
+from neondist.train.checkpoint_evaluation import evaluate_checkpoint
 
 
 class UserDataset(nd.Dataset):
@@ -88,7 +88,7 @@ def make_hdf5_factory(tmp_path, checked):
             arrays["train", "images"][:, 4, 4] += is_odd
             if checked:
                 from neondist.data.convert import convert
-                from neondist.data.convert.from_arrays import npz_parts
+                from neondist.data.convert.from_arrays import npz_splits
 
                 names = {
                     f"{kind}_{part}": f"{'images' if kind == 'x' else 'labels'}"
@@ -96,7 +96,7 @@ def make_hdf5_factory(tmp_path, checked):
                     for kind in "xy"
                 }
                 np.savez(tmp_path / "a.npz", **{n: arrays[n[2:], kind] for n, kind in names.items()})
-                convert(npz_parts(tmp_path / "a.npz"), path)
+                convert(npz_splits(tmp_path / "a.npz"), path)
             elif is_odd:
                 import h5py
 

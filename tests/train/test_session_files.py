@@ -14,7 +14,7 @@ from neondist.errors import ConfigError
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.optim import SGD, Adam
 from neondist.train import fit
-from neondist.train.callbacks.metrics_log import MetricsLog, line
+from neondist.train.callbacks.metrics_log import MetricsLog, json_line
 
 KEYS = ["epoch", "step", "train_loss", "test_loss", "test_error", "seconds", "samples_per_second"]
 KEYS += ["bytes_sent", "bytes_summed"]
@@ -38,12 +38,12 @@ def test_metrics_are_written_at_epoch_end(tmp_path):
 
 
 def test_non_finite_numbers_become_null():
-    text = line({"epoch": 1, "a": math.nan, "b": math.inf, "c": None, "d": 0.1})
+    text = json_line({"epoch": 1, "a": math.nan, "b": math.inf, "c": None, "d": 0.1})
     assert json.loads(text) == {"epoch": 1, "a": None, "b": None, "c": None, "d": 0.1}
 
 
 def test_files_of_a_run(tmp_path):
-    result = make_experiment(1).run(output=tmp_path / "new" / "folder", resolved="!FitExperiment {}\n", hooks=[])
+    result = make_experiment(1).run(output=tmp_path / "new" / "folder", yaml_text="!FitExperiment {}\n", hooks=[])
     folder = tmp_path / "new" / "folder"
     assert (folder / "experiment.yaml").read_text() == "!FitExperiment {}\n"
     facts = json.loads((folder / "environment.json").read_text())
@@ -79,7 +79,7 @@ def test_no_output_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_only_files_of_the_earlier_run_are_replaced(tmp_path):
-    make_experiment(2).run(output=tmp_path, resolved="first", hooks=[])
+    make_experiment(2).run(output=tmp_path, yaml_text="first", hooks=[])
     (tmp_path / "mine.txt").write_text("keep")
     make_experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
     assert [record["epoch"] for record in read_metrics(tmp_path)] == [1]

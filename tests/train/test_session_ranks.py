@@ -98,7 +98,7 @@ def test_only_rank_0_writes_and_all_list_the_files(tmp_path):
     def body(transport):
         experiment = make_experiment(1)
         grid = ProcessGrid(transport)
-        return [path.name for path in experiment.run(grid, tmp_path, resolved="text\n", hooks=[]).files]
+        return [path.name for path in experiment.run(grid, tmp_path, yaml_text="text\n", hooks=[]).files]
 
     names = loopback.run(3, body)
     assert names[0] == names[1] == names[2]

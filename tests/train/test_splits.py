@@ -13,7 +13,7 @@ from neondist.data import Synthetic
 from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
 from neondist.train import Record, evaluate, evaluate_checkpoint, fit
-from neondist.train.callbacks.checkpoint import Progress
+from neondist.train.callbacks.checkpoint import RunProgress
 from neondist.train.callbacks.curves import draw_curves
 
 
@@ -48,11 +48,15 @@ def test_record_without_a_test_split():
 
 def test_selection_prefers_the_validation_split():
     both = Record(train_loss=0, validation_loss=1, validation_error=0.5, test_loss=2, test_error=0.25)
-    assert (both.selection, both.selected("loss"), both.selected("error")) == ("validation", 1, 0.5)
+    assert (both.selection_split, both.selection_value("loss"), both.selection_value("error")) == ("validation", 1, 0.5)
     regression = Record(validation_loss=1, validation_error=None, test_loss=2, test_error=0.25)
-    assert regression.selected("error") is None
+    assert regression.selection_value("error") is None
     test_only = Record(train_loss=0, test_loss=2, test_error=0.25)
-    assert (test_only.selection, test_only.selected("loss"), test_only.selected("error")) == ("test", 2, 0.25)
+    assert (test_only.selection_split, test_only.selection_value("loss"), test_only.selection_value("error")) == (
+        "test",
+        2,
+        0.25,
+    )
 
 
 def test_names_of_version_0_1_map_to_the_test_split():
@@ -62,7 +66,7 @@ def test_names_of_version_0_1_map_to_the_test_split():
     for name in ("valid_accuracy", "nothing"):
         with pytest.raises(KeyError, match=name):
             record[name]
-    assert Record.of(convert_to_version_0_1(record)) == record
+    assert Record.upgrade(convert_to_version_0_1(record)) == record
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, {}), (4, {}), (6, {"replicas": 2})])
@@ -130,8 +134,8 @@ def test_default_split_of_evaluation(tmp_path):
 def test_run_folder_of_version_0_1_resumes(tmp_path, monkeypatch):
     expected = make_experiment(3).run(hooks=[]).history
     with monkeypatch.context() as patch:
-        to_json = Progress.to_json
-        patch.setattr(Progress, "to_json", lambda self: to_json(self).replace('"test_', '"valid_'))
+        to_json = RunProgress.to_json
+        patch.setattr(RunProgress, "to_json", lambda self: to_json(self).replace('"test_', '"valid_'))
         first = make_experiment(1).run(output=tmp_path, hooks=[]).history
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(convert_to_version_0_1(record)) + "\n" for record in first)
@@ -152,7 +156,7 @@ def test_history_of_version_0_1_resumes():
 def test_results_of_version_0_1_are_read(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"key": "k", "valid_loss": 1.5, "valid_error": 0.25}\n{"key"')
     (row,) = read_results(tmp_path / "results.jsonl")
-    assert (row.selection, row["test_loss"], row.selected("error")) == ("test", 1.5, 0.25)
+    assert (row.selection_split, row["test_loss"], row.selection_value("error")) == ("test", 1.5, 0.25)
 
 
 @pytest.mark.parametrize("validation", [None, 5])
@@ -169,5 +173,5 @@ def test_curves_have_a_line_for_each_split(tmp_path, plotting, validation, monke
     assert [line.get_label() for line in loss.lines] == ["train", *names]
     assert [line.get_label() for line in error.lines] == names
     assert error.get_title().startswith(f"{names[0].capitalize()} error: ")
-    shown = Record.of(history[-1])[f"{names[0]}_error"]
+    shown = Record.upgrade(history[-1])[f"{names[0]}_error"]
     assert error.lines[0].get_ydata()[-1] == pytest.approx(100 * shown)

@@ -10,11 +10,11 @@ from neondist.comm import loopback
 from neondist.models import optimal_stimulus
 from neondist.train.callbacks.stage_pictures import (
     StagePictures,
+    compute_stimuli,
     draw_blocks,
     draw_rows,
-    filters,
-    reconstructions,
-    stimuli,
+    reconstruct,
+    select_filters,
 )
 
 
@@ -25,9 +25,9 @@ def collect_pictures(comm=None, replicas=1, kind="unshared"):
     model = make_gb(kind, dist=True)
     data.open(grid)
     model.build(data.sample_shape, 8, grid)
-    arrays = dict(zip(("input", "output", "error"), reconstructions(model.stages[0], data.test), strict=True))
-    arrays |= {f"filters {name}": array for name, array in filters(model.stages[0]).items()}
-    return arrays | {f"stimuli {stage.number}": stimuli(stage, data.test) for stage in model.stages}, data
+    arrays = dict(zip(("input", "output", "error"), reconstruct(model.stages[0], data.test), strict=True))
+    arrays |= {f"filters {name}": array for name, array in select_filters(model.stages[0]).items()}
+    return arrays | {f"stimuli {stage.number}": compute_stimuli(stage, data.test) for stage in model.stages}, data
 
 
 @pytest.mark.parametrize(("kind", "grids"), [("unshared", [(2, 1), (6, 2)]), ("blocks", [(6, 1)])])

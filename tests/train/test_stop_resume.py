@@ -52,7 +52,7 @@ def test_stop_ends_the_run_with_a_reason():
     experiment = make_experiment(2)
     result = experiment.run(hooks=[StopAtStep(3), hook])
     assert hook.calls[-2:] == [("after_step", 0, 3), ("on_stop", 0, 3)]
-    assert (result.stop.reason, result.stop.code, result.history) == ("asked to", 75, [])
+    assert (result.stop.reason, result.stop.exit_code, result.history) == ("asked to", 75, [])
 
 
 def test_resume_requires_the_same_seed_and_data(tmp_path):
@@ -60,6 +60,6 @@ def test_resume_requires_the_same_seed_and_data(tmp_path):
     with pytest.raises(DataError, match=r"checkpoint\.h5: was written with seed 0.*has 5.*seed: 0"):
         make_experiment(2, seed=5).run(output=tmp_path, resume=True, hooks=[])
     other = make_experiment(2)
-    other.dataset.counts["train"] = 44
+    other.dataset.split_sizes["train"] = 44
     with pytest.raises(DataError, match="in the middle of an epoch of 45 samples, but the data set has 44"):
         other.run(output=tmp_path, resume=True, hooks=[])

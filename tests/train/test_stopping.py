@@ -23,7 +23,7 @@ class RaiseFlag(Hook):
 
     def after_step(self, run):
         if run.grid.rank == self.rank and run.step == self.step:
-            run.model.sync.flags.mine[self.flag] = 1
+            run.model.sync.flags.own_flags[self.flag] = 1
 
 
 def run_until_stop(ranks, hooks, **fields):
@@ -32,7 +32,7 @@ def run_until_stop(ranks, hooks, **fields):
     def body(transport):
         experiment = make_experiment(2, **fields)
         result = experiment.run(experiment.open_grid(transport), hooks=hooks())
-        return experiment.model.step, result.stop and result.stop.code, result.stop and result.stop.reason
+        return experiment.model.step, result.stop and result.stop.exit_code, result.stop and result.stop.reason
 
     results = loopback.run(ranks, body)
     assert len({(step, code) for step, code, _ in results}) == 1
@@ -65,7 +65,7 @@ def test_stop_needs_no_additional_message():
         transport.allreduce = lambda array, *op: (sizes.append(array.size), allreduce(array, *op))
         experiment = make_experiment(1, metrics=[])
         experiment.run(experiment.open_grid(transport), hooks=[StopOnSignal()])
-        return sizes, experiment.model.parameters.shared, experiment.model.step
+        return sizes, experiment.model.parameters.shared_size, experiment.model.step
 
     sizes, size, steps = loopback.run(3, body)[0]
     assert [n for n in sizes if n >= size] == [size + 16] * steps
@@ -128,10 +128,10 @@ def test_time_limit_is_nearly_used_up(times, seconds):
     def body(transport):
         clock = Clock(*times)
         experiment = make_experiment(100)
-        experiment.dataset.counts["test"] = 10
+        experiment.dataset.split_sizes["test"] = 10
         limit = TimeLimit(seconds, clock=clock)
         result = experiment.run(experiment.open_grid(transport), hooks=[clock, limit, SimulatedSave(clock)])
-        return clock.ended, result.stop.code, experiment.model.step
+        return clock.ended, result.stop.exit_code, experiment.model.step
 
     ended, code, _ = loopback.run(2, body)[0]
     assert code == 75

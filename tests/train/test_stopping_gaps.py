@@ -48,7 +48,7 @@ def test_signal_before_the_first_step(tmp_path):
         return result.stop, experiment.model.step
 
     for stop, step in loopback.run(3, lambda transport: body(transport, True)):
-        assert (stop.code, stop.reason, step) == (75, "received SIGUSR1; --resume continues from here", 0)
+        assert (stop.exit_code, stop.reason, step) == (75, "received SIGUSR1; --resume continues from here", 0)
     assert loopback.run(3, lambda transport: body(transport, False, resume=True)) == [(None, 5)] * 3
 
 
@@ -60,7 +60,7 @@ def test_signal_between_stages(tmp_path, call, stage, stages):
     hooks = [ActionOnCall(call, stage, lambda: signals.handle(signal.SIGTERM)), StopOnSignal(signals)]
     experiment = make_experiment(1, **make_gb_fields())
     result = experiment.run(output=tmp_path, hooks=hooks)
-    assert (result.stop.code, experiment.model.step) == (75, 0)
+    assert (result.stop.exit_code, experiment.model.step) == (75, 0)
     assert sorted(path.name for path in tmp_path.glob("pretrain_*.h5")) == ["pretrain_1.h5", "pretrain_2.h5"]
     assert (tmp_path / "checkpoint.h5").exists() == (stages == 2)
     experiment = make_experiment(1, **make_gb_fields())
@@ -78,7 +78,7 @@ def test_signals_during_writes(tmp_path):
     hooks = [ActionOnCall("after_step", "ConvnetDist", send(signal.SIGUSR1)), StopOnSignal()]
     hooks += [ActionOnCall("on_stop", "ConvnetDist", send(number)) for number in (signal.SIGTERM, signal.SIGUSR1)]
     result = make_experiment(1).run(output=tmp_path, hooks=hooks)
-    assert result.stop.code == 75
+    assert result.stop.exit_code == 75
     assert (tmp_path / "checkpoint.h5").exists()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 

@@ -55,7 +55,7 @@ def collect_reports(phase):
         while len(reports) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         wake_up.set()
-        world.world.fail()
+        world.world.fail_all()
 
     def body(transport):
         experiment = make_experiment(2, layers=layers)
@@ -126,13 +126,13 @@ class SimulatedClock:
 class PeriodicWork:
     """Work that begins every `every` seconds."""
 
-    waits = False
+    is_waiting = False
 
     def __init__(self, clock, every):
         self.clock, self.every = clock, every
 
     @property
-    def begun(self):
+    def event_count(self):
         return int(self.clock.now // self.every)
 
 
@@ -140,10 +140,10 @@ class PeriodicWork:
 def test_progress_resets_the_timeout(monkeypatch, every, end):
     """Progress every `every` seconds; the job ends after more than 10 s without any."""
     clock, reports = SimulatedClock(waits_left=300), []
-    for name, value in ("time", clock), ("moved", lambda peers: 0), ("written", lambda folder: 0):
+    for name, value in ("time", clock), ("disk_bytes", lambda peers: 0), ("file_states", lambda folder: 0):
         monkeypatch.setattr(f"neondist.train.callbacks.watchdog.{name}", value)
     watchdog = Watchdog(10.0, lambda *_: reports.append(clock.now), reports.append)
-    watchdog.run, watchdog.work = SimpleNamespace(step=6), PeriodicWork(clock, every)
+    watchdog.run, watchdog.whereabouts = SimpleNamespace(step=6), PeriodicWork(clock, every)
     watchdog._watch(clock)
     assert reports[1:] == ([] if end is None else [pytest.approx(end)])
     assert [text.partition("(")[0] for text in reports[:1]] == ["rank 0 of 1: no progress for 10 s "] * (

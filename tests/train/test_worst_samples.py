@@ -8,7 +8,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.page import png
+from neondist.train.page import png_file
 
 IGNORED = 7
 
@@ -70,8 +70,8 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
     losses = []
     for i in range(9):
         y = serial_model.fprop(x[i : i + 1], training=False)
-        weight = serial_model.cost.weight(y.shape, labels[i : i + 1])
-        losses.append(float(serial_model.cost.value(y, labels[i : i + 1])) / weight)
+        weight = serial_model.cost.local_denominator(y.shape, labels[i : i + 1])
+        losses.append(float(serial_model.cost.local_sum(y, labels[i : i + 1])) / weight)
     order = np.argsort(losses)[::-1][:4]
     for arrays in archives.values():
         assert arrays["sample"].tolist() == order.tolist()
@@ -99,5 +99,5 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
 def test_png(shape):
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(1).integers(0, 256, shape, dtype="u1")
-    with image.open(io.BytesIO(png(pixels))) as decoded:
+    with image.open(io.BytesIO(png_file(pixels))) as decoded:
         np.testing.assert_array_equal(np.asarray(decoded), pixels.reshape(np.asarray(decoded).shape))

@@ -21,56 +21,61 @@ from ...comm import Message, ProcessGrid, Transport
 from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
-from ...train.inference.progress import Progress
+from ...train.inference.progress import ProgressLine
 from ..networks import NETWORKS
-from ..rest import rest
+from ..rest import sleeping_barrier
 from ..step import bench_step
-from .predict import row_of
+from .predict import predict_step
 from .rank_profile import profile_rank
-from .workload import Convolving, copying, multiplying
+from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 
-SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-ROUNDS, TURN = 8, 0.1
-CHECKED = "mnist", "separable", "lcn"
+MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
+CALIBRATION_ROUNDS, TURN_SECONDS = 8, 0.1
+VALIDATION_NETWORKS = "mnist", "separable", "lcn"
 """networks whose predicted steps are compared with measured ones"""
-PIECES = (2e-3, 3e-2)
+MEETING_INTERVALS = (2e-3, 3e-2)
 """seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
 
 
-def measurements(world: Transport, cores: int) -> int:
+def count_progress_steps(world: Transport, cores: int) -> int:
     """Return the number of progress steps of `calibrate` and `prediction_error` together."""
-    return ROUNDS + len(_checks(world, cores))
+    return CALIBRATION_ROUNDS + len(_validation_cases(world, cores))
 
 
-def calibrate(world: Transport, cores: int, progress: Progress | None = None) -> tuple[Machine, float]:
+def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None) -> tuple[Machine, float]:
     """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise; collective.
 
     The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
     """
     if progress is not None:
         progress.begin("messages and kernels")
-    cores, turns = min(cores, world.size), _Turns(world)
-    convolving, product, copy = Convolving(), multiplying(), copying()
-    pairs = {size: _pair(world, size) for size in SIZES}
-    unit = min(turns.take("unit", product.call, 3, 1) for _ in range(3))
-    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), PIECES, strict=True))
+    cores, turns = min(cores, world.size), _Timings(world)
+    convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
+    pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
+    unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
+    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), MEETING_INTERVALS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
-    for _ in range(ROUNDS):
+    for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
-            turns.take(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
-        turns.take("convolving", convolving.step, 3, 1)
+            turns.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
+        turns.time_calls("convolving", convolving.step, 3, 1)
         for name, work in ("product", product), ("copy", copy):
-            count = max(1, round(TURN / unit)) if work is product else 2
-            turns.take((name, "alone"), work.call, count, 1)
-            turns.take((name, "shared"), work.call, count, cores)
+            count = max(1, round(TURN_SECONDS / unit)) if work is product else 2
+            turns.time_calls((name, "alone"), work.call, count, 1)
+            turns.time_calls((name, "shared"), work.call, count, cores)
         for count in (few, many) if world.size >= 2 * cores else ():
-            turns.take(("shared", count), _meeting(product.call, count, group), max(2, many // count), 2 * cores)
+            turns.time_calls(
+                ("shared", count), _work_and_synchronise(product.call, count, group), max(2, many // count), 2 * cores
+            )
         if progress is not None:
             progress.add(1)
-    best = {name: min(taken) for name, taken in turns.all.items()}
-    noise = max(median(turns.all["product", sharing]) / best["product", sharing] - 1 for sharing in ("alone", "shared"))
+    best = {name: min(taken) for name, taken in turns.seconds_by_name.items()}
+    noise = max(
+        median(turns.seconds_by_name["product", sharing]) / best["product", sharing] - 1
+        for sharing in ("alone", "shared")
+    )
     slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
-    link = _link({size: best[size] for size in SIZES})
+    link = _fit_link({size: best[size] for size in MESSAGE_SIZES})
     machine = Machine(
         cores,
         link,
@@ -90,21 +95,21 @@ def calibrate(world: Transport, cores: int, progress: Progress | None = None) ->
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 
-def prediction_error(world: Transport, cores: int, machine: Machine, progress: Progress | None = None) -> float:
+def prediction_error(world: Transport, cores: int, machine: Machine, progress: ProgressLine | None = None) -> float:
     """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks; collective."""
     errors = []
-    for name, ranks in _checks(world, cores):
+    for name, ranks in _validation_cases(world, cores):
         if progress is not None:
             progress.begin(f"a step of {name}, {counted(ranks, 'rank')}")
         case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
-            predicted = row_of(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
-        rest(world)
+            predicted = predict_step(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
+        sleeping_barrier(world)
         group = world.split(int(world.rank >= ranks), world.rank)
         if world.rank < ranks:
             with ProcessGrid(group) as grid:
                 taken = bench_step(case.experiment(), grid)["seconds_per_step"]
-        rest(world)
+        sleeping_barrier(world)
         predicted, taken = world.bcast((predicted, taken))
         errors.append(abs(predicted / taken - 1))
         if progress is not None:
@@ -112,12 +117,12 @@ def prediction_error(world: Transport, cores: int, machine: Machine, progress: P
     return mean(errors)
 
 
-def _checks(world: Transport, cores: int) -> list[tuple[str, int]]:
+def _validation_cases(world: Transport, cores: int) -> list[tuple[str, int]]:
     """Return the networks and rank counts to predict and measure."""
-    return list(itertools.product(CHECKED, sorted({1, 2, min(cores, world.size)})))
+    return list(itertools.product(VALIDATION_NETWORKS, sorted({1, 2, min(cores, world.size)})))
 
 
-def _link(times: dict[int, float]) -> Link:
+def _fit_link(times: dict[int, float]) -> Link:
     """Fit a line to the times of messages, by relative errors, or the latency would be lost."""
     taken = np.array(list(times.values()))
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
@@ -125,15 +130,17 @@ def _link(times: dict[int, float]) -> Link:
     return Link(max(float(latency), taken.min() / 2), 1 / max(float(per_byte), 1e-13))
 
 
-def _pair(world: Transport, size: int) -> Callable[[], None]:
+def _pair_exchange(world: Transport, size: int) -> Callable[[], None]:
     """Return an exchange of messages of `size` bytes between ranks 0 and 1."""
     array = np.zeros((2, size), np.uint8)
     peer = {0: [1], 1: [0]}.get(world.rank, [])
     source, target = (slice(0, 1), slice(0, size)), (slice(1, 2), slice(0, size))
-    return world.exchange([Message(p, array, source) for p in peer], [Message(p, array, target) for p in peer]).run
+    return world.create_exchange(
+        [Message(p, array, source) for p in peer], [Message(p, array, target) for p in peer]
+    ).run
 
 
-def _meeting(work: Callable[[], Any], count: int, group: Transport) -> Callable[[], None]:
+def _work_and_synchronise(work: Callable[[], Any], count: int, group: Transport) -> Callable[[], None]:
     """Return a function that does some work, then an allreduce that synchronises the group."""
     number = np.zeros(1)
 
@@ -145,20 +152,20 @@ def _meeting(work: Callable[[], Any], count: int, group: Transport) -> Callable[
     return call
 
 
-class _Turns:
+class _Timings:
     """Timings in seconds per call, by name."""
 
     def __init__(self, world: Transport) -> None:
         self.world = world
-        self.all: defaultdict[Hashable, list[float]] = defaultdict(list)
+        self.seconds_by_name: defaultdict[Hashable, list[float]] = defaultdict(list)
 
-    def take(self, name: Hashable, call: Callable[[], Any], count: int, ranks: int) -> float:
+    def time_calls(self, name: Hashable, call: Callable[[], Any], count: int, ranks: int) -> float:
         """Time calls on `ranks` ranks while the others sleep; the slowest rank counts."""
-        rest(self.world)
+        sleeping_barrier(self.world)
         begin = time.perf_counter()
         for _ in range(count if self.world.rank < ranks else 0):
             call()
         taken = time.perf_counter() - begin
-        rest(self.world)
-        self.all[name].append(max(self.world.allgather(taken)) / count)
-        return self.all[name][-1]
+        sleeping_barrier(self.world)
+        self.seconds_by_name[name].append(max(self.world.allgather(taken)) / count)
+        return self.seconds_by_name[name][-1]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...io.files import can_draw, write_figure
+from ...io.files import has_matplotlib, write_figure
 
 
-def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+def draw_predictions(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Draw seconds over ranks; return the file, or nothing without matplotlib."""
-    if not can_draw():
+    if not has_matplotlib():
         return []
     from matplotlib.figure import Figure
 

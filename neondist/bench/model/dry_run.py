@@ -12,7 +12,7 @@ from ...comm import CompletedRequest, Exchange, Message, ProcessGrid, ReduceOp, 
 
 
 @dataclass
-class Notes:
+class MessageLog:
     """Record of messages that were counted instead of sent.
 
     Attributes
@@ -28,25 +28,25 @@ class Notes:
 class DryRunTransport(Transport):
     """Rank `rank` of `size`, without the others: nothing is sent, zeros are received."""
 
-    def __init__(self, rank: int, size: int, notes: Notes) -> None:
-        self.rank, self.size, self.notes = rank, size, notes
+    def __init__(self, rank: int, size: int, message_log: MessageLog) -> None:
+        self.rank, self.size, self.message_log = rank, size, message_log
 
     def split(self, color: int, key: int) -> Transport:
         """Return a group of the same size; `dry_run_grid` sets the right ones."""
-        return DryRunTransport(key, self.size, self.notes)
+        return DryRunTransport(key, self.size, self.message_log)
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
         """Return this rank among those of its colour."""
         group = [rank for rank in range(self.size) if color(rank) == color(self.rank)]
-        return DryRunTransport(group.index(self.rank), len(group), self.notes)
+        return DryRunTransport(group.index(self.rank), len(group), self.message_log)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange that only records its messages."""
         return _RecordedExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Record it; the array stays this rank's share."""
-        self.notes.sums.append((self.size, array.nbytes))
+        self.message_log.sums.append((self.size, array.nbytes))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Record it."""
@@ -60,7 +60,7 @@ class DryRunTransport(Transport):
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Record it; return zeros from every rank."""
         others = [array.nbytes for peer, array in enumerate(sends) if peer != self.rank and array.size]
-        self.notes.exchanges.append((len(others), sum(others)))
+        self.message_log.exchanges.append((len(others), sum(others)))
         return [np.zeros(shape, sends[0].dtype) for shape in receive_shapes]
 
     def allgather(self, value: Any) -> list[Any]:
@@ -80,16 +80,16 @@ class _RecordedExchange(Exchange):
     transport: DryRunTransport
 
     def _start(self) -> None:
-        self.transport.notes.exchanges.append((len(self.sends), self.bytes_sent))
+        self.transport.message_log.exchanges.append((len(self.sends), self.bytes_sent))
 
     def _finish(self) -> None:
         for message in self.receives:
             message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
 
 
-def dry_run_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:
+def dry_run_grid(rank: int, factors: dict[str, int], size: int, message_log: MessageLog) -> ProcessGrid:
     """Return the grid of `size` ranks as rank `rank` sees it."""
-    grid = ProcessGrid(DryRunTransport(rank, size, notes), **factors)
-    grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, notes)
-    grid.replica_comm = DryRunTransport(grid.replica, grid.replicas, notes)
+    grid = ProcessGrid(DryRunTransport(rank, size, message_log), **factors)
+    grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, message_log)
+    grid.replica_comm = DryRunTransport(grid.replica, grid.replicas, message_log)
     return grid

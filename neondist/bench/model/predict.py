@@ -12,16 +12,16 @@ from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
 from ...geometry.partition import factorisations
 from ...models import Model
-from ...plan.choices import choose, figures_on, put_schemes
+from ...plan.choices import choose_schemes, figures_for, set_schemes
 from ...system.machine import Machine
-from .rank_profile import LONG, QUICK, RankProfile, profile_rank
+from .rank_profile import COMPARISON_SECONDS, PREDICTION_SECONDS, RankProfile, profile_rank
 
 Row = dict[str, Any]
-Measure = Callable[[Any, GridShape, float], RankProfile]
+ProfileFunction = Callable[[Any, GridShape, float], RankProfile]
 
 
 def predict(
-    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, profile: Measure = profile_rank
+    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, profile: ProfileFunction = profile_rank
 ) -> list[Row]:
     """Return, for each rank count, the prediction for its best grid.
 
@@ -32,22 +32,27 @@ def predict(
     """
     rows = []
     for count in ranks:
-        shape = _best(grids(count, experiment()), experiment, machine, profile)
-        rank = profile(experiment(), shape, LONG)
-        row = row_of(shape, machine, rank)
-        rows.append(row | _schemes(experiment, machine, shape, rank, row, profile))
+        shape = _fastest_grid(candidate_grids(count, experiment()), experiment, machine, profile)
+        rank = profile(experiment(), shape, PREDICTION_SECONDS)
+        row = predict_step(shape, machine, rank)
+        rows.append(row | _predict_with_schemes(experiment, machine, shape, rank, row, profile))
     return rows
 
 
-def _best(shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, profile: Measure) -> GridShape:
+def _fastest_grid(
+    shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, profile: ProfileFunction
+) -> GridShape:
     """Return the grid of the fastest step."""
     if len(shapes) == 1:
         return shapes[0]
-    times = [row_of(shape, machine, profile(experiment(), shape, QUICK))["seconds_per_step"] for shape in shapes]
+    times = [
+        predict_step(shape, machine, profile(experiment(), shape, COMPARISON_SECONDS))["seconds_per_step"]
+        for shape in shapes
+    ]
     return shapes[times.index(min(times))]
 
 
-def grids(count: int, experiment: Any) -> list[GridShape]:
+def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     """Return the grids to try.
 
     The grid of the file; or the most square grid, cuts along one axis, and replicas of square grids.
@@ -67,18 +72,23 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
     return list(dict.fromkeys(shapes))
 
 
-def _schemes(
-    experiment: Callable[[], Any], machine: Machine, shape: GridShape, rank: RankProfile, row: Row, profile: Measure
+def _predict_with_schemes(
+    experiment: Callable[[], Any],
+    machine: Machine,
+    shape: GridShape,
+    rank: RankProfile,
+    row: Row,
+    profile: ProfileFunction,
 ) -> Row:
     """Return the best exact schemes of the layers, if any, and the prediction of the step with them."""
     trial = experiment()
     if not isinstance(trial.model, Model):  # the scheme of a module's windows comes from its file
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
-    seconds = {name: machine.compute(cost, shape.size) for name, cost in rank.cell_seconds.items()}
-    figures = figures_on(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
-    choices = choose(trial.model.chain, trial.dataset.sample_shape, shape, figures)
-    changed = put_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
-    best = row_of(shape, machine, profile(trial, shape, LONG)) if changed else row
+    seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.cell_seconds.items()}
+    figures = figures_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
+    choices = choose_schemes(trial.model.chain, trial.dataset.sample_shape, shape, figures)
+    changed = set_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
+    best = predict_step(shape, machine, profile(trial, shape, PREDICTION_SECONDS)) if changed else row
     return {
         "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
         "seconds_with_schemes": best["seconds_per_step"],
@@ -86,17 +96,18 @@ def _schemes(
     }
 
 
-def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
+def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
     """Return the prediction for one grid."""
-    link, notes = machine.link(shape.tiles), profile.notes
-    exchanges = [(messages, sent) for messages, sent in notes.exchanges if messages]
-    sums = [(ranks, count) for ranks, count in notes.sums if ranks > 1]
-    exchange = sum(link.seconds(messages, sent) for messages, sent in exchanges)
-    summing = sum(machine.allreduce(ranks, count) for ranks, count in sums)
-    compute = machine.compute(profile.seconds, shape.size, profile.moved)
-    waiting = machine.waiting(shape.size, len(exchanges) + len(sums)) + machine.lateness(shape.size, compute)
+    link, log = machine.slowest_link(shape.tiles), profile.message_log
+    exchanges = [(messages, sent) for messages, sent in log.exchanges if messages]
+    sums = [(ranks, count) for ranks, count in log.sums if ranks > 1]
+    exchange = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
+    summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
+    compute = machine.compute_seconds(profile.seconds, shape.size, profile.moved_bytes)
+    waiting = machine.waiting_seconds(shape.size, len(exchanges) + len(sums))
+    waiting += machine.expected_delay(shape.size, compute)
     latency = sum(messages for messages, _ in exchanges) * link.latency
-    latency += sum(machine.allreduce(ranks, 0) for ranks, _ in sums)
+    latency += sum(machine.allreduce_seconds(ranks, 0) for ranks, _ in sums)
     total = compute + exchange + summing + waiting
     return {
         "ranks": shape.size,
@@ -111,14 +122,14 @@ def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
         "messages": sum(messages for messages, _ in exchanges),
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
-        "bytes_held": profile.held,
+        "bytes_held": profile.held_bytes,
         "recomputed": profile.recomputed,
         "alone_seconds": profile.seconds,
         "noise": profile.noise,
     }
 
 
-def calibrated(machine: Machine, rows: Sequence[Row], measured: Mapping[int, float]) -> Machine:
+def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, float]) -> Machine:
     """Return the machine, fitted to measured steps.
 
     The fit changes `compute_factor` and, if the rank counts use different numbers of nodes, `jitter`. The costs of
@@ -139,47 +150,48 @@ def calibrated(machine: Machine, rows: Sequence[Row], measured: Mapping[int, flo
     for row in fitted_rows:
         compute, ranks = row["compute_seconds"], row["ranks"]
         taken = measured[ranks] - row["exchange_seconds"] - row["sum_seconds"]
-        taken -= row["waiting_seconds"] - machine.lateness(ranks, compute)
+        taken -= row["waiting_seconds"] - machine.expected_delay(ranks, compute)
         if taken <= 0:
             raise ConfigError(
                 f"--measured {ranks}={measured[ranks]:g}: the messages of that step alone take"
                 f" {measured[ranks] - taken:.3g} s on this machine; its latency or bandwidth is wrong"
             )
         weight = 1 / measured[ranks]  # minimises relative errors
-        matrix.append([compute * weight, compute * machine.expected_lateness(ranks) * weight])
+        matrix.append([compute * weight, compute * machine.relative_delay(ranks) * weight])
         remaining.append(taken * weight)
     solution, *_ = np.linalg.lstsq(np.array(matrix), np.array(remaining), rcond=None)
     factor, jitter = map(float, solution)
-    if jitter < 0 or len({machine.nodes_of(row["ranks"]) for row in fitted_rows}) == 1:
+    if jitter < 0 or len({machine.count_nodes(row["ranks"]) for row in fitted_rows}) == 1:
         (factor,), jitter = np.linalg.lstsq(np.array(matrix)[:, :1], np.array(remaining), rcond=None)[0], 0.0
     return replace(machine, compute_factor=machine.compute_factor * float(factor), jitter=jitter / float(factor))
 
 
 def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
-    """Return a row of `predict` for another machine, which differs from the previous one by `calibrated`."""
+    """Return a row of `predict` for another machine, which differs from the previous one by `fit_machine`."""
     ranks, compute_before = row["ranks"], row["compute_seconds"]
     compute = compute_before * machine.compute_factor / previous.compute_factor
-    waiting = row["waiting_seconds"] - previous.lateness(ranks, compute_before) + machine.lateness(ranks, compute)
+    waiting = row["waiting_seconds"] - previous.expected_delay(ranks, compute_before)
+    waiting += machine.expected_delay(ranks, compute)
     total = row["seconds_per_step"] - compute_before - row["waiting_seconds"] + compute + waiting
     updates = {"compute_seconds": compute, "waiting_seconds": waiting, "seconds_per_step": total}
     updates["seconds_with_schemes"] = row.get("seconds_with_schemes", 0.0) + total - row["seconds_per_step"]
     return row | updates | {"mpi_share": (total - compute) / total}
 
 
-def drift(row: Row, experiment: Any, profile: Measure = profile_rank) -> float:
+def relative_drift(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
     """Return the relative change of the time of one rank since the row was predicted."""
     shape = GridShape(**row["grid"])
-    times = row["alone_seconds"], profile(experiment, shape, QUICK).seconds
+    times = row["alone_seconds"], profile(experiment, shape, COMPARISON_SECONDS).seconds
     return max(times) / min(times) - 1
 
 
-def turning_point(rows: Sequence[Row]) -> int:
+def fastest_rank_count(rows: Sequence[Row]) -> int:
     """Return the rank count with the fastest step."""
     best: int = min(rows, key=lambda row: row["seconds_per_step"])["ranks"]
     return best
 
 
-def latency_wins(rows: Sequence[Row]) -> int | None:
+def latency_bound_from(rows: Sequence[Row]) -> int | None:
     """Return the smallest rank count from which message latency exceeds compute time, or None."""
     ranks = None
     for row in reversed(rows):
@@ -189,7 +201,7 @@ def latency_wins(rows: Sequence[Row]) -> int | None:
     return ranks
 
 
-def error(predicted: Sequence[Row], measured: dict[int, float]) -> float:
+def mean_relative_error(predicted: Sequence[Row], measured: dict[int, float]) -> float:
     """Return the mean relative error of the predictions."""
     pairs = [(row["seconds_per_step"], measured[row["ranks"]]) for row in predicted if row["ranks"] in measured]
     return float(np.mean([abs(a - b) / b for a, b in pairs]))

@@ -13,11 +13,11 @@ from ...geometry import GridShape
 from ...models import TrainableModel
 from ...plan import Plan
 from ...runtime.observers.clock import Clock
-from ..roofline import products
-from .dry_run import Notes, dry_run_grid
+from ..roofline import count_products
+from .dry_run import MessageLog, dry_run_grid
 
-TURNS = 5
-QUICK, LONG = 0.1, 0.5
+MAX_TURNS = 5
+COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
 """minimum seconds of computing to time: to compare grids, and to predict"""
 
 
@@ -29,70 +29,70 @@ class RankProfile:
     ----------
     seconds : compute time, the median of some turns
     noise : relative excess of the median turn over the fastest
-    notes : messages that it would send
-    held : bytes of memory
-    moved : least bytes read and written by computing
+    message_log : messages that it would send
+    held_bytes : bytes of memory
+    moved_bytes : least bytes read and written by computing
     recomputed : products that strips of segments compute twice, relative to those of all layers once
     cell_seconds : by layer: seconds for one output cell of one sample
     """
 
     seconds: float
-    notes: Notes = field(default_factory=Notes)
-    held: int = 0
-    moved: float = 0.0
+    message_log: MessageLog = field(default_factory=MessageLog)
+    held_bytes: int = 0
+    moved_bytes: float = 0.0
     cell_seconds: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     recomputed: float = 0.0
 
 
-def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> RankProfile:
+def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICTION_SECONDS) -> RankProfile:
     """Measure a training step of the rank with most cells, at the shapes of its own tile and views.
 
     Parameters
     ----------
-    least : float
+    min_seconds : float
         Seconds to compute, in a few turns, whose median is used.
     """
     model: TrainableModel = experiment.model
-    step, notes, samples = _prepared(experiment, shape)
+    step, message_log, samples = _prepare_step(experiment, shape)
     step()
-    turns = [_timed(step, least / TURNS), _timed(step, least / TURNS)]
-    while len(turns) < TURNS and sum(turns) < 4 * least:  # long steps need no more turns
-        turns.append(_timed(step, least / TURNS))
-    clock, count = Clock(), max(1, round(least / TURNS / min(turns)))
+    turns = [_time_step(step, min_seconds / MAX_TURNS), _time_step(step, min_seconds / MAX_TURNS)]
+    while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # long steps need no more turns
+        turns.append(_time_step(step, min_seconds / MAX_TURNS))
+    clock, count = Clock(), max(1, round(min_seconds / MAX_TURNS / min(turns)))
     with model.grid.observers.watched_by(clock):
         for _ in range(count):
             step()
     spent = {}
     plan = model.compiled
-    for name, plans in plan.units.items() if isinstance(plan, Plan) else ():
+    for name, plans in plan.layer_groups.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
-        works = [products(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
+        works = [count_products(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
         share = taken / max(1, sum(work * entry.layer.tile.size for work, entry in zip(works, plans, strict=True)))
         alone = len(plans) == 1
         for work, entry in zip(works, plans, strict=True):  # a layer of a segment takes its share by products
             if cells := entry.layer.tile.size:
                 spent[entry.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
-    held, moved = (figure(model.grid.rank) for figure in (plan.memory, plan.moved))
-    repeated = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
-    return RankProfile(median(turns), notes, held, moved, spent, noise, repeated)
+    held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
+    repeated = recomputed_share(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
+    return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, noise, repeated)
 
 
-def recomputed(plan: Plan, tile: int) -> float:
+def recomputed_share(plan: Plan, tile: int) -> float:
     """Return the products of rows computed by two strips of a segment, relative to those of all layers once."""
-    whole = sum(products(entry) * entry.layer.tile.size / max(1, prod(entry.output_shape[:-1])) for entry in plan)
+    whole = sum(count_products(entry) * entry.layer.tile.size / max(1, prod(entry.output_shape[:-1])) for entry in plan)
     done = once = 0.0
     for segment in plan.segments:
         strips = list(segment.strips(tile))
         for entry in segment.plans:
-            work = products(entry) / max(1, prod(entry.output_shape[:-1]))
+            work = count_products(entry) / max(1, prod(entry.output_shape[:-1]))
             done += work * sum(section.placed[id(entry.layer)].tile(at).size for at, section in strips)
             once += work * entry.layer.tile.size
     return (done - once) / whole if whole else 0.0
 
 
-def fullest(shape: GridShape, extent: Sequence[int]) -> int:
+def fullest_tile(shape: GridShape, extent: Sequence[int]) -> int:
     """Return the tile with the most cells; of several, the most central, which has the most neighbours."""
     boxes = shape.partition(extent).boxes()
     middle = [n / 2 for n in extent]
@@ -104,32 +104,32 @@ def fullest(shape: GridShape, extent: Sequence[int]) -> int:
     return max(range(len(boxes)), key=order)
 
 
-def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], Notes, int]:
+def _prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
     """Return a training step of the fullest rank, its record of messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
-    notes = Notes()
+    message_log = MessageLog()
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
-    grid = dry_run_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
-    model.build(sample_shape, whole, grid, model.within(model.plan(sample_shape, shape, whole)))
-    model.place(experiment.dataset.fields)
+    grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), factors, shape.size, message_log)
+    model.build(sample_shape, whole, grid, model.fit_to_memory(model.plan(sample_shape, shape, whole)))
+    model.place_cost(experiment.dataset.fields)
     x, targets = model.trial_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are incomplete
 
     def step() -> None:
-        notes.exchanges.clear()
-        notes.sums.clear()
+        message_log.exchanges.clear()
+        message_log.sums.clear()
         model.train_batch(x, targets, batch_size=whole)
 
     step()
-    return step, notes, len(x)
+    return step, message_log, len(x)
 
 
-def _timed(step: Callable[[], None], least: float) -> float:
-    """Return the mean seconds of a step, over at least `least` seconds."""
+def _time_step(step: Callable[[], None], min_seconds: float) -> float:
+    """Return the mean seconds of a step, over at least `min_seconds`."""
     count, begin = 0, time.perf_counter()
     while True:
         step()
         count += 1
         taken = time.perf_counter() - begin
-        if taken > least:
+        if taken > min_seconds:
             return taken / count

@@ -9,50 +9,54 @@ from pathlib import Path
 from typing import Any
 
 from ...io.files import write_text
-from ..tables import bytes_text, markdown, seconds_text
-from .drawing import draw
-from .predict import error, latency_wins, turning_point
+from ..tables import bytes_text, markdown_table, seconds_text
+from .drawing import draw_predictions
+from .predict import fastest_rank_count, latency_bound_from, mean_relative_error
 
-HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
-BEST_HEADS = ["ranks", "step", "best schemes", "step with them"]
+PREDICTION_HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
+SCHEMES_HEADS = ["ranks", "step", "best schemes", "step with them"]
 NOISE_LIMIT = 0.25
-TIMES = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
+TIME_FIELDS = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
 
 
 def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of `predict`, with bytes per rank, and measured steps if there are any."""
     measured = any(row.get("measured_seconds") for row in rows)
     twice = any(row["recomputed"] for row in rows)
-    heads = [*HEADS, *(["recomputed"] if twice else []), *(["measured", "off by"] if measured else [])]
+    heads = [*PREDICTION_HEADS, *(["recomputed"] if twice else []), *(["measured", "off by"] if measured else [])]
     cells = [
-        [*_cells(row), *([f"{row['recomputed']:.1%}"] if twice else []), *(_measured(row) if measured else [])]
+        [
+            *_row_cells(row),
+            *([f"{row['recomputed']:.1%}"] if twice else []),
+            *(_describe_measured(row) if measured else []),
+        ]
         for row in rows
     ]
-    return markdown(heads, cells)
+    return markdown_table(heads, cells)
 
 
 def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the best exact schemes of the layers for every rank count, and the time that they save."""
     shown = [row for row in rows if row["schemes"]]
-    return markdown(
-        BEST_HEADS,
+    return markdown_table(
+        SCHEMES_HEADS,
         [
             [
                 str(row["ranks"]),
                 seconds_text(row["seconds_per_step"]),
                 ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
-                seconds_text(row["seconds_with_schemes"]) + _slower_note(row),
+                seconds_text(row["seconds_with_schemes"]) + _describe_slower_grid(row),
             ]
             for row in shown
         ],
     )
 
 
-def conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
+def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on large rank counts and on the prediction error."""
-    ranks = latency_wins(rows)
+    ranks = latency_bound_from(rows)
     sentences = [
-        f"no faster with more than {turning_point(rows)} ranks",
+        f"no faster with more than {fastest_rank_count(rows)} ranks",
         "message latency is below compute time on all of these"
         if ranks is None
         else f"message latency exceeds compute time from {ranks} ranks on",
@@ -60,7 +64,9 @@ def conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     measured = {row["ranks"]: row["measured_seconds"] for row in rows if row.get("measured_seconds")}
     if measured:
         rank_list = ", ".join(map(str, measured))
-        sentences.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {rank_list} ranks)")
+        sentences.append(
+            f"mean error of the prediction: {mean_relative_error(rows, measured):.1%} (measured on {rank_list} ranks)"
+        )
     else:
         sentences.append("the prediction error is unknown: nothing was measured on the calibrated machine")
     noise = max(row["noise"] for row in rows)
@@ -73,32 +79,32 @@ def noise_warnings(noise: float) -> list[str]:
     return [warning] if noise > NOISE_LIMIT else []
 
 
-def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+def write_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write model.jsonl, model.md and, if matplotlib is there, model.png; return the files."""
     lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []
-    parts = [title, prediction_table(rows), *schemes, *conclusions(rows)]
+    parts = [title, prediction_table(rows), *schemes, *describe_conclusions(rows)]
     write_text(page, "\n\n".join(parts) + "\n")
-    return [lines, page, *draw(picture, rows, title)]
+    return [lines, page, *draw_predictions(picture, rows, title)]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _row_cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["ranks"]),
         "{replicas} × {rows} × {cols}".format(**row["grid"]),
-        *(seconds_text(row[name]) for name in TIMES),
+        *(seconds_text(row[name]) for name in TIME_FIELDS),
         f"{row['mpi_share']:.0%}",
         *(bytes_text(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
     ]
 
 
-def _slower_note(row: dict[str, Any]) -> str:
+def _describe_slower_grid(row: dict[str, Any]) -> str:
     """Return a note if the schemes make the step slower."""
     return " (slower: keep the scheme)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 
 
-def _measured(row: dict[str, Any]) -> list[str]:
+def _describe_measured(row: dict[str, Any]) -> list[str]:
     taken = row.get("measured_seconds")
     return [seconds_text(taken), f"{row['seconds_per_step'] / taken - 1:+.0%}"] if taken else ["-", "-"]
 

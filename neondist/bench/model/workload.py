@@ -12,33 +12,33 @@ from ...costs import CrossEntropy
 from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, ReLU
 from ...models import Convnet
 
-SIDE = 256
+MATRIX_SIZE = 256
 """extent of the matrices, which fit in a core's own cache"""
-COPIED = 1 << 26
+COPIED_BYTES = 1 << 26
 """bytes: more than the caches hold"""
 
 
-class Work(NamedTuple):
+class BenchmarkWork(NamedTuple):
     """A function to time, and its number of operations or bytes (read and written)."""
 
     call: Callable[[], Any]
     amount: float
 
 
-def multiplying() -> Work:
+def matrix_product_work() -> BenchmarkWork:
     """Return a matrix product, limited by the core."""
-    a, b = np.ones((2, SIDE, SIDE), np.float32)
+    a, b = np.ones((2, MATRIX_SIZE, MATRIX_SIZE), np.float32)
     out = np.empty_like(a)
-    return Work(lambda: np.matmul(a, b, out=out), 2 * SIDE**3)
+    return BenchmarkWork(lambda: np.matmul(a, b, out=out), 2 * MATRIX_SIZE**3)
 
 
-def copying() -> Work:
+def memory_copy_work() -> BenchmarkWork:
     """Return a copy, limited by memory bandwidth."""
-    source, target = np.ones((2, COPIED // 8))
-    return Work(lambda: np.copyto(target, source), 2 * COPIED)
+    source, target = np.ones((2, COPIED_BYTES // 8))
+    return BenchmarkWork(lambda: np.copyto(target, source), 2 * COPIED_BYTES)
 
 
-class Convolving:
+class ConvolutionWork:
     """Training steps of a small network."""
 
     SHAPE = (128, 128, 8)

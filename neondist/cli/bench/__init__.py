@@ -14,11 +14,11 @@ from typing import Any
 from ...comm import Transport
 from ...errors import ConfigError
 from ...io.files import write_text
-from ...launcher.ranks import on_ranks
+from ...launcher.ranks import run_on_ranks
 from ...system import threads
-from ...system.job import detect
+from ...system.job import detect_job
 from .. import options
-from ..experiment import validated
+from ..experiment import load_and_validate
 from . import modules, scaling, schemes, suite
 
 
@@ -27,26 +27,28 @@ def add(commands: Any) -> None:
     group = commands.add_parser(
         "bench", help="benchmark steps, halo exchanges, scaling and schemes; predict step times"
     )
-    group.set_defaults(of_layers=("bench", "use bench step, scaling or model"))
+    group.set_defaults(layers_only_feature=("bench", "use bench step, scaling or model"))
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
     cmd = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
-    options.experiment(cmd)
+    options.add_experiment_options(cmd)
     cmd.add_argument("--against", choices=["torch"], help="also time the same network in this library, alternating")
-    cmd.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
+    cmd.add_argument("--steps", type=options.positive_int, default=10, metavar="K", help="steps to time (default 10)")
     cmd.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )
-    cmd.add_argument("--trace", metavar="FILE", type=options.file, help="write a timeline of all ranks, for Perfetto")
+    cmd.add_argument(
+        "--trace", metavar="FILE", type=options.parse_file, help="write a timeline of all ranks, for Perfetto"
+    )
     cmd.add_argument(
         "--reading", action="store_true", help="also time steps that include reading their batches, as in training"
     )
-    cmd.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
+    cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
     cmd.set_defaults(command=step)
 
     cmd = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
-    options.ranks(cmd)
-    cmd.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
+    options.add_rank_options(cmd)
+    cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
     cmd.set_defaults(command=halo)
 
     suite.add(benches)
@@ -63,21 +65,21 @@ def step(arguments: argparse.Namespace) -> int:
         from ...bench.tables import step_table
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
-        cores = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
+        cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
         results = bench_step(experiment, experiment.open_grid(world), *settings)
-        _print(world, results, step_table, arguments.json)
+        _print_and_write(world, results, step_table, arguments.json)
         return int(not results.get("against", {}).get("agree", True))
 
-    return on_ranks(arguments, partial(_prepare, arguments), work)
+    return run_on_ranks(arguments, partial(_load_and_validate, arguments), work)
 
 
-def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+def _load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
     option = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
-    arguments.of_layers = option, "leave it out"
-    return validated(arguments, world, ranks)
+    arguments.layers_only_feature = option, "leave it out"
+    return load_and_validate(arguments, world, ranks)
 
 
 def halo(arguments: argparse.Namespace) -> int:
@@ -91,13 +93,15 @@ def halo(arguments: argparse.Namespace) -> int:
         from ...bench.halo import bench_halo
         from ...bench.tables import halo_table
 
-        _print(world, bench_halo(world), halo_table, arguments.json)
+        _print_and_write(world, bench_halo(world), halo_table, arguments.json)
         return 0
 
-    return on_ranks(arguments, check, work)
+    return run_on_ranks(arguments, check, work)
 
 
-def _print(world: Transport, result: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None) -> None:
+def _print_and_write(
+    world: Transport, result: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None
+) -> None:
     """Print the table on rank 0; write the JSON file if requested."""
     if world.rank:
         return

@@ -16,15 +16,15 @@ from typing import Any
 from ...comm import Transport
 from ...errors import ConfigError, LaunchError, UserError
 from ...io.files import write_text
-from ...launcher.ranks import on_ranks
+from ...launcher.ranks import run_on_ranks
 from ...system import threads
 from .. import options
 from ..experiment import load_factory
 from . import suite
-from .scaling import json_of
+from .scaling import run_bench_for_json
 
-AGAINST = ("eager", "compile")
-NAMES = (
+BASELINES = ("eager", "compile")
+MODEL_NAMES_HELP = (
     "efficientnet_b0, convnext_tiny, fcn_resnet50, unetplusplus, segresnet, r3d_18, vit_b_16, vit_small, swin_t,"
     " gcvit_xxtiny, fno, tfno"
 )
@@ -35,29 +35,31 @@ def add(benches: Any) -> None:
     about = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
     cmd = benches.add_parser("torch", help=about, allow_abbrev=False)
     cmd.add_argument(
-        "--models", type=_read_names, metavar="A,FILE.py:NAME,MODULE:NAME",
-        help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {NAMES} (default:"
-             " all of these that are installed)",
+        "--models", type=_parse_model_names, metavar="A,FILE.py:NAME,MODULE:NAME",
+        help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {MODEL_NAMES_HELP}"
+             " (default: all of these that are installed)",
     )  # fmt: skip
     cmd.add_argument(
-        "--against", type=_read_sides, default=list(AGAINST), metavar="eager,compile",
+        "--against", type=_parse_sides, default=list(BASELINES), metavar="eager,compile",
         help="PyTorch in one process on all cores, or none (default: both)",
     )  # fmt: skip
     cmd.add_argument(
-        "-n", "--ranks", dest="ranks", type=options.positive, metavar="RANKS",
+        "-n", "--ranks", dest="ranks", type=options.positive_int, metavar="RANKS",
         help="ranks that share this machine's cores (default: one per core)",
     )  # fmt: skip
     cmd.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
     cmd.add_argument(
-        "--input", type=options.counts, metavar="N,C,H,W",
+        "--input", type=options.positive_ints, metavar="N,C,H,W",
         help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
     cmd.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
-    options.rounds(cmd, "both sides are", steps=3)
+    options.add_round_options(cmd, "both sides are", steps=3)
     for kind in "json", "markdown":
-        cmd.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
+        cmd.add_argument(
+            f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
+        )
     cmd.add_argument(
-        "--side", choices=["ranks", *AGAINST], help="time one side of one model for one round, and write it to --json"
+        "--side", choices=["ranks", *BASELINES], help="time one side of one model for one round, and write it to --json"
     )
     cmd.add_argument("--profile", action="store_true", help="with --side: also profile the step")
     cmd.set_defaults(command=modules)
@@ -67,39 +69,39 @@ def modules(arguments: argparse.Namespace) -> int:
     """Measure every model; 2 if one of them cannot be distributed."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench torch: PyTorch is not installed; pip install 'neondist[torch]'")
-    return _compare(arguments) if arguments.side is None else _turn(arguments)
+    return _bench_models(arguments) if arguments.side is None else _measure_side(arguments)
 
 
-def _compare(arguments: argparse.Namespace) -> int:
+def _bench_models(arguments: argparse.Namespace) -> int:
     from ...bench.module_report import module_markdown, module_table
     from ...bench.public_models import MODELS
-    from ...bench.suite import bench_suite, means
+    from ...bench.suite import bench_suite, geometric_means
     from ...terminal.rich_console import Console
-    from ...train.inference.progress import Progress
+    from ...train.inference.progress import ProgressLine
 
-    cores = threads.cores()
+    cores = threads.count_cores()
     ranks = arguments.ranks = cores if arguments.ranks is None else arguments.ranks
-    suite.check(arguments, "torch", ranks, cores, [arguments.json, arguments.markdown])
+    suite.check_timing_conditions(arguments, "torch", ranks, cores, [arguments.json, arguments.markdown])
     notes: list[str] = []
-    sides = ["ranks", *suite.theirs(list(arguments.against), notes)]
-    names = arguments.models or _installed(list(MODELS), notes)
+    sides = ["ranks", *suite.measurable_torch_variants(list(arguments.against), notes)]
+    names = arguments.models or _installed_models(list(MODELS), notes)
     results: dict[str, Any] = {
         "bench": "torch", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores,
-        "rounds": arguments.rounds, "sides": sides, "compile": arguments.compile, "environment": suite.environment(),
-        "networks": [], "notes": notes, "means": {},
+        "rounds": arguments.rounds, "sides": sides, "compile": arguments.compile,
+        "environment": suite.describe_environment(), "networks": [], "notes": notes, "means": {},
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder,
-        Progress(len(names) * len(sides) * arguments.rounds, sys.stderr, "turn") as progress,
+        ProgressLine(len(names) * len(sides) * arguments.rounds, sys.stderr, "turn") as progress,
     ):
         for name in names:
             if name not in MODELS:
                 progress.begin(f"importing {name}")
-                factory_of(name)
-        measure = _Measure(arguments, cores, Path(folder), progress)
+                get_factory_and_shape(name)
+        measure = _SideMeasurement(arguments, cores, Path(folder), progress)
         for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin):
             results["networks"].append(row)
-            results["means"] = means(results["networks"], {**_families(names), "all": names})
+            results["means"] = geometric_means(results["networks"], {**_models_by_family(names), "all": names})
             if arguments.json:  # after each model: an interrupted run keeps its results
                 write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
     failed = [row["why"]["ranks"] for row in results["networks"] if "ranks" in row["why"]]
@@ -114,7 +116,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def _turn(arguments: argparse.Namespace) -> int:
+def _measure_side(arguments: argparse.Namespace) -> int:
     """Measure one side of one model, in this process, or on ranks."""
     if arguments.models is None or len(arguments.models) != 1:
         raise ConfigError("--side measures one model; name it with --models")
@@ -125,7 +127,7 @@ def _turn(arguments: argparse.Namespace) -> int:
     (name,) = arguments.models
 
     def prepare(world: Transport, ranks: int) -> Any:
-        return factory_of(name) if world.size == ranks else None  # not before mpirun has started the ranks
+        return get_factory_and_shape(name) if world.size == ranks else None  # not before mpirun has started the ranks
 
     def work(world: Transport, model: tuple[Callable[[], Any], Any]) -> int:
         from ...bench.module_step import measure_module
@@ -137,10 +139,10 @@ def _turn(arguments: argparse.Namespace) -> int:
             write_text(arguments.json, json.dumps(result) + "\n")
         return 0
 
-    return on_ranks(arguments, prepare, work)
+    return run_on_ranks(arguments, prepare, work)
 
 
-def factory_of(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
+def get_factory_and_shape(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
     """Return the factory of a model and its input shape, if known; ConfigError if there is no such model."""
     from ...bench.public_models import MODELS
 
@@ -152,7 +154,7 @@ def factory_of(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
     return partial(load_factory(model.factory, "--models "), **model.arguments), model.shape
 
 
-class _Measure:
+class _SideMeasurement:
     """Measurement of one side of one model in a new process."""
 
     def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
@@ -175,7 +177,7 @@ class _Measure:
         return result
 
     def _run_turn(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:
-        from ...bench.suite import WARM
+        from ...bench.suite import WARM_ALLOCATOR_ENV
 
         arguments = self.arguments
         words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *extra]
@@ -185,12 +187,12 @@ class _Measure:
             words += ["-n", str(arguments.ranks), *(["--force"] if arguments.force else [])]
             words += ["--compile"] if arguments.compile else []
             thread_count = max(1, self.cores // arguments.ranks)
-        env = os.environ | WARM | dict.fromkeys(threads.VARIABLES, str(thread_count))
+        env = os.environ | WARM_ALLOCATOR_ENV | dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        return json_of(["torch", *words], env, _failure)
+        return run_bench_for_json(["torch", *words], env, _measurement_error)
 
 
-def _failure(code: int, stderr: str) -> UserError:
+def _measurement_error(code: int, stderr: str) -> UserError:
     """Return the error of a measurement with a nonzero exit code."""
     if code == 2:
         return ConfigError(stderr.rpartition("error: ")[2].strip() or stderr.strip())
@@ -198,7 +200,7 @@ def _failure(code: int, stderr: str) -> UserError:
     return LaunchError(f"ended with exit code {code}; see its output above")
 
 
-def _installed(names: list[str], notes: list[str]) -> list[str]:
+def _installed_models(names: list[str], notes: list[str]) -> list[str]:
     """Return the public models whose packages are installed; missing ones are added to `notes`."""
     from ...bench.public_models import MODELS
 
@@ -212,7 +214,7 @@ def _installed(names: list[str], notes: list[str]) -> list[str]:
     return available
 
 
-def _families(names: list[str]) -> dict[str, list[str]]:
+def _models_by_family(names: list[str]) -> dict[str, list[str]]:
     from ...bench.public_models import MODELS
 
     families: dict[str, list[str]] = {}
@@ -222,7 +224,7 @@ def _families(names: list[str]) -> dict[str, list[str]]:
     return families
 
 
-def _read_names(text: str) -> list[str]:
+def _parse_model_names(text: str) -> list[str]:
     """Parse names of models."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not names:
@@ -230,10 +232,10 @@ def _read_names(text: str) -> list[str]:
     return names
 
 
-def _read_sides(text: str) -> list[str]:
+def _parse_sides(text: str) -> list[str]:
     """Parse the sides to compare with."""
     sides = [] if text == "none" else list(dict.fromkeys(text.split(",")))
     for word in sides:
-        if word not in AGAINST:
-            raise argparse.ArgumentTypeError(f"'{word}' is unknown; choose from {', '.join(AGAINST)}, or none")
+        if word not in BASELINES:
+            raise argparse.ArgumentTypeError(f"'{word}' is unknown; choose from {', '.join(BASELINES)}, or none")
     return sides

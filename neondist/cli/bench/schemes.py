@@ -11,38 +11,46 @@ import numpy as np
 
 from ...comm import SingleTransport, Transport
 from ...errors import ConfigError
-from ...launcher.ranks import on_ranks
+from ...launcher.ranks import run_on_ranks
 from ...terminal.console import emit
 from .. import options
-from ..experiment import validated
+from ..experiment import load_and_validate
 
-SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
-SEAMS = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
+DEFAULT_SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
+DEFAULT_SEAM_SCHEMES = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
 def add(benches: Any) -> None:
     """Register the commands."""
     cmd = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
-    options.experiment(cmd)
-    options.virtual(cmd, many=True)
+    options.add_experiment_options(cmd)
+    options.add_virtual_option(cmd, many=True)
     cmd.add_argument(
-        "--schemes", default=SCHEMES, metavar="A,B(x=1),...", help=f"schemes to compare (default {SCHEMES})"
+        "--schemes", default=DEFAULT_SCHEMES, metavar="A,B(x=1),...",
+        help=f"schemes to compare (default {DEFAULT_SCHEMES})",
+    )  # fmt: skip
+    cmd.add_argument(
+        "--epochs", type=options.positive_int, metavar="E", help="epochs of each run (default: the file's)"
     )
-    cmd.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
-    cmd.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
     cmd.add_argument(
-        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
+        "--seeds", type=options.positive_int, default=1, metavar="S", help="runs of each scheme (default 1)"
+    )
+    cmd.add_argument(
+        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
     )
     cmd.set_defaults(command=schemes)
 
     cmd = benches.add_parser(
         "seams", help="errors of schemes as a function of the distance to the seam", allow_abbrev=False
     )
-    options.experiment(cmd)
-    options.virtual(cmd)
-    cmd.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"schemes to compare (default {SEAMS})")
+    options.add_experiment_options(cmd)
+    options.add_virtual_option(cmd)
     cmd.add_argument(
-        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-seams)"
+        "--schemes", default=DEFAULT_SEAM_SCHEMES, metavar="A,B(x=1),...",
+        help=f"schemes to compare (default {DEFAULT_SEAM_SCHEMES})",
+    )  # fmt: skip
+    cmd.add_argument(
+        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-seams)"
     )
     cmd.set_defaults(command=seams)
 
@@ -51,54 +59,56 @@ def schemes(arguments: argparse.Namespace) -> int:
     """Train with every scheme and seed that has no result yet, and report all results."""
     counts = arguments.virtual or [None]
     for count in counts[1:]:  # validate all before the first one trains
-        _prepare(arguments, SingleTransport(), count)
+        _validate_runs(arguments, SingleTransport(), count)
     rows: list[dict[str, Any]] = []
     for count in counts:
         ranks = argparse.Namespace(**{**vars(arguments), "virtual": count})
-        code = on_ranks(ranks, partial(_prepare, ranks), partial(_measure, arguments, rows, last=count == counts[-1]))
+        code = run_on_ranks(
+            ranks,
+            partial(_validate_runs, ranks),
+            partial(_measure_and_report, arguments, rows, last=count == counts[-1]),
+        )
         if code:
             return code
     return 0
 
 
-def _measure(
-    arguments: argparse.Namespace,
-    rows: list[Any],
-    world: Transport,
-    runs: list[argparse.Namespace],
-    last: bool,
+def _measure_and_report(
+    arguments: argparse.Namespace, rows: list[Any], world: Transport, runs: list[argparse.Namespace], last: bool
 ) -> int:
-    from ...bench.schemes import bench_schemes, report
+    from ...bench.schemes import bench_schemes, write_report
 
-    folder = options.folder(arguments, "schemes")
-    measured = bench_schemes(world, folder, [(run, partial(validated, run, world, world.size)) for run in runs])
+    folder = options.output_folder(arguments, "schemes")
+    measured = bench_schemes(world, folder, [(run, partial(load_and_validate, run, world, world.size)) for run in runs])
     if world.rank == 0:
         rows += measured
-        table = report(rows, folder)
+        table = write_report(rows, folder)
         if last:
             emit("", table)
             options.print_written(sorted(folder.glob("*")))
     return 0
 
 
-def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
+def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run after validating all of them; collective."""
-    texts = _read_schemes(arguments)
+    texts = _parse_schemes(arguments)
     for text in texts:
-        validated(_command_for(arguments, text, 1), world, ranks)
-    return [_command_for(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
+        load_and_validate(_arguments_for(arguments, text, 1), world, ranks)
+    return [_arguments_for(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
 
 
 def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
-        from ...bench.seams import seam_error, table, write
+        from ...bench.seams import seam_error, seam_table, write_seam_report
 
-        folder = options.folder(arguments, "seams")
+        folder = options.output_folder(arguments, "seams")
         errors = {}
         for text, run in runs.items():
-            pair = [validated(command, world, world.size) for command in (_command_for(arguments, "halo", 1), run)]
+            pair = [
+                load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)
+            ]
             dataset, grid = pair[0].dataset, pair[0].open_grid(world)
             dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
             for experiment in pair:
@@ -108,27 +118,27 @@ def seams(arguments: argparse.Namespace) -> int:
             images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
             errors[text] = seam_error(pair[0].model, pair[1].model, images)
         if world.rank == 0:
-            files = write(folder, errors)
-            emit(table(errors))
+            files = write_seam_report(folder, errors)
+            emit(seam_table(errors))
             options.print_written(files)
         return 0
 
-    return on_ranks(arguments, partial(_prepare_seams, arguments), work)
+    return run_on_ranks(arguments, partial(_validate_seam_runs, arguments), work)
 
 
-def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
+def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
     from ...halo.fusion import fusion_of
 
-    runs = {text: _command_for(arguments, text, 1) for text in _read_schemes(arguments)}
+    runs = {text: _arguments_for(arguments, text, 1) for text in _parse_schemes(arguments)}
     for text, run in runs.items():
-        if fusion_of(validated(run, world, ranks).model.scheme) is not None:
+        if fusion_of(load_and_validate(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
                 f"--schemes {text}: its tiles overlap and its results are exact; name approximate schemes"
             )
     return runs
 
 
-def _read_schemes(arguments: argparse.Namespace) -> list[str]:
+def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
     """Return the schemes of --schemes."""
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
@@ -136,7 +146,7 @@ def _read_schemes(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _command_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
+def _arguments_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
     """Return the command for one scheme and seed."""
     overrides = [f"model.scheme={scheme}", f"seed={seed}"]
     if getattr(arguments, "epochs", None) is not None:

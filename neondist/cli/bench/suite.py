@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, LaunchError, MissingPackageError
-from ...io.files import can_draw, write_text
-from ...launcher.ranks import job_of
+from ...io.files import has_matplotlib, write_text
+from ...launcher.ranks import get_mpi_job
 from ...system import threads
 from .. import options
-from ..experiment import load, validated
-from .scaling import step_of
+from ..experiment import load, load_and_validate
+from .scaling import run_step_bench
 
-NAMES = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
+NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
 
 
 def add(benches: Any) -> None:
@@ -31,44 +31,46 @@ def add(benches: Any) -> None:
     cmd = benches.add_parser("suite", help=about, allow_abbrev=False)
     cmd.add_argument(
         "--networks", metavar="A,B,FILE.yaml", default="main,others",
-        help=f"{NAMES}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
+        help=f"{NETWORK_NAMES_HELP}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
     )  # fmt: skip
-    options.ranks(cmd, "ranks that share this machine's cores (default: one per core)")
-    options.rounds(cmd, "both sides are", steps=5)
+    options.add_rank_options(cmd, "ranks that share this machine's cores (default: one per core)")
+    options.add_round_options(cmd, "both sides are", steps=5)
     cmd.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
-        cmd.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
+        cmd.add_argument(
+            f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
+        )
     cmd.set_defaults(command=suite)
 
 
 def suite(arguments: argparse.Namespace) -> int:
     """Measure every network; 1 if a side of neondist could not be measured."""
-    from ...bench.networks import GROUPS
-    from ...bench.suite import OURS, THEIRS, bench_suite, means
-    from ...bench.suite_report import draw, suite_markdown, suite_table
+    from ...bench.networks import NETWORK_GROUPS
+    from ...bench.suite import NEONDIST_SIDES, TORCH_SIDES, bench_suite, geometric_means
+    from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
-    from ...train.inference.progress import Progress
+    from ...train.inference.progress import ProgressLine
 
-    cores = threads.cores()
+    cores = threads.count_cores()
     ranks = cores if arguments.ranks is None else arguments.ranks
-    if arguments.plot and not can_draw():
+    if arguments.plot and not has_matplotlib():
         raise MissingPackageError("--plot needs matplotlib: pip install 'neondist[plot]'")
-    check(arguments, "suite", ranks, cores, [arguments.json, arguments.markdown, arguments.plot])
+    check_timing_conditions(arguments, "suite", ranks, cores, [arguments.json, arguments.markdown, arguments.plot])
     notes: list[str] = []
-    sides = [side for side in OURS if side != "ranks" or ranks > 1]
-    sides += theirs(list(THEIRS), notes)
+    sides = [side for side in NEONDIST_SIDES if side != "ranks" or ranks > 1]
+    sides += measurable_torch_variants(list(TORCH_SIDES), notes)
     results: dict[str, Any] = {
         "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
-        "sides": sides, "environment": environment(), "networks": [], "notes": notes,
-        "compared": any(side in THEIRS for side in sides),
+        "sides": sides, "environment": describe_environment(), "networks": [], "notes": notes,
+        "compared": any(side in TORCH_SIDES for side in sides),
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
-        Progress(None, sys.stderr, "turn", first=0) as progress,
+        ProgressLine(None, sys.stderr, "turn", first=0) as progress,
     ):
         progress.begin("checking the networks")
-        files = _network_files(arguments, Path(folder), sorted({1, ranks}))
-        measure = _Measure(arguments, files, ranks, cores, Path(folder))
+        files = _validated_network_files(arguments, Path(folder), sorted({1, ranks}))
+        measure = _SideMeasurement(arguments, files, ranks, cores, Path(folder))
         progress.expect(len(files) * len(sides) * arguments.rounds)
 
         def timed(network: str, side: str, first: bool) -> dict[str, Any]:
@@ -82,23 +84,25 @@ def suite(arguments: argparse.Namespace) -> int:
 
         for row in bench_suite(list(files), _interleave(sides), timed, arguments.rounds, progress.begin):
             results["networks"].append(row)
-            results["means"] = means(results["networks"], {**GROUPS, "all": list(files)})
+            results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last
                 write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
     Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(results))
     if arguments.plot:
-        draw(arguments.plot, results)
+        draw_suite(arguments.plot, results)
     written = [file for file in (arguments.json, arguments.markdown, arguments.plot) if file]
     if written:
         options.print_written(written)
-    return int(any(side in row["why"] for row in results["networks"] for side in OURS))
+    return int(any(side in row["why"] for row in results["networks"] for side in NEONDIST_SIDES))
 
 
-def check(arguments: argparse.Namespace, bench: str, ranks: int, cores: int, files: Sequence[Path | None]) -> None:
+def check_timing_conditions(
+    arguments: argparse.Namespace, bench: str, ranks: int, cores: int, files: Sequence[Path | None]
+) -> None:
     """Raise LaunchError if timings on these ranks are meaningless, ConfigError if a file cannot be written."""
-    if job_of(arguments) is not None:
+    if get_mpi_job(arguments) is not None:
         raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside of an MPI job, with -n RANKS")
     if ranks > cores and not arguments.force:
         raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and timings of ranks that share a core are"
@@ -108,7 +112,7 @@ def check(arguments: argparse.Namespace, bench: str, ranks: int, cores: int, fil
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
 
 
-def theirs(sides: list[str], notes: list[str]) -> list[str]:
+def measurable_torch_variants(sides: list[str], notes: list[str]) -> list[str]:
     """Return PyTorch's sides that can be measured; reasons for the others are added to `notes`."""
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
@@ -126,14 +130,14 @@ def _interleave(sides: list[str]) -> list[str]:
     return interleaved + [side for side in (*ours, *theirs) if side not in interleaved]
 
 
-def _network_files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
+def _validated_network_files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
     """Return the file of each network by name, after validating all for each number of ranks."""
-    from ...bench.networks import GROUPS, NETWORKS
+    from ...bench.networks import NETWORK_GROUPS, NETWORKS
     from ...comm import SingleTransport
     from ...config import dump
 
     words = [word.strip() for word in arguments.networks.split(",") if word.strip()]
-    names = [name for word in words for name in GROUPS.get(word, (word,))]
+    names = [name for word in words for name in NETWORK_GROUPS.get(word, (word,))]
     paths: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         if name in NETWORKS:
@@ -143,23 +147,23 @@ def _network_files(arguments: argparse.Namespace, folder: Path, counts: list[int
             name, file = Path(name).stem, Path(name).absolute()
         else:
             raise ConfigError(
-                f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *GROUPS])}, and any FILE.yaml"
+                f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *NETWORK_GROUPS])}, and any FILE.yaml"
             )
         if name in paths:
             raise ConfigError(f"--networks {file}: two networks are named {name}; rename the file")
         paths[name] = file
         for count in counts:
-            validated(_command_for(arguments, file), SingleTransport(), count)
+            load_and_validate(_arguments_for(arguments, file), SingleTransport(), count)
     if not paths:
         raise ConfigError(f"--networks: no network named; choose from {', '.join(NETWORKS)}, or FILE.yaml")
     return paths
 
 
-def _command_for(arguments: argparse.Namespace, file: Path) -> argparse.Namespace:
+def _arguments_for(arguments: argparse.Namespace, file: Path) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(arguments), "file": str(file), "settings": []})
 
 
-class _Measure:
+class _SideMeasurement:
     """Measurement of one side of one network in a new process."""
 
     def __init__(
@@ -175,7 +179,7 @@ class _Measure:
             return self.torch_side(network).measure(side, steps)
         count, cores = (self.ranks, None) if side == "ranks" else (1, self.cores)
         extra = ["--roofline"] if first else []
-        step = step_of(_command_for(self.arguments, self.files[network]), count, [], steps, cores, extra)
+        step = run_step_bench(_arguments_for(self.arguments, self.files[network]), count, [], steps, cores, extra)
         result = {"seconds": step["seconds_per_step"], "peak_bytes": max(step["process_bytes"])}
         result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
         return result
@@ -184,12 +188,12 @@ class _Measure:
         from ...bench.suite import TorchSide
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        return TorchSide(load(_command_for(self.arguments, self.files[network])), self.cores, settings)
+        return TorchSide(load(_arguments_for(self.arguments, self.files[network])), self.cores, settings)
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Return the environment of the results: versions, machine, processor."""
     from ...comm import ProcessGrid
     from ...io import environment as about
 
-    return about.environment(ProcessGrid.serial()) | {"processor": about.processor()}
+    return about.describe_environment(ProcessGrid.serial()) | {"processor": about.processor_model()}

@@ -13,19 +13,19 @@ from ...errors import LaunchError, MissingPackageError
 from ...terminal.console import say
 from .manifests import Manifest
 
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_PATIENCE = 10
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_REQUEST_TIMEOUT = 10
 """Seconds for a response, and between checks of a job."""
-_REPLICAS = "spec.mpiReplicaSpecs.Worker.replicas"
-_PLURALS = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
-_CLUSTER_WIDE = {"ClusterTrainingRuntime"}
-_OPERATORS = {"MPIJob": "Kubeflow's MPI operator (0.8 or newer)"}
-_TRAINER = "Kubeflow Trainer (2.3 or newer)"
-_LAUNCHERS = {
+_WORKER_COUNT_FIELD = "spec.mpiReplicaSpecs.Worker.replicas"
+_PLURAL_BY_KIND = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
+_CLUSTER_WIDE_KINDS = {"ClusterTrainingRuntime"}
+_OPERATOR_BY_KIND = {"MPIJob": "Kubeflow's MPI operator (0.8 or newer)"}
+_DEFAULT_OPERATOR = "Kubeflow Trainer (2.3 or newer)"
+_LAUNCHER_SELECTORS = {
     "MPIJob": "training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=launcher",
 }
-_EXIT_CODES = {"Succeeded": 0, "Complete": 0, "Failed": 1}
+_EXIT_CODE_BY_CONDITION = {"Succeeded": 0, "Complete": 0, "Failed": 1}
 """Exit codes by the final conditions of jobs."""
 
 
@@ -54,7 +54,7 @@ class Cluster:
         try:
             self._api, self.namespace = self._connect()
         except (kubernetes.config.ConfigException, OSError) as error:
-            raise LaunchError(f"no Kubernetes cluster is configured ({_line(error)}); set KUBECONFIG") from error
+            raise LaunchError(f"no Kubernetes cluster is configured ({_one_line(error)}); set KUBECONFIG") from error
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
         """Create objects in order; change the number of workers of an existing MPIJob.
@@ -64,44 +64,53 @@ class Cluster:
         LaunchError
             An object of the same name differs. Nothing is changed.
         """
-        existing = [self._call("get", manifest) for manifest in manifests]
+        existing = [self._call_api("get", manifest) for manifest in manifests]
         for manifest, current in zip(manifests, existing, strict=True):
             for field, value in () if current is None else _find_differences(manifest, current):
-                if field != _REPLICAS:
+                if field != _WORKER_COUNT_FIELD:
                     raise LaunchError(
-                        f"{_title(manifest)} already exists, and its {field} is {value}; --delete it first, or give"
-                        " another --name (only --nodes can change for a running job, within --elastic)"
+                        f"{_manifest_title(manifest)} already exists, and its {field} is {value};"
+                        " --delete it first, or give another --name (only --nodes can change for a running job, within"
+                        " --elastic)"
                     )
         for manifest, current in zip(manifests, existing, strict=True):
             if current is None:
-                self._call("create", manifest, manifest)
-                say(f"{_title(manifest)}: created")
+                self._call_api("create", manifest, manifest)
+                say(f"{_manifest_title(manifest)}: created")
             elif any(_find_differences(manifest, current)):
                 replicas = manifest["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
-                self._call("patch", manifest, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
-                say(f"{_title(manifest)}: {replicas} workers")
+                self._call_api("patch", manifest, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
+                say(f"{_manifest_title(manifest)}: {replicas} workers")
 
     def delete(self, manifests: Sequence[Manifest]) -> None:
         """Delete the existing objects, the job first."""
         for manifest in reversed(manifests):
-            say(f"{_title(manifest)}: {'does not exist' if self._call('delete', manifest) is None else 'deleted'}")
+            is_missing = self._call_api("delete", manifest) is None
+            say(f"{_manifest_title(manifest)}: {'does not exist' if is_missing else 'deleted'}")
 
-    def follow(self, job: Manifest) -> int:
+    def follow_job(self, job: Manifest) -> int:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
         reported: set[str] = set()
         logged_pods: set[str] = set()
         while True:
-            for current in self._watch(job):
+            for current in self._watch_job(job):
                 if current is None:
-                    say(f"{_title(job)}: deleted")
+                    say(f"{_manifest_title(job)}: deleted")
                     return 1
                 conditions = [one for one in current.get("status", {}).get("conditions", []) if one["status"] == "True"]
                 for condition in (one for one in conditions if one["type"] not in reported):
-                    if condition["type"] in _EXIT_CODES:
+                    if condition["type"] in _EXIT_CODE_BY_CONDITION:
                         self._print_logs(job, logged_pods)
                     reported.add(condition["type"])
-                    say(f"{_title(job)}: {condition['type']} ({condition.get('message') or condition['reason']})")
-                codes = [_EXIT_CODES[condition["type"]] for condition in conditions if condition["type"] in _EXIT_CODES]
+                    say(
+                        f"{_manifest_title(job)}: {condition['type']}"
+                        f" ({condition.get('message') or condition['reason']})"
+                    )
+                codes = [
+                    _EXIT_CODE_BY_CONDITION[condition["type"]]
+                    for condition in conditions
+                    if condition["type"] in _EXIT_CODE_BY_CONDITION
+                ]
                 if codes:
                     return max(codes)
                 self._print_logs(job, logged_pods)
@@ -116,12 +125,12 @@ class Cluster:
             config.load_kube_config(file, client_configuration=settings)
             return client.ApiClient(settings), context["context"].get("namespace", "default")
         except config.ConfigException:
-            if not _NAMESPACE.exists():
+            if not _NAMESPACE_FILE.exists():
                 raise
             config.load_incluster_config(client_configuration=settings)
-            return client.ApiClient(settings), _NAMESPACE.read_text().strip()
+            return client.ApiClient(settings), _NAMESPACE_FILE.read_text().strip()
 
-    def _call(self, verb: str, manifest: Manifest, body: Manifest | None = None) -> Manifest | None:
+    def _call_api(self, verb: str, manifest: Manifest, body: Manifest | None = None) -> Manifest | None:
         """Get, create, patch or delete an object; return it, or None if it does not exist."""
         arguments: dict[str, Any] = {}
         kind = manifest["kind"]
@@ -130,24 +139,24 @@ class Cluster:
             method = f"{'read' if verb == 'get' else verb}_namespaced_config_map"
         else:
             api = self._kubernetes.client.CustomObjectsApi(self._api)
-            method = f"{verb}_{'cluster' if kind in _CLUSTER_WIDE else 'namespaced'}_custom_object"
+            method = f"{verb}_{'cluster' if kind in _CLUSTER_WIDE_KINDS else 'namespaced'}_custom_object"
             group, version = manifest["apiVersion"].split("/")
-            arguments = {"group": group, "version": version, "plural": _PLURALS[kind]}
-        arguments |= {} if kind in _CLUSTER_WIDE else {"namespace": self.namespace}
+            arguments = {"group": group, "version": version, "plural": _PLURAL_BY_KIND[kind]}
+        arguments |= {} if kind in _CLUSTER_WIDE_KINDS else {"namespace": self.namespace}
         arguments |= {} if verb == "create" else {"name": manifest["metadata"]["name"]}
         arguments |= {} if body is None else {"body": body}
         with self._launch_errors(manifest):
             try:
-                response = getattr(api, method)(**arguments, _request_timeout=_PATIENCE)
+                response = getattr(api, method)(**arguments, _request_timeout=_REQUEST_TIMEOUT)
             except self._kubernetes.client.ApiException as error:
                 if error.status != 404 or verb not in ("get", "delete"):
                     raise
                 return None
         return dict(self._api.sanitize_for_serialization(response) or {})
 
-    def _watch(self, job: Manifest) -> Iterator[Manifest | None]:
+    def _watch_job(self, job: Manifest) -> Iterator[Manifest | None]:
         """Yield the state of a job and its changes, for some seconds; None once it is deleted."""
-        current = self._call("get", job)
+        current = self._call_api("get", job)
         yield current
         if current is None:
             return
@@ -159,9 +168,9 @@ class Cluster:
         with self._launch_errors(job):
             try:
                 for event in watch.stream(
-                    api.list_namespaced_custom_object, group, version, self.namespace, _PLURALS[job["kind"]],
-                    field_selector=f"metadata.name={name}", timeout_seconds=_PATIENCE,
-                    _request_timeout=(_PATIENCE, 2 * _PATIENCE),
+                    api.list_namespaced_custom_object, group, version, self.namespace, _PLURAL_BY_KIND[job["kind"]],
+                    field_selector=f"metadata.name={name}", timeout_seconds=_REQUEST_TIMEOUT,
+                    _request_timeout=(_REQUEST_TIMEOUT, 2 * _REQUEST_TIMEOUT),
                 ):  # fmt: skip
                     if event["object"]["metadata"]["name"] == name:
                         yield None if event["type"] == "DELETED" else event["object"]
@@ -171,9 +180,11 @@ class Cluster:
     def _print_logs(self, job: Manifest, logged_pods: set[str]) -> None:
         """Print the complete logs of started launchers, each once."""
         api = self._kubernetes.client.CoreV1Api(self._api)
-        selector = _LAUNCHERS[job["kind"]].format(job["metadata"]["name"])
+        selector = _LAUNCHER_SELECTORS[job["kind"]].format(job["metadata"]["name"])
         with self._launch_errors(job):
-            pods = api.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_PATIENCE).items
+            pods = api.list_namespaced_pod(
+                self.namespace, label_selector=selector, _request_timeout=_REQUEST_TIMEOUT
+            ).items
             for pod in pods:
                 if pod.status.phase in (None, "Pending") or pod.metadata.name in logged_pods:
                     continue
@@ -192,19 +203,19 @@ class Cluster:
         try:
             yield
         except self._kubernetes.client.ApiException as error:
-            raise LaunchError(f"{_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
+            raise LaunchError(f"{_manifest_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise LaunchError(
-                f"the cluster at {self._api.configuration.host} cannot be reached ({_line(error)}); does kubectl"
+                f"the cluster at {self._api.configuration.host} cannot be reached ({_one_line(error)}); does kubectl"
                 " cluster-info reach it?"
             ) from error
 
 
-def _title(manifest: Manifest) -> str:
+def _manifest_title(manifest: Manifest) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(getattr(error, "reason", None) or error).split())[:300]
 
 
@@ -215,7 +226,8 @@ def _describe_rejection(error: Any, kind: str) -> str:
     except (TypeError, ValueError, KeyError):
         message = error.reason
     if error.status == 404:
-        return f"the cluster does not know {kind}s; install {_OPERATORS.get(kind, _TRAINER)} there ({message})"
+        operator = _OPERATOR_BY_KIND.get(kind, _DEFAULT_OPERATOR)
+        return f"the cluster does not know {kind}s; install {operator} there ({message})"
     if error.status in (401, 403):
         return f"not allowed ({message}); request the permission, or use another context"
     return f"the cluster rejected it ({message})"

@@ -15,25 +15,25 @@ from typing import Any
 import yaml
 
 from ...errors import ConfigError
-from .submission import RESTARTS, Submission
+from .submission import RANK_LOSS_RESTARTS, Submission
 
-HOST_FILE, DISCOVERY = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
+HOST_FILE, DISCOVERY_SCRIPT = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
 """Files of the operators; the second is a script that lists the running workers, one per line."""
-PORT = 2222
-_USER, _HOME = 1000, "/home/mpiuser"
-_FOLDER, _RUNS = "/etc/neondist", "/runs"
-_SSHD = ["/usr/sbin/sshd", "-De", "-f", f"{_HOME}/.sshd_config"]
+SSH_PORT = 2222
+_USER_ID, _HOME_DIR = 1000, "/home/mpiuser"
+_EXPERIMENT_DIR, _RUNS_DIR = "/etc/neondist", "/runs"
+_SSHD_COMMAND = ["/usr/sbin/sshd", "-De", "-f", f"{_HOME_DIR}/.sshd_config"]
 """The Dockerfile of this project writes the configuration file."""
-_LARGEST = 1 << 20
+_MAX_CONFIG_MAP_BYTES = 1 << 20
 """Maximum size of a ConfigMap in bytes."""
-_ENV = [
+_LAUNCHER_ENV = [
     {"name": "PRTE_MCA_prte_default_hostfile", "value": HOST_FILE},
     {"name": "PRTE_MCA_plm_ssh_args", "value": "-o ConnectionAttempts=10"},
 ]
 Manifest = dict[str, Any]
 
 
-def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
+def mpi_job(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
     """Return a ConfigMap and an MPIJob, which continues while workers join and leave.
 
     Parameters
@@ -41,33 +41,33 @@ def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manif
     job : Submission
     image : str
         Image built by the project's Dockerfile.
-    claim : str, optional
+    volume_claim : str, optional
         PersistentVolumeClaim for the run's folder, mounted by all pods.
     """
     files = _config_map(job)
-    low, high = job.elastic or (job.ranks_per_node, job.ranks)
+    low, high = job.rank_bounds or (job.ranks_per_node, job.ranks)
     ranks = ["-n", str(job.ranks)] if job.needs_servers else ["--elastic", f"{low}:{high}"]
-    launcher = _pod("launcher", image, job, claim)
+    launcher = _pod_spec("launcher", image, job, volume_claim)
     launcher["containers"][0] |= {
-        "command": [*_run(job, claim), "--hosts-from", DISCOVERY, *ranks],
-        "env": _ENV,
+        "command": [*_run_command(job, volume_claim), "--hosts-from", DISCOVERY_SCRIPT, *ranks],
+        "env": _LAUNCHER_ENV,
     }
-    worker = _pod("worker", image, job, claim)
-    worker["containers"][0] |= _server(job)
+    worker = _pod_spec("worker", image, job, volume_claim)
+    worker["containers"][0] |= _sshd_container_fields(job)
     spec = {
         "slotsPerWorker": job.ranks_per_node,
-        "sshAuthMountPath": f"{_HOME}/.ssh",
+        "sshAuthMountPath": f"{_HOME_DIR}/.ssh",
         "launcherCreationPolicy": "WaitForWorkersReady",
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RESTARTS},
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RANK_LOSS_RESTARTS},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": launcher}},
             "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": worker}},
         },
     }
-    return [files, _object("kubeflow.org/v2beta1", "MPIJob", job.name, spec=spec)]
+    return [files, _create_manifest("kubeflow.org/v2beta1", "MPIJob", job.name, spec=spec)]
 
 
-def train_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
+def train_job(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
     """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job`.
 
     The launcher is one of the nodes. Only its job has the label by which Trainer replaces a command, so the others keep
@@ -78,20 +78,20 @@ def train_job(job: Submission, image: str, claim: str | None = None) -> list[Man
     ConfigError
         The job is elastic, but Trainer has no list of running pods.
     """
-    if job.elastic is not None:
+    if job.rank_bounds is not None:
         raise ConfigError("--elastic: Trainer's jobs have a fixed number of nodes; use --mpijob, or leave it out")
     files = _config_map(job)
-    node = _pod("node", image, job, claim)
-    node["containers"][0] |= _server(job)
-    launcher = _pod("node", image, job, claim)
-    launcher["containers"][0]["resources"] = _resources(job)
+    node = _pod_spec("node", image, job, volume_claim)
+    node["containers"][0] |= _sshd_container_fields(job)
+    launcher = _pod_spec("node", image, job, volume_claim)
+    launcher["containers"][0]["resources"] = _cpu_requests(job)
     runtime = {
         "mlPolicy": {
             "numNodes": job.nodes,
             "mpi": {
                 "numProcPerNode": job.ranks_per_node,
                 "mpiImplementation": "OpenMPI",
-                "sshAuthMountPath": f"{_HOME}/.ssh",
+                "sshAuthMountPath": f"{_HOME_DIR}/.ssh",
                 "runLauncherAsNode": True,
             },
         },
@@ -99,7 +99,7 @@ def train_job(job: Submission, image: str, claim: str | None = None) -> list[Man
             "spec": {
                 "network": {"publishNotReadyAddresses": True},
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
-                "failurePolicy": {"maxRestarts": RESTARTS},
+                "failurePolicy": {"maxRestarts": RANK_LOSS_RESTARTS},
                 "replicatedJobs": [
                     {"name": "node", "template": {"spec": {"template": {"spec": node}}}},
                     {
@@ -119,24 +119,24 @@ def train_job(job: Submission, image: str, claim: str | None = None) -> list[Man
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks_per_node,
         "image": image,
-        "command": [*_run(job, claim), "-n", str(job.ranks), *hosts],
-        "env": _ENV,
+        "command": [*_run_command(job, volume_claim), "-n", str(job.ranks), *hosts],
+        "env": _LAUNCHER_ENV,
     }
     version, name = "trainer.kubeflow.org/v1alpha1", f"neondist-{job.name}"
     labels = {"trainer.kubeflow.org/framework": "mpi"}
     return [
         files,
-        _object(version, "ClusterTrainingRuntime", name, labels=labels, spec=runtime),
-        _object(version, "TrainJob", job.name, spec={"runtimeRef": {"name": name}, "trainer": trainer}),
+        _create_manifest(version, "ClusterTrainingRuntime", name, labels=labels, spec=runtime),
+        _create_manifest(version, "TrainJob", job.name, spec={"runtimeRef": {"name": name}, "trainer": trainer}),
     ]
 
 
-def dump(manifests: Sequence[Manifest]) -> str:
+def dump_yaml(manifests: Sequence[Manifest]) -> str:
     """Return the YAML text of manifests, one document each."""
-    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=120)
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Dumper that writes repeated values in full, and multi-line text as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -146,10 +146,12 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
+_ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
 
 
-def _object(version: str, kind: str, name: str, labels: dict[str, str] | None = None, **fields: Any) -> Manifest:
+def _create_manifest(
+    version: str, kind: str, name: str, labels: dict[str, str] | None = None, **fields: Any
+) -> Manifest:
     metadata = {"name": name, **({"labels": labels} if labels else {})}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
 
@@ -157,22 +159,23 @@ def _object(version: str, kind: str, name: str, labels: dict[str, str] | None = 
 def _config_map(job: Submission) -> Manifest:
     """Return a ConfigMap with the files of the experiment, mounted by all pods."""
     texts = {}
-    for path, key in _keys(job).items():
+    for path, key in _config_map_keys(job).items():
         try:
             texts[key] = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read as text ({error}); it is part of the manifest") from error
     size = sum(len(text.encode()) for text in texts.values())
-    if size > _LARGEST:
+    if size > _MAX_CONFIG_MAP_BYTES:
         raise ConfigError(
-            f"{', '.join(_keys(job))}: {size >> 10} KiB, and a ConfigMap holds at most 1 MiB; store data elsewhere"
+            f"{', '.join(_config_map_keys(job))}: {size >> 10} KiB, and a ConfigMap holds at most 1 MiB;"
+            " store data elsewhere"
         )
-    return _object("v1", "ConfigMap", f"{job.name}-experiment", data=texts)
+    return _create_manifest("v1", "ConfigMap", f"{job.name}-experiment", data=texts)
 
 
-def _keys(job: Submission) -> dict[str, str]:
+def _config_map_keys(job: Submission) -> dict[str, str]:
     """Return the keys of files in the ConfigMap: their names, by which modules are imported."""
-    keys = {path: "experiment.yaml" if path == job.file else Path(path).name for path in job.files}
+    keys = {path: "experiment.yaml" if path == job.experiment_file else Path(path).name for path in job.files}
     for path, key in keys.items():
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", key) or list(keys.values()).count(key) > 1:
             raise ConfigError(
@@ -181,33 +184,33 @@ def _keys(job: Submission) -> dict[str, str]:
     return keys
 
 
-def _run(job: Submission, claim: str | None) -> list[str]:
-    keys = _keys(job)
-    words = ["neondist", *job.run_words(lambda path: f"{_FOLDER}/{keys[path]}")]
-    folder = f"{_RUNS}/{job.name}" if claim is not None else f"{_HOME}/runs/{job.name}"
-    return [*words, "--output", folder, *job.restart_words(), "--resume", "auto"]
+def _run_command(job: Submission, volume_claim: str | None) -> list[str]:
+    keys = _config_map_keys(job)
+    words = ["neondist", *job.run_arguments(lambda path: f"{_EXPERIMENT_DIR}/{keys[path]}")]
+    folder = f"{_RUNS_DIR}/{job.name}" if volume_claim is not None else f"{_HOME_DIR}/runs/{job.name}"
+    return [*words, "--output", folder, *job.restart_options(), "--resume", "auto"]
 
 
-def _pod(container: str, image: str, job: Submission, claim: str | None) -> Manifest:
+def _pod_spec(container: str, image: str, job: Submission, volume_claim: str | None) -> Manifest:
     """Return a pod with one container, run as the image's user, without a command."""
     volumes: list[Manifest] = [
         {"name": "experiment", "configMap": {"name": f"{job.name}-experiment"}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise, for all messages between ranks
     ]
-    mounts = [{"name": "experiment", "mountPath": _FOLDER}, {"name": "shm", "mountPath": "/dev/shm"}]
-    if claim is not None:
-        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": "runs", "mountPath": _RUNS})
-    user = {"runAsUser": _USER, "runAsGroup": _USER}
+    mounts = [{"name": "experiment", "mountPath": _EXPERIMENT_DIR}, {"name": "shm", "mountPath": "/dev/shm"}]
+    if volume_claim is not None:
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": volume_claim}})
+        mounts.append({"name": "runs", "mountPath": _RUNS_DIR})
+    user = {"runAsUser": _USER_ID, "runAsGroup": _USER_ID}
     spec = {"name": container, "image": image, "securityContext": user, "volumeMounts": mounts}
-    return {"securityContext": {"fsGroup": _USER}, "containers": [spec], "volumes": volumes}
+    return {"securityContext": {"fsGroup": _USER_ID}, "containers": [spec], "volumes": volumes}
 
 
-def _server(job: Submission) -> Manifest:
+def _sshd_container_fields(job: Submission) -> Manifest:
     """Return the command of a worker, which is ready once its sshd responds."""
-    probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 2}
-    return {"command": _SSHD, "readinessProbe": probe, "resources": _resources(job)}
+    probe = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2}
+    return {"command": _SSHD_COMMAND, "readinessProbe": probe, "resources": _cpu_requests(job)}
 
 
-def _resources(job: Submission) -> Manifest:
+def _cpu_requests(job: Submission) -> Manifest:
     return {"requests": {"cpu": job.ranks_per_node}}

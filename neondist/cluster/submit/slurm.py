@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Sequence
 
 from ...errors import LaunchError
-from ...system.signals import STOPPED
+from ...system.signals import STOPPED_EXIT_CODE
 from .submission import Submission
 
-LEAD = 120
+STOP_LEAD_SECONDS = 120
 """Seconds before the time limit at which a job stops with a checkpoint."""
-ATTEMPTS = 100
+MAX_REQUEUES = 100
 """Maximum number of requeues of a job."""
-_SCRIPT = """\
+_SCRIPT_TEMPLATE = """\
 #!/bin/bash
 {directives}
 set -u
@@ -55,7 +55,7 @@ exit "$code"
 
 
 # a file per job, rewritten at each start: a requeued job may run on other nodes
-_HOSTS = """\
+_HOST_FILE_TEMPLATE = """\
 hosts=hosts-$SLURM_JOB_ID
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{slots}/' > "$hosts" || exit 2
 """
@@ -79,28 +79,28 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.ranks_per_node}",
         "--requeue",
-        f"--signal=B:USR1@{LEAD}",
+        f"--signal=B:USR1@{STOP_LEAD_SECONDS}",
         "--open-mode=append",
     ]
-    options = ["--output", output, *job.restart_words()]
-    hosts = _HOSTS.format(slots=job.ranks_per_node) if job.needs_servers and job.nodes > 1 else ""
-    if job.elastic is not None:
+    options = ["--output", output, *job.restart_options()]
+    hosts = _HOST_FILE_TEMPLATE.format(slots=job.ranks_per_node) if job.needs_servers and job.nodes > 1 else ""
+    if job.rank_bounds is not None:
         directives.append("--no-kill")  # a lost node does not end the job
-        options += ["--elastic", f"{job.elastic[0]}:{job.elastic[1]}"]
-    return _SCRIPT.format(
+        options += ["--elastic", f"{job.rank_bounds[0]}:{job.rank_bounds[1]}"]
+    return _SCRIPT_TEMPLATE.format(
         directives="\n".join(f"#SBATCH {directive}" for directive in directives),
         folder=shlex.quote(folder),
-        command=shlex.join([python, "-m", "neondist", *job.run_words()]),
+        command=shlex.join([python, "-m", "neondist", *job.run_arguments()]),
         options=shlex.join(options) + (' --hosts-from "$hosts"' if hosts else ""),
         hosts=hosts,
-        lead=LEAD,
-        stopped=STOPPED,
+        lead=STOP_LEAD_SECONDS,
+        stopped=STOPPED_EXIT_CODE,
         killed=128 + signal.SIGUSR1,
-        attempts=ATTEMPTS,
+        attempts=MAX_REQUEUES,
     )
 
 
-def submit(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
+def submit_script(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
     """Submit a script to Slurm, and return the output of sbatch.
 
     Raises

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ...errors import ConfigError
 
-RESTARTS = 3
+RANK_LOSS_RESTARTS = 3
 """Losses of ranks after which a job restarts without the scheduler."""
-_LONGEST = 40
+_MAX_NAME_LENGTH = 40
 """Maximum length of a name: schedulers append to it, and Kubernetes allows 63 characters."""
 
 
@@ -24,13 +24,13 @@ class Submission:
     ----------
     name : str
         Name of the job: lower-case letters, digits and hyphens.
-    file : str
+    experiment_file : str
         Path of the experiment.
     ranks, nodes : int
         Number of ranks, a multiple of the number of nodes.
     settings, modules : tuple of str
         Values of `--set` and `--import`.
-    elastic : tuple of int, or None
+    rank_bounds : tuple of int, or None
         Minimum and maximum number of ranks of a job that continues after a loss.
     needs_servers : bool
         Whether its strategy needs servers; its workers are then separate jobs on the nodes.
@@ -42,12 +42,12 @@ class Submission:
     """
 
     name: str
-    file: str
+    experiment_file: str
     ranks: int
     nodes: int
     settings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    elastic: tuple[int, int] | None = None
+    rank_bounds: tuple[int, int] | None = None
     needs_servers: bool = False
 
     def __post_init__(self) -> None:
@@ -56,11 +56,11 @@ class Submission:
                 f"-n {self.ranks} --nodes {self.nodes}: each node has the same number of ranks; give a multiple of"
                 f" {self.nodes}, such as -n {-(-self.ranks // self.nodes) * self.nodes}"
             )
-        if self.elastic is not None and not self.elastic[0] <= self.ranks <= self.elastic[1]:
-            low, high = self.elastic
+        if self.rank_bounds is not None and not self.rank_bounds[0] <= self.ranks <= self.rank_bounds[1]:
+            low, high = self.rank_bounds
             raise ConfigError(f"-n {self.ranks} is not within --elastic {low}:{high}; change one of them")
 
-        if self.elastic is not None and self.needs_servers:
+        if self.rank_bounds is not None and self.needs_servers:
             raise ConfigError("--elastic: applies to a single MPI job, but the strategy needs servers; leave it out")
 
     @property
@@ -71,30 +71,32 @@ class Submission:
     @property
     def files(self) -> list[str]:
         """Files required on a machine without this disk: the experiment, its strategy, and modules."""
-        return [self.file, *filter(None, map(_strategy_file, self.settings)), *filter(_is_file, self.modules)]
+        return [
+            self.experiment_file, *filter(None, map(_strategy_file_of, self.settings)), *filter(_is_file, self.modules),
+        ]  # fmt: skip
 
-    def restart_words(self) -> list[str]:
+    def restart_options(self) -> list[str]:
         """Return the options of `neondist run` for restarts after losses; workers with servers need none."""
-        return [] if self.needs_servers else ["--restarts", str(RESTARTS)]
+        return [] if self.needs_servers else ["--restarts", str(RANK_LOSS_RESTARTS)]
 
-    def run_words(self, place: Callable[[str], str] = str) -> list[str]:
-        """Return the arguments of `neondist` that run the experiment, with the path of each file mapped by `place`."""
-        words = ["run", place(self.file)]
+    def run_arguments(self, map_path: Callable[[str], str] = str) -> list[str]:
+        """Return the arguments of `neondist` that run the experiment, with each path mapped by `map_path`."""
+        words = ["run", map_path(self.experiment_file)]
         for setting in self.settings:
-            file = _strategy_file(setting)
-            words += ["--set", f"strategy={place(file)}" if file else setting]
+            strategy_file = _strategy_file_of(setting)
+            words += ["--set", f"strategy={map_path(strategy_file)}" if strategy_file else setting]
         for module in self.modules:
-            words += ["--import", place(module) if _is_file(module) else module]
+            words += ["--import", map_path(module) if _is_file(module) else module]
         return words
 
 
-def job_name(file: str) -> str:
+def job_name(experiment_file: str) -> str:
     """Return a job name for a file, of characters that schedulers accept."""
-    name = re.sub(r"[^a-z0-9]+", "-", Path(file).stem.lower())[:_LONGEST].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", Path(experiment_file).stem.lower())[:_MAX_NAME_LENGTH].strip("-")
     return name if re.match("[a-z]", name) else f"neondist-{name}".rstrip("-")
 
 
-def _strategy_file(setting: str) -> str:
+def _strategy_file_of(setting: str) -> str:
     key, _, value = setting.partition("=")
     return value if key == "strategy" and os.path.isfile(value) else ""
 

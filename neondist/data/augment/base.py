@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
@@ -19,23 +19,23 @@ from ...registry.ranges import between
 Axis: TypeAlias = Literal["depth", "height", "width"]
 Probability: TypeAlias = Annotated[float, between(0, 1)]
 AXES = ("depth", "height", "width")
-NUMBERS = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
+NUMBERS_PER_SAMPLE = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomDraw:
     """Random draws of one transform for a sample and an epoch; a function of these and the seed only.
 
     Attributes
     ----------
     shape : (*spatial, C) of the whole image
-    numbers : `NUMBERS` numbers in [0, 1)
+    random_numbers : `NUMBERS_PER_SAMPLE` numbers in [0, 1)
     stream : key of further numbers, one per cell of arrays up to the image's size
     sample : number of the sample
     """
 
     shape: tuple[int, ...]
-    numbers: Sequence[float]
+    random_numbers: Sequence[float]
     stream: int
     sample: int
 
@@ -44,46 +44,46 @@ class Draw:
         """The spatial axes of the whole image."""
         return self.shape[:-1]
 
-    def index(self, shape: tuple[int, ...], cells: Sequence[slice]) -> Any:
+    def stream_indices(self, shape: tuple[int, ...], cells: Sequence[slice]) -> np.ndarray:
         """Return the uint64 indices in `stream` of some cells of this sample's whole array of `shape`."""
-        return rng.box_index(shape, cells) + np.uint64(self.sample * prod(shape) % (1 << 64))
+        return rng.row_major_indices(shape, cells) + np.uint64(self.sample * prod(shape) % (1 << 64))
 
 
 class Transform(Registered, ABC):
     """Base class of augmentations, defined on whole images; a tile of the result is computed from a box of the input.
 
-    Input and output have the same shape, (*spatial, C). `image` maps normalised cells to normalised cells, and may
-    overwrite its input. A transform with `moves` is applied to label maps, too.
+    Input and output have the same shape, (*spatial, C). `transform_image` maps normalised cells to such
+    cells, and may overwrite its input. A transform with `moves_cells` is applied to label maps, too.
     """
 
-    moves = False
+    moves_cells = False
     rate: float = 1.0
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ConfigError if images (*spatial, C) cannot be transformed."""
 
-    def applies(self, draw: Draw) -> bool:
+    def applies_to(self, draw: RandomDraw) -> bool:
         """Whether this sample is transformed in this epoch, which has probability `rate`."""
-        return draw.numbers[0] < self.rate
+        return draw.random_numbers[0] < self.rate
 
-    def reach(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return a box that contains `source` of a box for any random draw."""
+    def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
+        """Return a box that contains `source_box` of a box for any random draw."""
         return box
 
-    def source(self, box: Box, draw: Draw) -> Box:
+    def source_box(self, box: Box, draw: RandomDraw) -> Box:
         """Return the input cells from which a box of the output is computed; neither is empty."""
         return box
 
     @abstractmethod
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells of `box` (*box.shape, C) from those of `source`."""
 
-    def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_labels(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the labels (*box.shape, ...) of `box`, each one of the labels of `source`."""
         return cells
 
 
-def axis_numbers(transform: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
+def axis_indices(transform: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
     """Return the indices of axes by name; ConfigError if images (*spatial, C) have no such axis."""
     names = AXES[-(len(shape) - 1) :]
     for name in axes:
@@ -95,6 +95,6 @@ def axis_numbers(transform: Transform, axes: Sequence[str], shape: Sequence[int]
     return [names.index(name) for name in axes]
 
 
-def along_axes(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
+def map_axis_ranges(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
     """Return the box of change(lo, hi, n) for each axis of a box in an image of `extent`."""
     return Box.from_ranges([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])

@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays import rng
 from ...geometry import Box
 from ...registry.ranges import Positive
-from .base import Draw, Probability, Transform, along_axes
+from .base import Probability, RandomDraw, Transform, map_axis_ranges
 
 
 class Elastic(Transform):
@@ -31,36 +31,38 @@ class Elastic(Transform):
         Fraction of the images that are deformed.
     """
 
-    moves = True
+    moves_cells = True
 
     def __init__(self, displacement: Positive = 8.0, spacing: Positive = 32.0, *, rate: Probability = 1.0) -> None:
         self.displacement, self.spacing, self.rate = displacement, spacing, rate
 
-    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+    def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box extended by the largest displacement."""
         margin = ceil(self.displacement)
-        return along_axes(box, extent, lambda lo, hi, n: (max(0, lo - margin), min(n, hi + margin)))
+        return map_axis_ranges(box, extent, lambda lo, hi, n: (max(0, lo - margin), min(n, hi + margin)))
 
-    def source(self, box: Box, draw: Draw) -> Box:
-        """Return the box extended by the largest displacement, as `reach` does."""
-        return self.reach(box, draw.extent)
+    def source_box(self, box: Box, draw: RandomDraw) -> Box:
+        """Return the box extended by the largest displacement, as `max_source_box` does."""
+        return self.max_source_box(box, draw.extent)
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the interpolated cells, computed a few rows at a time to stay in the cache."""
         planes = np.ascontiguousarray(np.moveaxis(cells, -1, 0)).reshape(cells.shape[-1], -1)
         out = np.empty((*box.shape, len(planes)), cells.dtype)
-        rows = max(1, _BLOCK // (box.size // box.shape[0]))
+        rows = max(1, _BLOCK_CELLS // (box.size // box.shape[0]))
         for top in range(box.lo[0], box.hi[0], rows):
             block = Box((top, *box.lo[1:]), (min(top + rows, box.hi[0]), *box.hi[1:]))
-            corners = list(self._corners(source, block, draw, cells.dtype))
+            corners = list(self._weighted_corners(source, block, draw, cells.dtype))
             for plane, values in zip(planes, np.moveaxis(out[top - box.lo[0] :][:rows], -1, 0), strict=True):
                 values[...] = sum(plane.take(cell) * weight for cell, weight in corners)
         return out
 
-    def _corners(self, source: Box, box: Box, draw: Draw, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _weighted_corners(
+        self, source: Box, box: Box, draw: RandomDraw, dtype: np.dtype
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield flat indices into `source`, and weights, of the corners of linear interpolation for a box."""
         ends = []  # for each axis, the cells on both sides of the position
-        for axis, positions in enumerate(self._positions(box, draw)):
+        for axis, positions in enumerate(self._source_positions(box, draw)):
             stride, last = prod(source.shape[axis + 1 :]), source.hi[axis] - 1
             first = positions.astype(np.intp)  # rounds down: none is negative
             fraction = (positions - first).astype(dtype)
@@ -70,16 +72,16 @@ class Elastic(Transform):
             cell, weight = zip(*corner, strict=True)
             yield reduce(np.add, cell), reduce(np.multiply, weight)
 
-    def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_labels(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the labels of the nearest cells."""
-        nearest = [np.floor(position + 0.5).astype(np.intp) for position in self._positions(box, draw)]
+        nearest = [np.floor(position + 0.5).astype(np.intp) for position in self._source_positions(box, draw)]
         return cells[tuple(index - lo for index, lo in zip(nearest, source.lo, strict=True))]
 
-    def _positions(self, box: Box, draw: Draw) -> list[np.ndarray]:
+    def _source_positions(self, box: Box, draw: RandomDraw) -> list[np.ndarray]:
         """Return the source positions of the cells of a box, an array (*box.shape) for each axis."""
         knots, points = zip(*(self._control_points(lo, hi) for lo, hi in box.axes()), strict=True)
         lattice = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
-        index = draw.index((len(lattice), *lattice), (slice(0, len(lattice)), *points))
+        index = draw.stream_indices((len(lattice), *lattice), (slice(0, len(lattice)), *points))
         field = self.displacement * (2 * rng.uniform(draw.stream, index) - 1)
         for axis, pairs in enumerate(knots, start=1):  # cell by cell: bitwise the same for any box
             shape = (-1, *(1,) * (field.ndim - 1 - axis))
@@ -100,4 +102,4 @@ class Elastic(Transform):
         return pairs, slice(first, int(knot[-1]) + 4)
 
 
-_BLOCK = 1 << 14  # cells
+_BLOCK_CELLS = 1 << 14  # cells

@@ -10,10 +10,10 @@ import numpy as np
 
 from ...arrays import rng
 from ...geometry import Box
-from .base import NUMBERS, Draw, Transform
+from .base import NUMBERS_PER_SAMPLE, RandomDraw, Transform
 
-#: returns cells (n, *cells, ...) of samples by number; slices count from the first cell of `held`
-Read: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
+#: returns cells (n, *cells, ...) of samples by number; slices count from the first cell of `input_box`
+CellReader: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
 
 
 class AugmentedTile:
@@ -29,29 +29,31 @@ class AugmentedTile:
     seed : int
     shape : (*spatial, C) of whole images
     box : cells of the result
-    held : cells that can be read; None: all cells that any random draw may need
+    input_box : cells that can be read; None: all cells that any random draw may need
     """
 
     def __init__(
-        self, transforms: Sequence[Transform], seed: int, shape: Sequence[int], box: Box, held: Box | None = None
+        self, transforms: Sequence[Transform], seed: int, shape: Sequence[int], box: Box, input_box: Box | None = None
     ) -> None:
         self.transforms, self.seed, self.shape, self.box = tuple(transforms), seed, tuple(shape), box
-        if held is None:
-            held = box
+        if input_box is None:
+            input_box = box
             for transform in () if box.empty else reversed(self.transforms):
-                held = transform.reach(held, self.shape[:-1])
-        self.held = held
+                input_box = transform.max_source_box(input_box, self.shape[:-1])
+        self.input_box = input_box
 
-    def plain(self) -> AugmentedTile:
+    def without_augmentation(self) -> AugmentedTile:
         """Return the same box without augmentation."""
-        return AugmentedTile((), self.seed, self.shape, self.box, self.held)
+        return AugmentedTile((), self.seed, self.shape, self.box, self.input_box)
 
     @property
-    def moves(self) -> bool:
-        """Whether `box` differs from `held`, or a transform moves cells."""
-        return self.held != self.box or any(transform.moves for transform in self.transforms)
+    def moves_cells(self) -> bool:
+        """Whether `box` differs from `input_box`, or a transform moves cells."""
+        return self.input_box != self.box or any(transform.moves_cells for transform in self.transforms)
 
-    def images(self, read: Read, numbers: np.ndarray, epoch: int, cells: Sequence[slice] | None = None) -> np.ndarray:
+    def images(
+        self, read: CellReader, numbers: np.ndarray, epoch: int, cells: Sequence[slice] | None = None
+    ) -> np.ndarray:
         """Return the box (n, *cells, C) of some samples; or a part of it, `cells`, counted from its first cell.
 
         Parameters
@@ -61,33 +63,34 @@ class AugmentedTile:
         box = self.box
         if cells is not None:
             box = Box(tuple(c.start for c in cells), tuple(c.stop for c in cells)).shift(self.box.lo)
-        return self._compute(read, numbers, epoch, box, False)
+        return self._compute_cells(read, numbers, epoch, box, False)
 
-    def labels(self, read: Read, numbers: np.ndarray, epoch: int) -> np.ndarray:
+    def label_maps(self, read: CellReader, numbers: np.ndarray, epoch: int) -> np.ndarray:
         """Return the box (n, *cells, ...) of the label maps of some samples."""
-        return self._compute(read, numbers, epoch, self.box, True)
+        return self._compute_cells(read, numbers, epoch, self.box, True)
 
-    def _compute(self, read: Read, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
-        index = numbers[:, None] * NUMBERS + np.arange(NUMBERS)
+    def _compute_cells(self, read: CellReader, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
+        index = numbers[:, None] * NUMBERS_PER_SAMPLE + np.arange(NUMBERS_PER_SAMPLE)
         draws = []
         for order, transform in enumerate(self.transforms):
-            if transform.moves or not labels:
+            if transform.moves_cells or not labels:
                 stream = rng.key(self.seed, "augment", order, type(transform).__name__, epoch)
                 draws.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
         if not draws or box.empty or not len(numbers):
-            return read(numbers, box.relative_to(self.held).slices)
+            return read(numbers, box.relative_to(self.input_box).slices)
         by_source = defaultdict[Box, list[tuple[int, list[Any]]]](list)
         for position, number in enumerate(numbers.tolist()):
             steps, source = [], box
             for transform, uniform, stream in reversed(draws):
-                draw = Draw(self.shape, uniform[position], stream, number)
-                if transform.applies(draw):
-                    target, source = source, transform.source(source, draw)
-                    steps.append((transform.labels if labels else transform.image, source, target, draw))
+                draw = RandomDraw(self.shape, uniform[position], stream, number)
+                if transform.applies_to(draw):
+                    target, source = source, transform.source_box(source, draw)
+                    step = transform.transform_labels if labels else transform.transform_image
+                    steps.append((step, source, target, draw))
             by_source[source].append((position, steps))
         out: np.ndarray | None = None
         for source, samples in by_source.items():
-            cells = read(numbers[[position for position, _ in samples]], source.relative_to(self.held).slices)
+            cells = read(numbers[[position for position, _ in samples]], source.relative_to(self.input_box).slices)
             for sample, (position, steps) in zip(cells, samples, strict=True):
                 for step, *arguments in reversed(steps):
                     sample = step(sample, *arguments)

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, DataError, OutputError
-from ...formats.image_loader import Loader
+from ...formats.image_loader import ImageLoader
 from ...io import hdf5
 from ...io.hdf5 import ChecksumTable
 from ...io.regular_file import open_regular
-from ...system.memory import require_room
+from ...system.memory import require_memory
 from ..chunks import chunk_shape
 from ..split_source import SplitSource
-from .from_arrays import npy_parts, npz_parts
-from .from_images import image_parts
-from .from_official import cifar_parts, idx_folder, idx_parts, magic
+from .from_arrays import npy_splits, npz_splits
+from .from_images import image_splits
+from .from_official import cifar_splits, find_idx_files, idx_splits, read_magic
 
 Progress = Callable[[str, int, int], None]
-_COPIES = 3  # of a sample: as read, as written, and HDF5's own
+_SAMPLE_COPIES = 3  # of a sample: as read, as written, and HDF5's own
 _BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
-_FULL_SCALE = {"u1": 255.0, "u2": 65535.0}
+_MAX_VALUES = {"u1": 255.0, "u2": 65535.0}
 
 
-def parts_of(
-    sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
+def open_split_sources(
+    sources: Sequence[Path], loader: ImageLoader, labels: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
     """Return the parts ('train', optionally 'validation' and 'test') of one or more files or of a folder.
 
@@ -46,41 +46,42 @@ def parts_of(
             "--labels and --maps exclude each other; give a class for each image, or one for each of its pixels"
         )
     try:
-        return _detect_parts(paths, loader, labels, maps)
+        return _detect_format(paths, loader, labels, maps)
     except OSError as error:
         raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
 
 
-def _detect_parts(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, SplitSource]:
+def _detect_format(
+    paths: list[Path], loader: ImageLoader, labels: Path | None, maps: Path | None
+) -> dict[str, SplitSource]:
     first = paths[0]
     if first.is_dir() and len(paths) == 1:
         if labels is None and maps is None:
             if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
-                return _reject_options(cifar_parts(first), loader)
-            if official := idx_folder(first):
-                return _reject_options(idx_parts(official), loader)
-        return image_parts(first, loader, labels, maps)
+                return _reject_image_options(cifar_splits(first), loader)
+            if official := find_idx_files(first):
+                return _reject_image_options(idx_splits(official), loader)
+        return image_splits(first, loader, labels, maps)
     if labels is not None or maps is not None:
         raise ConfigError(
             f"--labels and --maps apply to a folder of images, and {first} is not one, or is not the only source"
         )
     if all(path.suffix == ".npy" for path in paths):
-        return _reject_options(npy_parts(paths), loader)
+        return _reject_image_options(npy_splits(paths), loader)
     if first.suffix == ".npz" and len(paths) == 1:
-        return _reject_options(npz_parts(first), loader)
+        return _reject_image_options(npz_splits(first), loader)
     if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
-        return _reject_options(cifar_parts(first), loader)
-    if all(path.is_file() and magic(path) for path in paths):
-        return _reject_options(idx_parts(paths), loader)
+        return _reject_image_options(cifar_splits(first), loader)
+    if all(path.is_file() and read_magic(path) for path in paths):
+        return _reject_image_options(idx_splits(paths), loader)
     raise DataError(
-        f"{first}: unknown source; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their"
-        " folder, or"
-        " CIFAR-10 in binary form"
+        f"{first}: unknown source; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder,"
+        " or CIFAR-10 in binary form"
     )
 
 
-def _reject_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
-    if loader != Loader():
+def _reject_image_options(parts: dict[str, SplitSource], loader: ImageLoader) -> dict[str, SplitSource]:
+    if loader != ImageLoader():
         raise ConfigError(
             "--size and --mode apply to folders of images; leave them out, since arrays are written unchanged"
         )
@@ -94,7 +95,7 @@ def convert(
 
     Parameters
     ----------
-    parts : from `parts_of`; each is read once
+    parts : from `open_split_sources`; each is read once
     target : an existing file is replaced if it is HDF5
     compress : compress the chunks with gzip
     progress : called as progress(part name, samples written, total samples)
@@ -106,17 +107,18 @@ def convert(
     OutputError
         If the file cannot be written.
     """
-    if os.path.exists(target) and not _is_hdf5(target):
+    if os.path.exists(target) and not _is_hdf5_or_empty(target):
         raise OutputError(f"{target}: exists but is not an HDF5 file, so it is not replaced; choose another name")
     if len({part.shape for part in parts.values()}) > 1:
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
         raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
     for name, part in parts.items():
-        _require_memory(name, part)
+        _require_sample_memory(name, part)
+    report = progress or (lambda name, done, total: None)
     try:
-        with hdf5.NewFile(target) as new:
+        with hdf5.NewHDF5File(target) as new:
             for name, part in parts.items():
-                _write(new, new.file.create_group(name), name, part, compress, progress or _ignore_progress)
+                _write_split(new, new.file.create_group(name), name, part, compress, report)
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written ({error.strerror or error}); the existing file is unchanged; free disk"
@@ -127,14 +129,16 @@ def convert(
     return {name: (part.count, *part.shape) for name, part in parts.items()}
 
 
-def _require_memory(name: str, part: SplitSource) -> None:
+def _require_sample_memory(name: str, part: SplitSource) -> None:
     """Raise DataError if one sample does not fit in memory, before it is allocated."""
     sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
     subject = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
-    require_room(_COPIES * sample, subject, "cut it into pieces first")
+    require_memory(_SAMPLE_COPIES * sample, subject, "cut it into pieces first")
 
 
-def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress) -> None:
+def _write_split(
+    new: hdf5.NewHDF5File, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress
+) -> None:
     filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
     chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
     images = group.create_dataset(
@@ -142,17 +146,17 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
     )
     shape = (part.count, *part.label_shape)
     labels = group.create_dataset(
-        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **filters
+        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunk_shape(part), **filters
     )
-    scale = _FULL_SCALE.get(part.dtype.str[1:], 1.0)
+    scale = _MAX_VALUES.get(part.dtype.str[1:], 1.0)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
     label_blocks: list[np.ndarray] = []  # of labels that are not maps, whose chunks span several blocks of images
-    classes = ClassLabels(name) if _are_classes(part) else None
+    classes = ClassLabelChecker(name) if _has_class_labels(part) else None
     done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
-    for x, y in part.blocks():
+    for x, y in part.read_blocks():
         if classes is not None:
-            classes.add(y)
+            classes.check_block(y)
         images[done : done + len(x)] = x
         labels[done : done + len(y)] = y
         tables[0].add(x, done)
@@ -160,16 +164,18 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
             tables[1].add(y, done)
         else:
             label_blocks.append(y)
-        new.check()
+        new.raise_deferred_error()
         for image in x:
-            _accumulate(sums, image.reshape(-1, part.shape[-1]), scale)
+            _add_moments(sums, image.reshape(-1, part.shape[-1]), scale)
         if not np.isfinite(sums).all():
             index = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
             raise DataError(f"{name}: sample {done + index} has values that are not finite, or too large; correct them")
         done += len(x)
         progress(name, done, part.count)
     if done != part.count:
-        raise DataError(f"{name}: {done} samples were read, {part.count} were expected; the source has changed")
+        raise DataError(
+            f"{name}: {done} of {part.count} samples were read; the source has changed, run the command again"
+        )
     if label_blocks:
         tables[1].add(np.concatenate(label_blocks), 0)
     for table, array in zip(tables, (images, labels), strict=True):
@@ -179,17 +185,17 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
     images.attrs["scale"], images.attrs["mean"] = scale, mean
     images.attrs["std"] = np.where(std > 0, std, 1.0)
     if classes is not None:
-        labels.attrs["classes"] = max(classes.top + 1, len(part.names))
-    if part.names:
-        labels.attrs["names"] = np.array([os.fsencode(label) for label in part.names])
+        labels.attrs["classes"] = max(classes.largest_label + 1, len(part.class_names))
+    if part.class_names:
+        labels.attrs["names"] = np.array([os.fsencode(label) for label in part.class_names])
 
 
-def _are_classes(part: SplitSource) -> bool:
+def _has_class_labels(part: SplitSource) -> bool:
     """Return whether the labels are classes, one per sample or per cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 
-def _accumulate(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
+def _add_moments(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
     """Add the cells (n, C) and their squares to the sums (2, C), a few at a time."""
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(cells), _BLOCK_CELLS):
@@ -197,7 +203,7 @@ def _accumulate(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
             sums += block.sum(axis=0), np.einsum("ij,ij->j", block, block)
 
 
-def _label_chunks(part: SplitSource) -> tuple[int, ...]:
+def _label_chunk_shape(part: SplitSource) -> tuple[int, ...]:
     spatial = len(part.shape) - 1
     if len(part.label_shape) < spatial:
         return (min(part.count, 1 << 13), *part.label_shape)
@@ -206,7 +212,7 @@ def _label_chunks(part: SplitSource) -> tuple[int, ...]:
     return (*size[:-1], *channels)
 
 
-def _is_hdf5(path: Path) -> bool:
+def _is_hdf5_or_empty(path: Path) -> bool:
     """Return whether a file is HDF5, or empty; False if it cannot be read."""
     try:
         if not path.is_file():  # a pipe would block
@@ -217,26 +223,22 @@ def _is_hdf5(path: Path) -> bool:
         return False
 
 
-def _ignore_progress(name: str, done: int, total: int) -> None:
-    pass
-
-
 _MAX_LABEL = 2**31 - 1  # far more classes than any network has outputs
-_WHITE = 255
+_WHITE_PIXEL = 255
 
 
-class ClassLabels:
+class ClassLabelChecker:
     """Validation of the labels of one part, block by block.
 
     Attributes
     ----------
-    top : the largest label so far
+    largest_label : the largest label so far
     """
 
     def __init__(self, part: str) -> None:
-        self.part, self.top, self._done = part, 0, 0
+        self.split_name, self.largest_label, self._samples_checked = part, 0, 0
 
-    def add(self, labels: np.ndarray) -> None:
+    def check_block(self, labels: np.ndarray) -> None:
         """Check the labels of the next samples, (n,) or (n, *spatial).
 
         Raises
@@ -249,14 +251,15 @@ class ClassLabels:
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high > _MAX_LABEL:
             wrong = low if low < 0 else high
-            sample = self._done + int(np.argwhere(labels == wrong)[0][0])
+            sample = self._samples_checked + int(np.argwhere(labels == wrong)[0][0])
             raise DataError(
-                f"{self.part}: sample {sample} has the label {wrong}; expected whole numbers from 0: correct the labels"
+                f"{self.split_name}: sample {sample} has the label {wrong}; expected a whole number from 0; correct it"
             )
-        if labels.ndim > 1 and high == _WHITE and not self.top and np.isin(labels, (0, _WHITE)).all():
+        is_mask = labels.ndim > 1 and high == _WHITE_PIXEL and np.isin(labels, (0, _WHITE_PIXEL)).all()
+        if is_mask and not self.largest_label:
             raise DataError(
-                f"{self.part}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the class"
+                f"{self.split_name}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the class"
                 " index of each pixel: save 0 and 1 (in NumPy: mask // 255)"
             )
-        self.top = max(self.top, high)
-        self._done += len(labels)
+        self.largest_label = max(self.largest_label, high)
+        self._samples_checked += len(labels)

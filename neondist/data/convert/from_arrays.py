@@ -18,15 +18,15 @@ import numpy as np
 from ...errors import DataError, UserError
 from ...formats.npy import read_header
 from ...io.regular_file import open_regular
-from ..split_source import Block, SplitSource, per_block, with_channels
+from ..split_source import ImagesAndLabels, SplitSource, add_channel_axis, samples_per_block
 
-_PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
-_IMAGES = {
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_IMAGE_KEYS = {
     "train": ("x_train", "train_images", "x", "images", "data"),
     "validation": ("x_val", "val_images", "x_validation", "validation_images"),
     "test": ("x_test", "test_images"),
 }
-_LABELS = {
+_LABEL_KEYS = {
     "train": ("y_train", "train_labels", "y", "labels", "targets"),
     "validation": ("y_val", "val_labels", "y_validation", "validation_labels"),
     "test": ("y_test", "test_labels"),
@@ -48,36 +48,36 @@ class ArrayFile:
     @contextmanager
     def open(self) -> Iterator[tuple[tuple[int, ...], np.dtype, IO[bytes]]]:
         """Open the array; yield its shape, its dtype and a stream of its elements in C order."""
-        with _faults(self.title), ExitStack() as stack:
+        with _translate_errors(self.title), ExitStack() as stack:
             if self.member is None:
                 stream: Any = stack.enter_context(open_regular(self.path))
             else:
-                stream = stack.enter_context(stack.enter_context(_archive(self.path)).open(self.member))
+                stream = stack.enter_context(stack.enter_context(_open_zip(self.path)).open(self.member))
             shape, fortran, dtype = read_header(stream)
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
                 raise DataError(f"{self.title}: has elements of dtype {dtype}; give real numbers of at most 64 bits")
             if fortran and len(shape) > 1:
                 raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray(array)")
             expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            if self._bytes(stream) < expected:
+            if self._remaining_bytes(stream) < expected:
                 raise DataError(
                     f"{self.title}: truncated: its shape is {shape}, which is {expected} bytes; save it again"
                 )
             yield shape, dtype, stream
 
-    def _bytes(self, stream: Any) -> int:
+    def _remaining_bytes(self, stream: Any) -> int:
         """Return the number of bytes left in an open file, or the size of a member by the archive's directory."""
         if self.member is None:
             return os.fstat(stream.fileno()).st_size - stream.tell()
-        with _archive(self.path) as archive:
+        with _open_zip(self.path) as archive:
             return archive.getinfo(self.member).file_size
 
-    def header(self) -> tuple[tuple[int, ...], np.dtype]:
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], np.dtype]:
         """Return shape and dtype."""
         with self.open() as (shape, dtype, _):
             return shape, dtype
 
-    def pieces(self, count: int) -> Iterator[np.ndarray]:
+    def read_pieces(self, count: int) -> Iterator[np.ndarray]:
         """Yield the array along its first axis, at most `count` entries at once; DataError if it ends too early."""
         with self.open() as (shape, dtype, stream):
             size = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
@@ -85,29 +85,32 @@ class ArrayFile:
                 n = min(count, shape[0] - lo)
                 raw = stream.read(n * size)
                 if len(raw) < n * size:
-                    raise DataError(f"{self.title}: truncated: {lo + len(raw) // max(size, 1)} of {shape[0]} samples")
+                    raise DataError(
+                        f"{self.title}: ends after {lo + len(raw) // max(size, 1)} of {shape[0]} samples; save it again"
+                    )
                 yield np.frombuffer(raw, dtype).reshape(n, *shape[1:])
 
 
-def npz_parts(path: Path) -> dict[str, SplitSource]:
+def npz_splits(path: Path) -> dict[str, SplitSource]:
     """Return the parts of a .npz file, recognised by the names of its arrays."""
-    with _faults(str(path)), _archive(path) as archive:
+    with _translate_errors(str(path)), _open_zip(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
     parts = {}
-    for part, names in _IMAGES.items():
-        images, labels = (next((n for n in candidates if n in members), None) for candidates in (names, _LABELS[part]))
+    for part, names in _IMAGE_KEYS.items():
+        pair = names, _LABEL_KEYS[part]
+        images, labels = (next((n for n in candidates if n in members), None) for candidates in pair)
         if images is not None and labels is not None:
-            parts[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
+            parts[part] = array_split(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
     if "train" not in parts:
         raise DataError(
             f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
             " x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))
-    return parts | {"train": replace(parts["train"], notes=notes)}
+    return parts | {"train": replace(parts["train"], messages=notes)}
 
 
-def npy_parts(paths: list[Path]) -> dict[str, SplitSource]:
+def npy_splits(paths: list[Path]) -> dict[str, SplitSource]:
     """Return the parts of .npy files: images and labels for training, optionally for validation and for testing."""
     names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
     if names is None:
@@ -115,13 +118,13 @@ def npy_parts(paths: list[Path]) -> dict[str, SplitSource]:
             f"{paths[0]}: give IMAGES.npy LABELS.npy, four files (training, test), or six (training, validation, test)"
         )
     files = [ArrayFile(path) for path in paths]
-    return {name: array_part(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    return {name: array_split(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
-def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
+def array_split(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     """Return the part of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
-    (shape, dtype), (label_shape, label_dtype) = images.header(), labels.header()
-    sample = with_channels(images.path, shape[1:])
+    (shape, dtype), (label_shape, label_dtype) = images.shape_and_dtype(), labels.shape_and_dtype()
+    sample = add_channel_axis(images.path, shape[1:])
     if not shape or not label_shape or shape[0] != label_shape[0] or not shape[0]:
         raise DataError(
             f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give as many labels"
@@ -131,31 +134,31 @@ def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
         raise DataError(f"{labels.title}: labels are {label_dtype}; save them as integers")
     dtype, label_dtype = (np.dtype("u1") if d.kind == "b" else d.newbyteorder("=") for d in (dtype, label_dtype))
 
-    def blocks() -> Iterator[Block]:
-        count = per_block(sample, dtype)
-        for x, y in zip(images.pieces(count), labels.pieces(count), strict=True):
+    def read_blocks() -> Iterator[ImagesAndLabels]:
+        count = samples_per_block(sample, dtype)
+        for x, y in zip(images.read_pieces(count), labels.read_pieces(count), strict=True):
             yield (
                 x.reshape(-1, *sample).astype(dtype, copy=False),
                 y.reshape(-1, *target).astype(label_dtype, copy=False),
             )
 
-    return SplitSource(shape[0], sample, dtype, target, label_dtype, blocks)
+    return SplitSource(shape[0], sample, dtype, target, label_dtype, read_blocks)
 
 
 @contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         yield archive
 
 
 @contextmanager
-def _faults(title: str) -> Iterator[None]:
+def _translate_errors(title: str) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{title}: no such file; check the path") from error
-    except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, TokenError, *_PACKED) as error:
+    except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, TokenError, *_ZIP_ERRORS) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{title}: damaged, or not a NumPy file ({reason}); save it again") from error

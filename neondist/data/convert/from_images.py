@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...formats.image_loader import SUFFIXES, Loader
+from ...formats.image_loader import IMAGE_SUFFIXES, ImageLoader
 from ..csv_table import read_rows
-from ..split_source import Block, SplitSource, per_block
+from ..split_source import ImagesAndLabels, SplitSource, samples_per_block
 
-_CLASS = np.dtype("i8")
-_MAX_DIGITS = 10  # of a label
+_LABEL_DTYPE = np.dtype("i8")
+_MAX_LABEL_DIGITS = 10
+Sample = tuple[Path, Any]  # an image, and its label or label map
 
 
-def image_parts(
-    folder: Path, loader: Loader, table: Path | None = None, maps: Path | None = None
+def image_splits(
+    folder: Path, loader: ImageLoader, table: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
     """Return the parts of a folder; the notes of the first list what is left out.
 
@@ -38,47 +39,47 @@ def image_parts(
         If images or labels are missing, or do not match.
     """
     if table is not None:
-        samples = {"train": _read_table(folder, table)}
-        return _build(samples, loader, _describe_unused(folder, samples, table))
-    sets, unused = split_folders(folder)
+        samples = {"train": _read_label_table(folder, table)}
+        return _build_splits(samples, loader, _describe_unused(folder, samples, table))
+    sets, unused = find_split_folders(folder)
     if maps is not None:
-        samples = {name: _pair_maps(path, maps / path.relative_to(folder)) for name, path in sets.items()}
-        return _build(samples, loader, _describe_unused(folder, samples, maps))
-    classes = [path for path in subfolders(sets["train"]) if path not in unused]
-    names = tuple(path.name for path in classes if images(path))
+        samples = {name: _pair_images_with_maps(path, maps / path.relative_to(folder)) for name, path in sets.items()}
+        return _build_splits(samples, loader, _describe_unused(folder, samples, maps))
+    classes = [path for path in find_subfolders(sets["train"]) if path not in unused]
+    names = tuple(path.name for path in classes if find_images(path))
     if not names:
         raise DataError(
             f"{sets['train']}: has no folder of images for each class; make one, or give --labels FILE.csv, or"
             " --maps FOLDER"
         )
-    samples = {name: _list_samples(path, names) for name, path in sets.items()}
+    samples = {name: _list_class_samples(path, names) for name, path in sets.items()}
     empty = tuple(
         f"left out: {path} has no images, so it is not counted as a class" for path in classes if path.name not in names
     )
-    parts = _build(samples, loader, empty + _describe_unused(folder, samples))
-    return {name: replace(part, names=names) for name, part in parts.items()}
+    parts = _build_splits(samples, loader, empty + _describe_unused(folder, samples))
+    return {name: replace(part, class_names=names) for name, part in parts.items()}
 
 
-def _list_samples(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, Any]]:
-    unknown = sorted({path.name for path in subfolders(folder) if images(path)} - set(names))
+def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
+    unknown = sorted({path.name for path in find_subfolders(folder) if find_images(path)} - set(names))
     if unknown:
         raise DataError(f"{folder}: the class '{unknown[0]}' is not among those for training ({', '.join(names)})")
-    present = {path.name for path in subfolders(folder)}
-    return [(path, label) for label, name in enumerate(names) if name in present for path in images(folder / name)]
+    present = {path.name for path in find_subfolders(folder)}
+    return [(path, label) for label, name in enumerate(names) if name in present for path in find_images(folder / name)]
 
 
-def _pair_maps(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
+def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
     if not maps.is_dir():
         raise DataError(f"{maps}: no such folder; expected a folder with a map for each image of {folder}")
     by_stem: dict[Path, Path] = {}
-    for path in images(maps):
+    for path in find_images(maps):
         _require_inside(maps, path)
         stem = path.relative_to(maps).with_suffix("")
         if stem in by_stem:
             raise DataError(f"{path}: and {by_stem[stem].name} are maps with the same name; keep the right one")
         by_stem[stem] = path
     pairs = []
-    for path in images(folder):
+    for path in find_images(folder):
         if path.is_relative_to(maps):
             continue
         stem = path.relative_to(folder).with_suffix("")
@@ -88,25 +89,25 @@ def _pair_maps(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
     return pairs
 
 
-def _read_table(folder: Path, table: Path) -> list[tuple[Path, Any]]:
+def _read_label_table(folder: Path, table: Path) -> list[Sample]:
     rows = read_rows(table, "FILE,LABEL")
-    if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file(folder, rows[0][1][0]):
+    if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file_inside(folder, rows[0][1][0]):
         rows = rows[1:]  # the header
     labels: dict[Path, int] = {}
     for line, row in rows:
-        if len(row) < 2 or any(row[2:]) or not row[1].isdecimal() or len(row[1]) > _MAX_DIGITS:
+        if len(row) < 2 or any(row[2:]) or not row[1].isdecimal() or len(row[1]) > _MAX_LABEL_DIGITS:
             text = ",".join(row)
             text = text if len(text) < 80 else text[:77] + "..."
             raise DataError(f"{table}: line {line} is {text!r}; write FILE,LABEL with a number from 0")
         path = folder / row[0]
-        if not _is_file(folder, row[0]):
+        if not _is_file_inside(folder, row[0]):
             raise DataError(f"{table}: line {line}: {folder} has no file {row[0]!r}; correct the table")
         if labels.setdefault(path, int(row[1])) != int(row[1]):
             raise DataError(f"{table}: line {line}: {row[0]!r} has label {labels[path]} in an earlier line; keep one")
     return list(labels.items())
 
 
-def _is_file(folder: Path, name: str) -> bool:
+def _is_file_inside(folder: Path, name: str) -> bool:
     """Return whether `name` is a file inside the folder."""
     try:
         path = folder / name
@@ -115,33 +116,35 @@ def _is_file(folder: Path, name: str) -> bool:
         return False
 
 
-def _describe_unused(folder: Path, samples: dict[str, list[tuple[Path, Any]]], *inputs: Path) -> tuple[str, ...]:
+def _describe_unused(folder: Path, samples: dict[str, list[Sample]], *inputs: Path) -> tuple[str, ...]:
     """Return a line for each subfolder or kind of file of `folder` that is neither a sample nor one of the `inputs`."""
     taken = {path for pairs in samples.values() for path, _ in pairs}
     skipped: Counter[str] = Counter()
-    for path in files(folder):
+    for path in find_files(folder):
         _require_inside(folder, path)
         if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in inputs):
             continue
         parts = path.relative_to(folder).parts
-        if path.suffix.lower() not in SUFFIXES:
+        if path.suffix.lower() not in IMAGE_SUFFIXES:
             skipped[f"files called *{path.suffix}"] += 1
         else:
             skipped["images in " + str(folder / parts[0] if len(parts) > 1 else folder)] += 1
     return tuple(f"left out: {count} {kind}" for kind, count in sorted(skipped.items()))
 
 
-def _build(splits: dict[str, list[tuple[Path, Any]]], loader: Loader, notes: tuple[str, ...]) -> dict[str, SplitSource]:
-    parts = {name: _build_part(name, pairs, loader) for name, pairs in splits.items()}
-    return parts | {"train": replace(parts["train"], notes=notes)}
+def _build_splits(
+    pairs: dict[str, list[Sample]], loader: ImageLoader, notes: tuple[str, ...]
+) -> dict[str, SplitSource]:
+    parts = {name: _build_split(name, samples, loader) for name, samples in pairs.items()}
+    return parts | {"train": replace(parts["train"], messages=notes)}
 
 
-def _build_part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> SplitSource:
+def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSource:
     if not pairs:
-        raise DataError(f"{name}: no images found; recognised suffixes are " + " ".join(SUFFIXES))
+        raise DataError(f"{name}: no images found; recognised suffixes are " + " ".join(IMAGE_SUFFIXES))
     first, label = pairs[0]
     sample = loader.load(first)
-    target = loader.labels(label) if isinstance(label, Path) else np.zeros((), _CLASS)
+    target = loader.load_labels(label) if isinstance(label, Path) else np.zeros((), _LABEL_DTYPE)
     part = SplitSource(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
 
     def require_alike(path: Path, array: np.ndarray, expected: np.ndarray, origin: Path) -> np.ndarray:
@@ -152,33 +155,33 @@ def _build_part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> Spl
             )
         return array
 
-    def blocks() -> Iterator[Block]:
-        count = per_block(sample.shape, sample.dtype)
+    def read_blocks() -> Iterator[ImagesAndLabels]:
+        count = samples_per_block(sample.shape, sample.dtype)
         for start in range(0, len(pairs), count):
             batch = pairs[start : start + count]
             x = np.stack([require_alike(path, loader.load(path), sample, first) for path, _ in batch])
             if target.ndim:
-                y = np.stack([require_alike(path, loader.labels(path), target, label) for _, path in batch])
+                y = np.stack([require_alike(path, loader.load_labels(path), target, label) for _, path in batch])
             else:
-                y = np.array([number for _, number in batch], _CLASS)
+                y = np.array([number for _, number in batch], _LABEL_DTYPE)
             yield x, y
 
-    return replace(part, blocks=blocks)
+    return replace(part, read_blocks=read_blocks)
 
 
 def _describe(array: np.ndarray) -> str:
     return f"{' x '.join(map(str, array.shape))} {array.dtype}"
 
 
-_FOLDERS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
+_SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
 
 
-def images(folder: Path) -> list[Path]:
+def find_images(folder: Path) -> list[Path]:
     """Return the images in a folder and its subfolders, sorted by name."""
-    return sorted(path for path in files(folder) if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in find_files(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def files(folder: Path) -> Iterator[Path]:
+def find_files(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders.
 
     Raises
@@ -197,8 +200,8 @@ def files(folder: Path) -> Iterator[Path]:
         yield from (path for name in names if (path := Path(place, name)).is_file())
 
 
-def subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders of a folder, sorted by name; DataError as in `files`."""
+def find_subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders of a folder, sorted by name; DataError as in `find_files`."""
     try:
         folders = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError as error:
@@ -218,11 +221,11 @@ def _reject_link(root: Path, path: Path, what: str = "folder") -> None:
     raise DataError(f"{path}: is a link to a {what} outside {root}, which is not followed; put the {what} there")
 
 
-def split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     """Return the folders of the splits by name, 'train' (possibly the folder itself) first, and the unused folders."""
-    folders = subfolders(folder)
+    folders = find_subfolders(folder)
     splits: dict[str, Path] = {}
-    for split, names in _FOLDERS.items():
+    for split, names in _SPLITS.items():
         matches = [path for path in folders if path.name.lower() in names]
         if len(matches) > 1:
             raise DataError(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError, DataError
-from ..cache import Arrays, CachedDataset
-from .cifar10_files import BATCHES, RECORD, Source, records
+from ..cache import ArraysByName, CachedDataset
+from .cifar10_files import BATCH_FILES, RECORD_BYTES, BatchSource, decode_batch
 
 
 class CIFAR10(CachedDataset):
@@ -48,33 +48,33 @@ class CIFAR10(CachedDataset):
         self.path = path
 
     @property
-    def source(self) -> Source:
+    def batch_source(self) -> BatchSource:
         """The folder or archive of the batches."""
-        return Source(Path(os.path.expanduser(self.path)))
+        return BatchSource(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:
         """Check that all batches exist and hold whole records; the pixels are not read."""
-        for name, size in self.source.sizes().items():
-            if size == 0 or size % RECORD:
+        for name, size in self.batch_source.file_sizes().items():
+            if size == 0 or size % RECORD_BYTES:
                 raise DataError(
-                    f"{self.source.path}: {name} has {size} bytes, not a multiple of the record size {RECORD}: it"
-                    " is truncated or not in the binary format; download it again"
+                    f"{self.batch_source.path}: {name} has {size} bytes, not a multiple of the record size"
+                    f" {RECORD_BYTES}: it is truncated or not in the binary format; download it again"
                 )
 
-    def sources(self) -> list[Path]:
+    def source_files(self) -> list[Path]:
         """Return the batches, or the archive."""
-        return self.source.files()
+        return self.batch_source.files()
 
-    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+    def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of all images, and the md5 of the batches."""
-        arrays: Arrays = {}
+        arrays: ArraysByName = {}
         cells = (slice(None), *tile)
         digest = hashlib.md5(usedforsecurity=False)
-        for split, names in BATCHES.items():
+        for split, names in BATCH_FILES.items():
             tiles, labels = [], []
-            for batch in self.source.read_batches(names):
+            for batch in self.batch_source.read_batches(names):
                 digest.update(batch)
-                for images, classes in records(batch):
+                for images, classes in decode_batch(batch):
                     tiles.append(images[cells].copy())
                     labels.append(classes)
             arrays[f"{split}/images"], targets = np.concatenate(tiles), np.concatenate(labels)
@@ -82,8 +82,8 @@ class CIFAR10(CachedDataset):
             wrong = np.flatnonzero(targets > 9)
             if wrong.size:
                 raise DataError(
-                    f"{self.source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0 to 9;"
-                    " the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
+                    f"{self.batch_source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0"
+                    " to 9; the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
                 )
         arrays["content"] = np.frombuffer(digest.digest(), np.uint8)
         return arrays

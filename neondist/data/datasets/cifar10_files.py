@@ -15,26 +15,26 @@ import numpy as np
 from ...errors import DataError
 from ...io.regular_file import open_regular, read_bytes
 
-RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
-_CHUNK = 1000
-BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
-_NAMES = [name for names in BATCHES.values() for name in names]
-_MAX_BATCH = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
-_MAX_ARCHIVE = 30 * _MAX_BATCH
+RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
+_RECORDS_PER_CHUNK = 1000
+BATCH_FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+_BATCH_FILE_NAMES = [name for names in BATCH_FILES.values() for name in names]
+_MAX_BATCH_BYTES = 10_000 * RECORD_BYTES  # an official batch; nothing larger is read from an archive
+_MAX_ARCHIVE_BYTES = 30 * _MAX_BATCH_BYTES
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """A folder of batches (possibly in its subfolder cifar-10-batches-bin), or a .tar.gz archive."""
 
     path: Path
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """Return the size of every batch in bytes; DataError if one is missing."""
         if os.path.isdir(self.path):  # Path.is_dir would raise without permission
-            with _readable(self.path):
+            with _report_unreadable(self.path):
                 return {file.name: file.stat().st_size for file in self.files()}
-        with self._archive() as archive:
+        with self._open_archive() as archive:
             return {name: member.size for name, member in self._members(archive).items()}
 
     def files(self) -> list[Path]:
@@ -43,42 +43,47 @@ class Source:
             return [self.path]
         inner = self.path / "cifar-10-batches-bin"
         folder = inner if os.path.isdir(inner) else self.path
-        for name in _NAMES:
+        for name in _BATCH_FILE_NAMES:
             if not os.path.isfile(folder / name):
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
-        return [folder / name for name in _NAMES]
+        return [folder / name for name in _BATCH_FILE_NAMES]
 
     def read_batches(self, names: Sequence[str]) -> Iterator[bytes]:
         """Yield the content of the named batches."""
         if os.path.isdir(self.path):
             files = {file.name: file for file in self.files()}
             for name in names:
-                with _readable(files[name]):
-                    batch = read_bytes(files[name], _MAX_BATCH)
+                with _report_unreadable(files[name]):
+                    batch = read_bytes(files[name], _MAX_BATCH_BYTES)
                 yield batch
             return
-        with self._archive() as archive:
+        with self._open_archive() as archive:
             members = self._members(archive)
             for name in names:
-                yield _read(archive, members[name])
+                if members[name].size > _MAX_BATCH_BYTES:
+                    size = members[name].size
+                    raise DataError(f"{self.path}: {name} has {size:,} bytes, more than a batch; download it again")
+                file = archive.extractfile(members[name])
+                yield file.read() if file is not None else b""
 
     def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
         members, size = dict[str, tarfile.TarInfo](), 0
         for member in archive:
             size += member.size + tarfile.BLOCKSIZE
-            if size > _MAX_ARCHIVE:
+            if size > _MAX_ARCHIVE_BYTES:
                 raise DataError(
-                    f"{self.path}: decompresses to more than {_MAX_ARCHIVE:,} bytes, five times the size of CIFAR-10"
+                    f"{self.path}: decompresses to more than {_MAX_ARCHIVE_BYTES:,} bytes, five times the size of"
+                    " CIFAR-10; download it again"
                 )
             if member.isfile():
                 members[PurePosixPath(member.name).name] = member
-        missing = [name for name in _NAMES if name not in members]
+        missing = [name for name in _BATCH_FILE_NAMES if name not in members]
         if missing:
-            raise DataError(f"{self.path}: has no {missing[0]}; it is not the binary version of CIFAR-10")
-        return {name: members[name] for name in _NAMES}
+            raise DataError(f"{self.path}: has no {missing[0]}; give the binary version of CIFAR-10")
+        return {name: members[name] for name in _BATCH_FILE_NAMES}
 
     @contextmanager
-    def _archive(self) -> Iterator[tarfile.TarFile]:
+    def _open_archive(self) -> Iterator[tarfile.TarFile]:
         if not os.path.exists(self.path):
             raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
         try:
@@ -90,23 +95,16 @@ class Source:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _report_unreadable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    if member.size > _MAX_BATCH:
-        raise DataError(f"{member.name} declares {member.size} bytes, but a batch has at most {_MAX_BATCH}")
-    file = archive.extractfile(member)
-    return file.read() if file is not None else b""
-
-
-def records(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def decode_batch(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield a batch's images (n, 32, 32, 3) uint8 and classes (n,) int64, a few at a time."""
-    rows = np.frombuffer(batch, np.uint8).reshape(-1, RECORD)
-    for start in range(0, len(rows), _CHUNK):
-        block = rows[start : start + _CHUNK]
+    rows = np.frombuffer(batch, np.uint8).reshape(-1, RECORD_BYTES)
+    for start in range(0, len(rows), _RECORDS_PER_CHUNK):
+        block = rows[start : start + _RECORDS_PER_CHUNK]
         yield block[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), block[:, 0].astype(np.int64)

@@ -12,18 +12,18 @@ from numpy.typing import ArrayLike
 
 from ...comm import ProcessGrid, Transport, all_or_none
 from ...errors import ConfigError, DataError
-from ...formats.fields import Fields
+from ...formats.fields import FieldMetadata
 from ...geometry import Box
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count, Index
-from ...system.memory import as_bytes
+from ...system.memory import parse_bytes
 from ..augment import Transform
-from ..base import Dataset, Split, count_of, require_share, tile_slices
-from ..raw import normalise
+from ..base import Dataset, Split, count_held_out, require_fraction_or_count, tile_slices
+from ..raw_values import normalise
 from .field_series import FieldSeries
-from .hdf5_tiles import StreamedSplit
+from .hdf5_tiles import PrefetchingSplit
 
-_BLOCK = 1 << 24  # bytes of a tile read at once for the statistics
+_BLOCK_BYTES = 1 << 24  # bytes of a tile read at once for the statistics
 
 
 class ClimateFiles(Dataset):
@@ -87,7 +87,7 @@ class ClimateFiles(Dataset):
         cache: int | str = "128MiB",
     ) -> None:
         super().__init__(validation=validation)
-        require_share("test", test)
+        require_fraction_or_count("test", test)
         for field, names in (("variables", variables), ("targets", targets)):
             if names is not None and (isinstance(names, str) or not names or len({*names}) < len(names)):
                 raise ConfigError(f"{field}: {names} is invalid; expected names, each once, such as [t2m, u10]")
@@ -97,10 +97,10 @@ class ClimateFiles(Dataset):
             raise ConfigError(f"fill: {fill} is invalid; expected a finite number")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
-        self.ahead, self.cache, self._test = ahead, cache, test
-        self._cache = as_bytes("cache", cache)
+        self.ahead, self.cache, self._test_share = ahead, cache, test
+        self._cache_bytes = parse_bytes("cache", cache)
         self._series: FieldSeries | None = None
-        self._fields: Fields | None = None
+        self._fields: FieldMetadata | None = None
 
     def check(self) -> None:
         """Check the headers of all files: variables, units, grid and increasing times."""
@@ -108,18 +108,18 @@ class ClimateFiles(Dataset):
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[index] for index in self.target_channels(series)]
-        self._fields = Fields(
-            f"{series.names[0]}:{chosen[0].variable}",
+        self._fields = FieldMetadata(
+            f"{series.file_names[0]}:{chosen[0].variable}",
             chosen,
             series.extent,
             series.latitude,
             inputs=self.channel_names(series),
             input_units=self.input_units(series),
             lead=self.lead,
-            step=series.step,
-            order=series.order,
+            step=series.time_step,
+            order=series.axis_orders,
         )
-        self._split_samples()
+        self._sample_numbers_by_split()
 
     def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:
         """Return the variables of files, checked; `targets`: including variables that are only targets.
@@ -130,7 +130,7 @@ class ClimateFiles(Dataset):
             If files or variables do not match.
         """
         extra = [name for name in self.targets or () if name not in self.variables] if targets else []
-        options: Any = {"field": field, "fill": self.fill, "cache": self._cache}
+        options: Any = {"field": field, "fill": self.fill, "cache": self._cache_bytes}
         if not extra:
             return FieldSeries(files, self.variables, self.levels, **options)
         inputs = FieldSeries(files, self.variables, self.levels, **options)
@@ -160,7 +160,7 @@ class ClimateFiles(Dataset):
         return [series.channels[index].units for index in self.input_channels(series)] * self.steps
 
     @property
-    def fields(self) -> Fields:
+    def fields(self) -> FieldMetadata:
         """Metadata of the targets, with mean, std and climatology once the data set is open."""
         if self._fields is None:
             self.check()
@@ -171,12 +171,12 @@ class ClimateFiles(Dataset):
         """Return the splits, whose tiles are read from the files on demand."""
         if self._series is None:
             self.check()
-        series, numbers = self._series, self._split_samples()
+        series, numbers = self._series, self._sample_numbers_by_split()
         assert series is not None
-        content = [series.names, self.channel_names(series), series.extent, series.times.tolist()]
-        self.content = f"{checksum(np.frombuffer(repr(content[1:]).encode(), np.uint8)):08x}"
+        content = [series.file_names, self.channel_names(series), series.extent, series.times.tolist()]
+        self.content_hash = f"{checksum(np.frombuffer(repr(content[1:]).encode(), np.uint8)):08x}"
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        train, validation, test = (self._split(tile, samples) if len(samples) else None for samples in numbers)
+        train, validation, test = (self._make_split(tile, samples) if len(samples) else None for samples in numbers)
         assert train is not None
         return train, validation, test
 
@@ -189,13 +189,14 @@ class ClimateFiles(Dataset):
         box = grid.partition(series.extent).box(grid.tile)
         mean, square = np.empty(0), np.empty(0)
         with all_or_none(grid.world):
-            mean, square = _time_statistics(series, self._count_training_times(), box)
+            mean, square = _mean_and_variance_over_time(series, self._count_training_times(), box)
         centre, deviation = np.zeros(len(series.channels)), np.ones(len(series.channels))
         if self.normalise == "training":
             cells = math.prod(series.extent)
-            owns = grid.replica == 0
-            centre = _exact_sum(grid.world, mean, cells, owns) / cells
-            deviation = np.sqrt(_exact_sum(grid.world, square + (mean - centre) ** 2, cells, owns) / cells)
+            contributes = grid.replica == 0
+            centre = _exact_global_sum(grid.world, mean, cells, contributes) / cells
+            squares = _exact_global_sum(grid.world, square + (mean - centre) ** 2, cells, contributes)
+            deviation = np.sqrt(squares / cells)
             deviation = np.where(deviation > 0, deviation, 1.0)
         self._fields = fields = replace(
             fields, mean=centre[targets], std=deviation[targets], climatology=mean[..., targets]
@@ -206,21 +207,21 @@ class ClimateFiles(Dataset):
 
     def _count_training_times(self) -> int:
         """Return the number of times covered by the training samples."""
-        return len(self._split_samples()[0]) + self.steps - 1 + self.lead
+        return len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
 
-    def _split_samples(self) -> list[np.ndarray]:
+    def _sample_numbers_by_split(self) -> list[np.ndarray]:
         """Return the samples of training, validation and test, numbered by their first time."""
         assert self._series is not None
         times = len(self._series)
         samples = times - self.steps + 1 - self.lead
-        held_out = (self._validation is not None) + (self._test is not None)
+        held_out = (self._validation_share is not None) + (self._test_share is not None)
         if samples < 1 + held_out:
             raise DataError(
                 f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}: {times} times give"
                 f" {max(samples, 0)} samples for {1 + held_out} splits; give more files"
             )
-        last = 0 if self._test is None else count_of("test", self._test, samples)
-        middle = 0 if self._validation is None else self.count_validation(samples)
+        last = 0 if self._test_share is None else count_held_out("test", self._test_share, samples)
+        middle = 0 if self._validation_share is None else self.count_validation(samples)
         if last + middle >= samples:
             raise DataError(
                 f"validation: {middle} of {samples} samples, and {last} for test, leave no training samples; give fewer"
@@ -228,7 +229,7 @@ class ClimateFiles(Dataset):
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]
 
-    def _split(self, tile: tuple[slice, ...], numbers: np.ndarray) -> Split:
+    def _make_split(self, tile: tuple[slice, ...], numbers: np.ndarray) -> Split:
         """Return samples as a split."""
         series = self._series
         assert series is not None
@@ -255,23 +256,24 @@ class FieldTiles:
     def __init__(
         self, series: FieldSeries, first: np.ndarray, steps: int, channels: Sequence[int], tile: tuple[slice, ...]
     ) -> None:
-        self.series, self._first, self._steps, self._channels, self.tile = series, first, steps, list(channels), tile
+        self.series, self._channels, self.tile = series, list(channels), tile
+        self._first_times, self._times_per_sample = first, steps
         self.dtype, self.fill = series.dtype, series.fill
         cells = [cut.stop - cut.start for cut in tile]
         self.shape = (len(first), *cells, steps * len(self._channels))
 
     def __len__(self) -> int:
-        return len(self._first)
+        return len(self._first_times)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        return self.part(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
+        return self.read_cells(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
 
-    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+    def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, C) of some samples; slices count from the tile's first cell."""
         box = [slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True)]
-        times = (self._first[indices].reshape(-1, 1) + np.arange(self._steps)).ravel()
+        times = (self._first_times[indices].reshape(-1, 1) + np.arange(self._times_per_sample)).ravel()
         fields = self.series.read(times, box, self._channels)
-        by_sample = fields.reshape(len(indices), self._steps, *fields.shape[1:])
+        by_sample = fields.reshape(len(indices), self._times_per_sample, *fields.shape[1:])
         channels_last = np.moveaxis(by_sample, 1, -2).reshape(len(indices), *fields.shape[1:-1], self.shape[-1])
         return np.ascontiguousarray(channels_last)
 
@@ -280,7 +282,7 @@ class FieldTiles:
         self.series.close()
 
 
-class FieldSplit(StreamedSplit):
+class FieldSplit(PrefetchingSplit):
     """A split of fields, whose targets are normalised like its images."""
 
     def __init__(self, tiles: FieldTiles, labels: FieldTiles, ahead: bool, **normalisation: Any) -> None:
@@ -292,19 +294,19 @@ class FieldSplit(StreamedSplit):
         raw = super().targets(indices)
         assert self.fields is not None
         # in float64: float32 would round the offset, and so shift all targets
-        return normalise(raw, *scaling_of(self.fields), np.float64).astype(raw.dtype)
+        return normalise(raw, *factor_and_offset(self.fields), np.float64).astype(raw.dtype)
 
 
-def scaling_of(fields: Fields) -> tuple[list[float], list[float]]:
+def factor_and_offset(fields: FieldMetadata) -> tuple[list[float], list[float]]:
     """Return the factor and the offset of each channel: normalised values are raw values times factor minus offset."""
     return (1 / fields.std).tolist(), (fields.mean / fields.std).tolist()
 
 
-def _time_statistics(series: FieldSeries, count: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
+def _mean_and_variance_over_time(series: FieldSeries, count: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and variance (*box, C) of each cell over the first `count` times, in float64."""
     channels = len(series.channels)
     mean, square = (np.zeros((*box.shape, channels)) for _ in range(2))
-    block = max(1, _BLOCK // max(1, box.size * channels * series.dtype.itemsize))
+    block = max(1, _BLOCK_BYTES // max(1, box.size * channels * series.dtype.itemsize))
     for first in range(0, count if box.size else 0, block):
         # one time after the other, so that the results do not depend on the block size
         for number, field in enumerate(series.read(np.arange(first, min(first + block, count)), box.slices), first + 1):
@@ -314,7 +316,7 @@ def _time_statistics(series: FieldSeries, count: int, box: Box) -> tuple[np.ndar
     return mean, square / max(count, 1)
 
 
-def _exact_sum(world: Transport, cells: np.ndarray, count: int, owns: bool) -> np.ndarray:
+def _exact_global_sum(world: Transport, cells: np.ndarray, count: int, contributes: bool) -> np.ndarray:
     """Return the sum of each channel over the cells of all ranks, the same for any grid; collective.
 
     Values are added as integers of a common scale, whose sum does not depend on the order.
@@ -324,6 +326,6 @@ def _exact_sum(world: Transport, cells: np.ndarray, count: int, owns: bool) -> n
     maxima = world.allgather(np.abs(flat).max(0, initial=0.0).tolist())
     bound = np.maximum(np.array(maxima).max(0) * count, np.finfo(np.float64).tiny)
     scale = np.exp2(np.minimum(61 - np.ceil(np.log2(bound)), 1000))
-    local = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if owns else [0] * channels
+    local = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if contributes else [0] * channels
     sums = [sum(column) for column in zip(*world.allgather(local), strict=True)]
     return np.array(sums, np.float64) / scale

@@ -17,16 +17,16 @@ from typing import BinaryIO
 
 from ...errors import DataError
 from .idx import unpacked_md5
-from .mnist import ALL
+from .mnist import ALL_FILES
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-Progress = Callable[[str, int, int | None], None]
+OnProgress = Callable[[str, int, int | None], None]
 """Called with the file name, the bytes received and the total, None if the server does not report it."""
-_PIECE = 1 << 16
+_PIECE_BYTES = 1 << 16
 
 
 def download_mnist(
-    directory: str | os.PathLike[str], mirror: str = MIRROR, progress: Progress | None = None, timeout: float = 10.0
+    directory: str | os.PathLike[str], mirror: str = MIRROR, progress: OnProgress | None = None, timeout: float = 10.0
 ) -> list[Path]:
     """Download the four MNIST files, about 11 MB, and verify them bit for bit; valid existing files are kept.
 
@@ -52,12 +52,12 @@ def download_mnist(
         If there is no network, a file is incomplete or damaged, or the directory cannot be written.
     """
     folder = Path(os.path.expanduser(directory))
-    targets = [folder / f"{file.name}.gz" for file in ALL]
+    targets = [folder / f"{file.name}.gz" for file in ALL_FILES]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, target in zip(ALL, targets, strict=True):
+        for file, target in zip(ALL_FILES, targets, strict=True):
             url = f"{mirror.rstrip('/')}/{target.name}"
-            _fetch(url, target, file.md5, progress or (lambda name, received, total: None), timeout)
+            _download_verified(url, target, file.md5, progress or (lambda name, received, total: None), timeout)
     except OSError as error:
         raise DataError(f"{folder} cannot be written ({error.strerror or error}); choose another folder") from error
     except ValueError as error:
@@ -65,7 +65,7 @@ def download_mnist(
     return targets
 
 
-def _fetch(url: str, target: Path, md5: str, progress: Progress, timeout: float) -> None:
+def _download_verified(url: str, target: Path, md5: str, progress: OnProgress, timeout: float) -> None:
     """Download `url` to `target`, whose unpacked bytes must have this md5; a valid existing file is kept.
 
     Partial data are kept in `target`.part, which the next call resumes.
@@ -75,25 +75,25 @@ def _fetch(url: str, target: Path, md5: str, progress: Progress, timeout: float)
         return
     part = target.with_name(f"{target.name}.part")
     resumed = part.exists() and part.stat().st_size > 0
-    _transfer(url, part, progress, timeout)
+    _resume_download(url, part, progress, timeout)
     if resumed and not _is_valid(part, md5):
         # the partial file may be from another version: restart from the beginning
         part.unlink()
-        _transfer(url, part, progress, timeout)
+        _resume_download(url, part, progress, timeout)
     if not _is_valid(part, md5):
         part.unlink()
         raise DataError(f"{url}: the download is damaged (wrong checksum); try again, or choose another mirror")
     os.replace(part, target)
 
 
-def _transfer(url: str, part: Path, progress: Progress, timeout: float) -> None:
+def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float) -> None:
     start = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
             resumes, total = _parse_range(response)
             with open(part, "ab" if resumes else "wb") as file:
-                received = _copy(response, file, lambda received: progress(part.stem, received, total))
+                received = _copy_response(response, file, lambda received: progress(part.stem, received, total))
                 file.flush()
                 os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
@@ -102,9 +102,9 @@ def _transfer(url: str, part: Path, progress: Progress, timeout: float) -> None:
             return
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; name another mirror") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise DataError(_stop_message(url, part, getattr(error, "reason", None) or error)) from error
+        raise DataError(_interruption_message(url, part, getattr(error, "reason", None) or error)) from error
     if total is not None and received < total:
-        raise DataError(_stop_message(url, part, f"{received} of {total} bytes arrived"))
+        raise DataError(_interruption_message(url, part, f"{received} of {total} bytes arrived"))
 
 
 def _parse_range(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
@@ -116,16 +116,16 @@ def _parse_range(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
     return False, int(length) if length else None
 
 
-def _copy(response: http.client.HTTPResponse, file: BinaryIO, progress: Callable[[int], None]) -> int:
-    while piece := _receive(response):
+def _copy_response(response: http.client.HTTPResponse, file: BinaryIO, progress: Callable[[int], None]) -> int:
+    while piece := _read_piece(response):
         file.write(piece)
         progress(file.tell())
     return file.tell()
 
 
-def _receive(response: http.client.HTTPResponse) -> bytes:
+def _read_piece(response: http.client.HTTPResponse) -> bytes:
     try:
-        return response.read(_PIECE)
+        return response.read(_PIECE_BYTES)
     except http.client.IncompleteRead as error:
         return error.partial
     # here an OSError is a network error; in file.write, a disk error
@@ -140,7 +140,7 @@ def _is_valid(path: Path, md5: str) -> bool:
         return False
 
 
-def _stop_message(url: str, part: Path, reason: object) -> str:
+def _interruption_message(url: str, part: Path, reason: object) -> str:
     alternative = f"copy the files by hand to {part.parent}"
     if part.exists() and part.stat().st_size:
         return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {alternative}"

@@ -10,25 +10,25 @@ import numpy as np
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
-from ...formats.cf_time import comparable
+from ...formats.cf_time import are_comparable_calendars
 from ...formats.conventions import AuxiliaryVariable
 from ...formats.coordinates import (
     calendar_of,
-    coordinate,
-    dimension_of,
+    coordinate_along_axis,
+    dimension_name,
     latitudes_of,
-    text_of,
-    times_of,
-    values_of,
+    text_attribute,
+    times_in_seconds,
+    unpacked_values,
 )
 from ...formats.fields import Channel
-from ..raw import fill_missing
-from .hdf5_tiles import runs
+from ..raw_values import fill_missing
+from .hdf5_tiles import contiguous_runs
 from .image_lists import match_files
 
-_MAX_OPEN = 64  # variables of files, at a time
-_MAX_STEP = 1.5  # of the usual step: months have 28 to 31 days
-_TOLERANCE = 1e-4  # of a step in latitude or longitude, which files may store in different precision
+_MAX_OPEN_VARIABLES = 64  # variables of files, at a time
+_MAX_STEP_RATIO = 1.5  # of the usual step: months have 28 to 31 days
+_COORDINATE_TOLERANCE = 1e-4  # of a step in latitude or longitude, which files may store in different precision
 
 Levels = Sequence[float] | Mapping[str, Sequence[float]] | None
 
@@ -55,7 +55,7 @@ class FieldSeries:
     channels : list of Channel
     extent : (H, W)
     times : array (T,)
-        In seconds; `step` is the usual difference.
+        In seconds; `time_step` is the usual difference.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
@@ -75,20 +75,21 @@ class FieldSeries:
         fill: float | None = None,
         cache: int = 0,
     ) -> None:
-        self.names, self.variables, self.levels, self.fill = match_files(field, files), list(variables), levels, fill
+        self.file_names, self.variables = match_files(field, files), list(variables)
+        self.levels, self.fill = levels, fill
         self._cache, self._sources = ChunkCache(cache), OrderedDict[tuple[int, str], TileSource]()
         self.channels: list[Channel] = []
         self._coordinates: dict[str, np.ndarray | None] = {}
-        self._first: tuple[str, tuple[str, ...]] | None = None
-        self._calendar: tuple[str, str] | None = None  # and the file that has it
+        self._reference_grid: tuple[str, tuple[str, ...]] | None = None
+        self._first_file_and_calendar: tuple[str, str] | None = None
         dtypes, times = set(), []
         try:
-            for number, name in enumerate(self.names):
-                variable_sources = [self._open_checked(number, variable) for variable in self.variables]
+            for number, name in enumerate(self.file_names):
+                variable_sources = [self._open_and_check_axes(number, variable) for variable in self.variables]
                 self._add_channels(name, variable_sources)
                 dtypes |= {source.dtype for source, _ in variable_sources}
                 times.append(self._read_times(name, variable_sources))
-            self._begin = np.cumsum([0, *map(len, times)])
+            self._file_offsets = np.cumsum([0, *map(len, times)])
             self.times = np.concatenate(times)
             self.dtype = np.result_type(*dtypes, np.float32)
             self._check_times()
@@ -99,25 +100,25 @@ class FieldSeries:
     def __len__(self) -> int:
         return len(self.times)
 
-    def read(self, places: np.ndarray, cells: Sequence[slice], channels: Sequence[int] | None = None) -> np.ndarray:
-        """Return cells (n, *cells, C) of some times, for some channels or all, channels last."""
+    def read(self, times: np.ndarray, cells: Sequence[slice], channels: Sequence[int] | None = None) -> np.ndarray:
+        """Return cells (n, *cells, C) of some times, by their indices, for some channels or all, channels last."""
         chosen = range(len(self.channels)) if channels is None else channels
         extents = [cut.stop - cut.start for cut in cells]
-        out = np.empty((len(places), *extents, len(chosen)), self.dtype)
+        out = np.empty((len(times), *extents, len(chosen)), self.dtype)
         if not out.size:
             return out
-        for start, number, first, count in self._runs(places):
-            for variable, selection in self._by_variable(chosen).items():
-                source = self._open(number, variable)
+        for start, number, first, count in self._contiguous_reads(times):
+            for variable, selection in self._group_by_variable(chosen).items():
+                source = self._open_variable(number, variable)
                 for index, channel in selection:
-                    box = self._box(source, slice(first, first + count), cells, channel)
+                    box = self._source_slices(source, slice(first, first + count), cells, channel)
                     values = source.read(box).reshape(count, *extents)
                     out[start : start + count, ..., index] = fill_missing(f"{source.path}", values, self.fill)
         return out
 
-    def source(self, place: int, channel: int = 0) -> TileSource:
+    def source_at(self, time_index: int, channel: int = 0) -> TileSource:
         """Return the variable of a channel in the file that contains a time."""
-        return self._open(self._file_of(place), self.channels[channel].variable)
+        return self._open_variable(self._file_index(time_index), self.channels[channel].variable)
 
     def find_channels(self, name: str) -> list[int]:
         """Return the indices of the channels of a variable, or of the channel, called `name`."""
@@ -129,58 +130,58 @@ class FieldSeries:
             self._sources.popitem()[1].close()
 
     @property
-    def step(self) -> float:
+    def time_step(self) -> float:
         """The usual time step in seconds."""
         return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
 
     @property
-    def order(self) -> tuple[str, str]:
+    def axis_orders(self) -> tuple[str, str]:
         """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where unknown."""
         values = [self._coordinates.get(axis) for axis in "YX"]
         steps = [0.0 if x is None or x.ndim > 1 or len(x) < 2 else float(x[1] - x[0]) for x in values]
         row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
         return row, column
 
-    def _file_of(self, place: int) -> int:
+    def _file_index(self, time_index: int) -> int:
         """Return the number of the file that contains a time."""
-        return int(np.searchsorted(self._begin, place, "right")) - 1
+        return int(np.searchsorted(self._file_offsets, time_index, "right")) - 1
 
-    def _runs(self, places: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+    def _contiguous_reads(self, time_indices: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
         """Yield (position, file, first time in the file, count) of times that form one read."""
-        for start, first, count in runs(np.asarray(places)):
+        for start, first, count in contiguous_runs(np.asarray(time_indices)):
             position = start
             while count:
-                file = self._file_of(first)
-                length = min(count, int(self._begin[file + 1]) - first)
-                yield position, file, first - int(self._begin[file]), length
+                file = self._file_index(first)
+                length = min(count, int(self._file_offsets[file + 1]) - first)
+                yield position, file, first - int(self._file_offsets[file]), length
                 position, first, count = position + length, first + length, count - length
 
-    def _by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, Channel]]]:
+    def _group_by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, Channel]]]:
         groups: dict[str, list[tuple[int, Channel]]] = {}
         for index, channel in enumerate(chosen):
             groups.setdefault(self.channels[channel].variable, []).append((index, self.channels[channel]))
         return groups
 
     @staticmethod
-    def _box(source: TileSource, times: slice, cells: Sequence[slice], channel: Channel) -> list[slice]:
+    def _source_slices(source: TileSource, times: slice, cells: Sequence[slice], channel: Channel) -> list[slice]:
         level = 0 if channel.level is None else channel.level[0]
         slices = {"T": times, "Y": cells[0], "X": cells[1], "Z": slice(level, level + 1)}
         return [slices.get(letter, slice(0, 1)) for letter in source.axes]
 
-    def _open(self, number: int, variable: str) -> TileSource:
+    def _open_variable(self, number: int, variable: str) -> TileSource:
         key = number, variable
         if key not in self._sources:
-            if len(self._sources) >= _MAX_OPEN:
+            if len(self._sources) >= _MAX_OPEN_VARIABLES:
                 self._sources.popitem(last=False)[1].close()
-            source = open_source(f"{self.names[number]}:{variable}")
+            source = open_source(f"{self.file_names[number]}:{variable}")
             source.cache = self._cache
             self._sources[key] = source
         self._sources.move_to_end(key)
         return self._sources[key]
 
-    def _open_checked(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
+    def _open_and_check_axes(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
         """Return a variable and its auxiliary variables; DataError unless its axes are time, rows and columns."""
-        source = self._open(number, variable)
+        source = self._open_variable(number, variable)
         letters = dict(zip(source.axes, source.shape, strict=True))
         missing = {"T": "time", "Y": "latitude", "X": "longitude"}
         for letter, kind in missing.items():
@@ -191,7 +192,7 @@ class FieldSeries:
                 )
         for letter, n in letters.items():
             if letter not in "TZYX" and n > 1:
-                name = dimension_of(source, letter) or letter
+                name = dimension_name(source, letter) or letter
                 raise DataError(
                     f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
                     " longitude; select one of them"
@@ -203,7 +204,7 @@ class FieldSeries:
         channels: list[Channel] = []
         for variable, (source, auxiliaries) in zip(self.variables, sources, strict=True):
             attributes = source.attributes()
-            units = text_of(attributes, "units")
+            units = text_attribute(attributes, "units")
             levels = self._select_levels(variable, source, auxiliaries)
             if levels is None:
                 channels.append(Channel(variable, variable, None, units, attributes))
@@ -219,19 +220,19 @@ class FieldSeries:
                 raise DataError(f"{name}: two channels are called '{twice}'; leave out one of the variables or levels")
         if [channel.name for channel in channels] != [channel.name for channel in self.channels]:
             raise DataError(
-                f"{name}: has {', '.join(channel.name for channel in channels)}, but {self.names[0]} has"
+                f"{name}: has {', '.join(channel.name for channel in channels)}, but {self.file_names[0]} has"
                 f" {', '.join(channel.name for channel in self.channels)}; give all files the same levels"
             )
         for channel, first in zip(channels, self.channels, strict=True):
             if channel.units != first.units:
                 raise DataError(
-                    f"{name}: {channel.variable} is in '{channel.units}', but in {self.names[0]} in '{first.units}';"
-                    " convert one of the files, so that all have the same units"
+                    f"{name}: {channel.variable} is in '{channel.units}', but in {self.file_names[0]} in"
+                    f" '{first.units}'; convert one of the files, so that all have the same units"
                 )
             if channel.level != first.level:
                 raise DataError(
-                    f"{name}: {channel.variable} has level {channel.name} in another position than in {self.names[0]};"
-                    " write the levels of all files in the same order"
+                    f"{name}: {channel.variable} has level {channel.name} in another position than in"
+                    f" {self.file_names[0]}; write the levels of all files in the same order"
                 )
 
     def _select_levels(
@@ -242,8 +243,10 @@ class FieldSeries:
         count = dict(zip(source.axes, source.shape, strict=True)).get("Z")
         if count is None or (count == 1 and requested is None):
             return None
-        axis = coordinate(source, "Z", auxiliaries)
-        known = np.arange(count, dtype=np.float64) if axis is None else np.asarray(values_of(source.path, axis), "f8")
+        axis = coordinate_along_axis(source, "Z", auxiliaries)
+        known = (
+            np.arange(count, dtype=np.float64) if axis is None else np.asarray(unpacked_values(source.path, axis), "f8")
+        )
         listed = ", ".join(f"{value:g}" for value in known.tolist())
         if requested is None:
             raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")
@@ -259,10 +262,10 @@ class FieldSeries:
         """Raise DataError unless a variable has the same grid as the first one."""
         letters = dict(zip(source.axes, source.shape, strict=True))
         extent = letters["Y"], letters["X"]
-        names = tuple(dimension_of(source, letter) for letter in "YX")
-        if self._first is None:
-            self.extent, self._first = extent, (source.path, names)
-        first, expected = self._first
+        names = tuple(dimension_name(source, letter) for letter in "YX")
+        if self._reference_grid is None:
+            self.extent, self._reference_grid = extent, (source.path, names)
+        first, expected = self._reference_grid
         if extent != self.extent or names != expected:
             grid, first_grid = (
                 " x ".join(f"{name or letter} {n}" for name, letter, n in zip(dimensions, "YX", sizes, strict=True))
@@ -273,41 +276,41 @@ class FieldSeries:
                 " dimensions: regrid one of them, or leave it out"
             )
         for letter in "YX":
-            axis = coordinate(source, letter, auxiliaries)
-            values = None if axis is None else np.asarray(values_of(source.path, axis), np.float64)
+            axis = coordinate_along_axis(source, letter, auxiliaries)
+            values = None if axis is None else np.asarray(unpacked_values(source.path, axis), np.float64)
             if values is not None and not np.isfinite(values).all():
                 raise DataError(
-                    f"{source.path}: its coordinate {dimension_of(source, letter)} has missing values; give each row"
+                    f"{source.path}: its coordinate {dimension_name(source, letter)} has missing values; give each row"
                     " and column a value, or remove the coordinate"
                 )
             reference = self._coordinates.setdefault(letter, values)
             if values is None or reference is None:
                 continue
             spacing = float(np.abs(np.diff(reference)).min()) if len(reference) > 1 else 1.0
-            if not np.allclose(values, reference, rtol=0, atol=_TOLERANCE * (spacing or 1.0)):
+            if not np.allclose(values, reference, rtol=0, atol=_COORDINATE_TOLERANCE * (spacing or 1.0)):
                 raise DataError(
-                    f"{source.path}: its coordinate {dimension_of(source, letter)} differs from that of {first};"
-                    f" {_remedy(values, reference)}"
+                    f"{source.path}: its coordinate {dimension_name(source, letter)} differs from that of {first};"
+                    f" {_grid_mismatch_remedy(values, reference)}"
                 )
 
     def _read_times(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
         """Return the times of a file in seconds; DataError if its variables differ in them."""
         times: list[np.ndarray] = []
         for source, auxiliaries in sources:
-            axis = coordinate(source, "T", auxiliaries)
+            axis = coordinate_along_axis(source, "T", auxiliaries)
             if axis is None:
                 raise DataError(
-                    f"{source.path}: has no time coordinate along '{dimension_of(source, 'T') or 'T'}'; add one"
+                    f"{source.path}: has no time coordinate along '{dimension_name(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
                 )
-            first, calendar = self._calendar or (name, calendar_of(axis))
-            self._calendar = first, calendar
-            if not comparable(f"{name}:{axis.name}", calendar_of(axis), calendar):
+            first, calendar = self._first_file_and_calendar or (name, calendar_of(axis))
+            self._first_file_and_calendar = first, calendar
+            if not are_comparable_calendars(f"{name}:{axis.name}", calendar_of(axis), calendar):
                 raise DataError(
                     f"{name}: its times have the calendar '{calendar_of(axis)}', but those of {first} '{calendar}';"
                     " convert them to one calendar (xarray: convert_calendar)"
                 )
-            times.append(times_of(name, axis))
+            times.append(times_in_seconds(name, axis))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
                     f"{source.path}: has other times than {sources[0][0].path}; variables must share their dimensions:"
@@ -317,27 +320,28 @@ class FieldSeries:
 
     def _check_times(self) -> None:
         """Raise DataError if the times are not increasing, or have a gap."""
-        steps, usual = np.diff(self.times), self.step
+        steps, usual = np.diff(self.times), self.time_step
         wrong = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
-        wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP * usual)
+        wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP_RATIO * usual)
         if not wrong.size:
             return
         at = int(wrong[0]) + 1
-        number = self._file_of(at)
-        first, place = at == self._begin[number], f"time {at - self._begin[number] + 1} of {self.names[number]}"
-        before = f"the last of {self.names[number - 1]}" if first else "the one before"
+        number = self._file_index(at)
+        name, index = self.file_names[number], at - self._file_offsets[number]
+        first, place = index == 0, f"time {index + 1} of {name}"
+        before = f"the last of {self.file_names[number - 1]}" if first else "the one before"
         if steps[at - 1] <= 0:
             raise DataError(
-                f"{self.names[number]}: times are not increasing: {place} is not after {before}; sort the times of the"
+                f"{name}: times are not increasing: {place} is not after {before}; sort the times of the"
                 " file, and name the files so that they sort by time"
             )
         raise DataError(
-            f"{self.names[number]}: a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, the"
+            f"{name}: a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, the"
             f" usual step is {_format_duration(usual)}; add the missing file, or fill the gap"
         )
 
 
-def _remedy(values: np.ndarray, expected: np.ndarray) -> str:
+def _grid_mismatch_remedy(values: np.ndarray, expected: np.ndarray) -> str:
     if np.allclose(values, expected[::-1]):
         return "reverse that axis in one of the files"
     return "regrid one of the files, or sort its rows and columns alike"

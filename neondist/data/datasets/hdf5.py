@@ -14,12 +14,12 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
 from ..base import Dataset, Split
-from .hdf5_source import ArrayFacts, GroupFacts, hash_content, read_facts
-from .hdf5_tiles import HDF5Tiles, StreamedSplit
+from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
+from .hdf5_tiles import HDF5Tiles, PrefetchingSplit
 
-_LIMIT = 2**31  # classes
-_FULL_SCALE = {"u1": 255.0, "u2": 65535.0}
-_TEST_SHARE = 0.1
+_MAX_CLASSES = 2**31  # classes
+_MAX_VALUES = {"u1": 255.0, "u2": 65535.0}
+_DEFAULT_TEST_SHARE = 0.1
 
 
 class HDF5Dataset(Dataset):
@@ -82,16 +82,16 @@ class HDF5Dataset(Dataset):
         for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
             _check_name(field, name)
         self.path, self.images, self.labels = path, images, labels
-        self._groups = {"train": (self.file, train), "test": (self.file, test)}
+        self._group_locations = {"train": (self.file, train), "test": (self.file, test)}
         if isinstance(validation, (str, Mapping)):
-            self._groups["validation"] = self._locate(validation, train)
+            self._group_locations["validation"] = self._locate_group(validation, train)
             validation = None
         super().__init__(validation=validation)
-        self.test_share, self._classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
+        self.test_share, self._given_classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
         self.ahead = ahead
         for field, values in (("mean", mean), ("std", std), ("scale", scale)):
             if values is not None:
-                _check_numbers(field, np.asarray(values, np.float64), positive=field != "mean")
+                _check_finite(field, np.asarray(values, np.float64), positive=field != "mean")
 
     @property
     def file(self) -> Path:
@@ -106,19 +106,19 @@ class HDF5Dataset(Dataset):
         """Return the splits, whose tiles are read from the file on demand."""
         groups = self._read_groups()
         first = groups["train"]
-        self.content = hash_content(groups.values())
+        self.content_hash = hash_content(groups.values())
         numbers = {name: np.arange(len(group)) for name, group in groups.items()}
-        if self._drawn_share(groups):
+        if self._random_test_share(groups):
             count = len(numbers["train"])
-            held_out = min(max(1, round(self._drawn_share(groups) * count)), count - 1)
+            held_out = min(max(1, round(self._random_test_share(groups) * count)), count - 1)
             numbers["train"], numbers["test"] = _hold_out("test_share", numbers["train"], held_out)
-        if self._validation is not None:
+        if self._validation_share is not None:
             kept = self.count_validation(len(numbers["train"]))
             numbers["train"], numbers["validation"] = _hold_out("validation", numbers["train"], kept)
-        splits = {name: self._split(grid, groups.get(name, first), first, samples) for name, samples in numbers.items()}
+        splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in numbers.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
-    def _locate(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
+    def _locate_group(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
         """Return the file and the group of the validation samples."""
         if isinstance(validation, str):
             if not validation.endswith((".h5", ".hdf5")):
@@ -128,15 +128,15 @@ class HDF5Dataset(Dataset):
             raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
         return Path(os.path.expanduser(validation["path"])), _check_name("validation", validation.get("group", train))
 
-    def _drawn_share(self, groups: Mapping[str, GroupFacts]) -> float:
+    def _random_test_share(self, groups: Mapping[str, GroupInfo]) -> float:
         """Return the fraction of the training samples that is held out for testing."""
-        return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _TEST_SHARE)
+        return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _DEFAULT_TEST_SHARE)
 
-    def _read_groups(self) -> dict[str, GroupFacts]:
+    def _read_groups(self) -> dict[str, GroupInfo]:
         """Return the facts of each existing split; DataError if groups are missing or do not match."""
         groups = {}
-        for name, (path, group) in self._groups.items():
-            facts = read_facts(path, group, self.images, self.labels)
+        for name, (path, group) in self._group_locations.items():
+            facts = read_group_info(path, group, self.images, self.labels)
             if facts is not None:
                 groups[name] = facts
             elif name == "train" or (name == "validation" and (path, group) != (self.file, name)):
@@ -144,49 +144,52 @@ class HDF5Dataset(Dataset):
         first = groups["train"]
         shape = first.images.shape[1:]
         for facts in groups.values():
-            if facts.images.shape[1:] != shape or facts.maps != first.maps:
+            if facts.images.shape[1:] != shape or facts.has_label_maps != first.has_label_maps:
                 raise DataError(
                     f"{facts.path}: {facts.images.name} {facts.images.shape} and its labels {facts.labels.shape}"
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
                     f" {first.labels.shape}"
                 )
-        if self._drawn_share(groups) and len(first) < 2:
+        if self._random_test_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
         self.sample_shape = shape
         self.classes = self._count_classes(groups)
-        self._normalisation(first.images)
+        self._normalisation_arguments(first.images)
         return groups
 
-    def _count_classes(self, groups: dict[str, GroupFacts]) -> int | None:
+    def _count_classes(self, groups: dict[str, GroupInfo]) -> int | None:
         """Return the number of classes; DataError if a label is out of range."""
         attr = groups["train"].labels.attributes.get("classes")
-        if attr is not None and (attr.size != 1 or not 1 <= attr.item() <= _LIMIT or attr.item() != int(attr.item())):
+        if attr is not None and (attr.size != 1 or not 1 <= attr.item() <= _MAX_CLASSES or attr.item() % 1):
             raise DataError(
                 f"{self.file}: attribute 'classes' of {groups['train'].labels.name} is"
                 f" {attr.ravel()[:3].tolist()}, which is not a number of classes; correct it, or give classes"
             )
-        count = self._classes or (None if attr is None else int(attr.item()))
+        count = self._given_classes or (None if attr is None else int(attr.item()))
         for group in groups.values():
-            values = group.values
+            values = group.label_values
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
                 continue
-            count = count if self._classes or attr is not None else max(count or 0, int(values.max()) + 1)
+            count = count if self._given_classes or attr is not None else max(count or 0, int(values.max()) + 1)
             wrong = np.flatnonzero((values < 0) | (values >= (count or 0)))
             if wrong.size:
                 at = wrong[0]
-                raise DataError(f"{group.path}: {group.labels.name} of sample {at} is {values[at]}, not below {count}")
+                raise DataError(
+                    f"{group.path}: {group.labels.name} of sample {at} is {values[at]}, not below {count}; correct it,"
+                    " or give classes"
+                )
         return count
 
-    def _split(self, grid: ProcessGrid, group: GroupFacts, first: GroupFacts, numbers: np.ndarray) -> Split:
-        def tiles(array: ArrayFacts) -> HDF5Tiles:
+    def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, numbers: np.ndarray) -> Split:
+        def tiles(array: ArrayInfo) -> HDF5Tiles:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, numbers, group.state)
+            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, numbers, group.file_state)
 
-        labels = tiles(group.labels) if group.values is None else group.values[numbers]
-        return StreamedSplit(tiles(group.images), labels, self.ahead, **self._normalisation(first.images))
+        labels = tiles(group.labels) if group.label_values is None else group.label_values[numbers]
+        return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
 
-    def _normalisation(self, images: ArrayFacts) -> dict[str, Any]:
-        defaults = {"mean": 0.0, "std": 1.0, "scale": _FULL_SCALE.get(images.dtype.str[1:], 1.0)}
+    def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
+        defaults = {"mean": 0.0, "std": 1.0, "scale": _MAX_VALUES.get(images.dtype.str[1:], 1.0)}
         result = {}
         for field, default in defaults.items():
             override = getattr(self, field)
@@ -196,11 +199,11 @@ class HDF5Dataset(Dataset):
                     f"{field}: {values.shape} numbers do not fit the {images.shape[-1]} channels of {images.name};"
                     " give one, or one per channel"
                 )
-            result[field] = _check_numbers(field, values, positive=field != "mean")
+            result[field] = _check_finite(field, values, positive=field != "mean")
         return result
 
 
-def _check_name(field: str, name: Any) -> str:
+def _check_name(field: str, name: object) -> str:
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"{field}: {name!r} is not the name of an array or a group; give one")
     return name
@@ -212,7 +215,7 @@ def _hold_out(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
-def _check_numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
+def _check_finite(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
     if not np.all(np.isfinite(values)) or (positive and not np.all(values > 0)):
         raise ConfigError(f"{field}: {values.tolist()} is invalid; expected {'positive ' * positive}numbers")
     return values

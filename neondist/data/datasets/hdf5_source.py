@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.hdf5 import array_names, faults, file_state, find, fingerprint, is_numeric, open_file, read_whole
-from ...system.memory import require_room
+from ...io.hdf5.checksums import fingerprint, read_verified_array
+from ...io.hdf5.reader import array_names, find_object, hdf5_read_errors, is_numeric, open_hdf5, size_and_mtime
+from ...system.memory import require_memory
 
-LARGEST_CHUNK = 1 << 30  # bytes that one read may decode in excess; typical chunks have a few MiB
-_MAX_RATIO = 1032  # compression ratio of deflate, at most
+MAX_CHUNK_BYTES = 1 << 30  # bytes that one read may decode in excess; typical chunks have a few MiB
+_MAX_COMPRESSION_RATIO = 1032  # compression ratio of deflate, at most
 
 
 @dataclass(frozen=True)
-class ArrayFacts:
+class ArrayInfo:
     """An array of a file: its full name, shape, dtype and numeric attributes."""
 
     name: str
@@ -28,33 +29,33 @@ class ArrayFacts:
 
 
 @dataclass(frozen=True)
-class GroupFacts:
+class GroupInfo:
     """The samples of one split.
 
     Attributes
     ----------
-    path, state : the file, and its `hdf5.file_state` from before it was read
+    path, file_state : the file, and its `hdf5.size_and_mtime` from before it was read
     images : (N, *spatial, C)
     labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C) of any extent
-    values : the labels if they are (N,) or (N, K); None for maps
+    label_values : the labels if they are (N,) or (N, K); None for maps
     """
 
     path: Path
-    state: tuple[int, int]
-    images: ArrayFacts
-    labels: ArrayFacts
-    values: np.ndarray | None
+    file_state: tuple[int, int]
+    images: ArrayInfo
+    labels: ArrayInfo
+    label_values: np.ndarray | None
 
     def __len__(self) -> int:
         return self.images.shape[0]
 
     @property
-    def maps(self) -> bool:
+    def has_label_maps(self) -> bool:
         """Whether every cell has its own target."""
-        return self.values is None
+        return self.label_values is None
 
 
-def read_facts(path: Path, group: str, images: str, labels: str) -> GroupFacts | None:
+def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupInfo | None:
     """Return the facts of a group, None if it does not exist; the images are not read.
 
     Raises
@@ -62,26 +63,26 @@ def read_facts(path: Path, group: str, images: str, labels: str) -> GroupFacts |
     DataError
         If the file is missing or damaged, or an array is missing or of another kind.
     """
-    before = file_state(path)
-    with open_file(path) as file, faults(path):
-        if find(file, group) is None:
+    before = size_and_mtime(path)
+    with open_hdf5(path) as file, hdf5_read_errors(path):
+        if find_object(file, group) is None:
             return None
-        return GroupFacts(path, before, *_arrays(path, file, group, images, labels))
+        return GroupInfo(path, before, *_read_group_arrays(path, file, group, images, labels))
 
 
-def hash_content(groups: Iterable[GroupFacts]) -> str:
+def hash_content(groups: Iterable[GroupInfo]) -> str:
     """Return a hash of the groups' arrays, from some of the cells or their checksums."""
     hashes = []
     for group in groups:
-        with open_file(group.path) as file, faults(group.path):
+        with open_hdf5(group.path) as file, hdf5_read_errors(group.path):
             hashes += [f"{fingerprint(file, array.name):08x}" for array in (group.images, group.labels)]
     return " ".join(hashes)
 
 
-def _arrays(
+def _read_group_arrays(
     path: Path, file: Any, group: str, images: str, labels: str
-) -> tuple[ArrayFacts, ArrayFacts, np.ndarray | None]:
-    x, y = (_array(path, file, group, name) for name in (images, labels))
+) -> tuple[ArrayInfo, ArrayInfo, np.ndarray | None]:
+    x, y = (_read_array_info(path, file, group, name) for name in (images, labels))
     if len(x.shape) < 3:
         raise DataError(
             f"{path}: {x.name} has shape {x.shape}; images are (N, H, W, C), volumes (N, D, H, W, C): add an axis of"
@@ -98,26 +99,26 @@ def _arrays(
         return x, y, None
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
-    if find(file, y.name).nbytes > max(_MAX_RATIO * path.stat().st_size, 1 << 20):
+    if find_object(file, y.name).nbytes > max(_MAX_COMPRESSION_RATIO * path.stat().st_size, 1 << 20):
         raise DataError(f"{path}: {y.name} declares {y.shape[0]} labels, more than the file can hold; it is damaged")
-    require_room(2 * find(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
-    return x, y, read_whole(file, y.name)
+    require_memory(2 * find_object(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
+    return x, y, read_verified_array(file, y.name)
 
 
-def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
+def _read_array_info(path: Path, file: Any, group: str, name: str) -> ArrayInfo:
     import h5py
 
     full = f"{group.strip('/')}/{name}".lstrip("/")
-    array = find(file, full)
+    array = find_object(file, full)
     if array is None:
         raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: name yours")
     if not isinstance(array, h5py.Dataset) or not is_numeric(array):
-        raise DataError(f"{path}: '{full}' is not an array of numbers")
+        raise DataError(f"{path}: '{full}' is not an array of numbers; name one")
     if 0 in array.shape or not array.shape:
-        raise DataError(f"{path}: {full} is empty: its shape is {array.shape}")
+        raise DataError(f"{path}: {full} is empty: its shape is {array.shape}; write at least one sample")
     chunk = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize
-    if chunk > LARGEST_CHUNK:
+    if chunk > MAX_CHUNK_BYTES:
         raise DataError(f"{path}: {full} has chunks of {chunk / 1e9:.1f} GB; write it again with chunks of about 1 MB")
     ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
     facts = {key: np.asarray(array.attrs[key]) for key, kind in ids.items() if is_numeric(kind) and len(kind.shape) < 2}
-    return ArrayFacts(full, array.shape, array.dtype, facts)
+    return ArrayInfo(full, array.shape, array.dtype, facts)

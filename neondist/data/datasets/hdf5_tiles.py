@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ...errors import DataError
-from ...io.hdf5 import CheckedArray, faults, file_state, open_file
-from ..base import Split
+from ...io.hdf5 import CheckedArray, hdf5_read_errors, open_hdf5, size_and_mtime
+from ..split import Split, TileArray
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +28,9 @@ class HDF5Tiles:
     path, name : the file, and the array in it
     shape, dtype : of the array, (N, *spatial, ...)
     tile : slices of the cells in a sample; axes after them are whole
-    numbers : array
+    sample_numbers : array
         Indices of the samples in the array.
-    state : `hdf5.file_state` of the file from before the array was inspected
+    state : `hdf5.size_and_mtime` of the file from before the array was inspected
     """
 
     def __init__(
@@ -43,34 +43,34 @@ class HDF5Tiles:
         numbers: np.ndarray,
         state: tuple[int, int],
     ) -> None:
-        self.path, self.name, self.dtype, self.tile, self.numbers = path, name, dtype, tile, numbers
-        self._expected, self._state = (tuple(shape), dtype), state
+        self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, numbers
+        self._expected, self._file_state = (tuple(shape), dtype), state
         self.shape = (len(numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
         self._array: CheckedArray | None = None
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.sample_numbers)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        places = self.numbers[indices]
-        out = np.empty((len(places), *self.shape[1:]), self.dtype)
+        indices = self.sample_numbers[indices]
+        out = np.empty((len(indices), *self.shape[1:]), self.dtype)
         if out.size:
-            with faults(self.path):
-                array = self._open()
-                for start, first, count in runs(places):
+            with hdf5_read_errors(self.path):
+                array = self._open_array()
+                for start, first, count in contiguous_runs(indices):
                     array.read(first, out[start : start + count])
             # after the read: HDF5 reads zeros from a file that has been truncated
-            if file_state(self.path) != self._state:
+            if size_and_mtime(self.path) != self._file_state:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
         return out
 
-    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+    def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
-        part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.numbers, self._state)
-        with faults(self.path):
-            part._array = self._open().part(part.tile)
+        part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
+        with hdf5_read_errors(self.path):
+            part._array = self._open_array().part(part.tile)
         return part[indices]
 
     def close(self) -> None:
@@ -79,10 +79,10 @@ class HDF5Tiles:
         if file is not None:
             file.close()
 
-    def _open(self) -> CheckedArray:
+    def _open_array(self) -> CheckedArray:
         if self._array is None:
             if self._file is None:
-                self._file = open_file(self.path)
+                self._file = open_hdf5(self.path)
             array = CheckedArray(self._file, self.name, self.tile)
             if (array.shape, array.dtype) != self._expected:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
@@ -90,34 +90,34 @@ class HDF5Tiles:
         return self._array
 
 
-class StreamedSplit(Split):
+class PrefetchingSplit(Split):
     """A split whose tiles, and possibly label maps, are read from disk; a thread prefetches the next batch.
 
     Every code path waits for the reader thread: a thread inside libhdf5 at interpreter exit would keep h5py's lock, so
     that the finalisation of h5py, and the other ranks in MPI_Finalize, would wait forever.
     """
 
-    def __init__(self, tiles: Any, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
+    def __init__(self, tiles: TileArray, labels: TileArray, ahead: bool = True, **normalisation: Any) -> None:
         super().__init__(tiles, labels, **normalisation)
-        self._ahead = ahead
-        self._reader: ThreadPoolExecutor | None = None
+        self._prefetches = ahead
+        self._reader_thread: ThreadPoolExecutor | None = None
 
     def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
     ) -> Generator[tuple[Any, np.ndarray]]:
         """Yield `images` and `targets` of consecutive parts; a thread prefetches the next part.
 
         An error of the thread is raised in place of its batch. The thread ends when the split is closed.
         """
-        if lazily or not self._ahead:
-            yield from super().batches(parts, dtype, lazily)
+        if lazy or not self._prefetches:
+            yield from super().batches(parts, dtype, lazy)
             return
         parts, pending = iter(parts), None
         try:
-            pending = self._start(next(parts, None), dtype)
+            pending = self._start_reading(next(parts, None), dtype)
             while pending is not None:
                 batch = pending.result()
-                pending = self._start(next(parts, None), dtype)
+                pending = self._start_reading(next(parts, None), dtype)
                 yield batch
         finally:
             if pending is not None:
@@ -125,7 +125,7 @@ class StreamedSplit(Split):
 
     def close(self) -> None:
         """Wait for pending reads and close the file; a later read reopens it."""
-        reader, self._reader = self._reader, None
+        reader, self._reader_thread = self._reader_thread, None
         if reader is not None:
             reader.shutdown()
         for tiles in (self.tiles, self.labels):
@@ -133,18 +133,18 @@ class StreamedSplit(Split):
             if close is not None:
                 close()
 
-    def _start(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
+    def _start_reading(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
         if part is None:
             return None
-        if self._reader is None:
+        if self._reader_thread is None:
             from concurrent.futures import ThreadPoolExecutor
 
-            self._reader = ThreadPoolExecutor(1, "neondist-reader")
-        return self._reader.submit(lambda: (self.images(part, dtype), self.targets(part)))
+            self._reader_thread = ThreadPoolExecutor(1, "neondist-reader")
+        return self._reader_thread.submit(lambda: (self.images(part, dtype), self.targets(part)))
 
 
-def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def contiguous_runs(indices: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yield (position, first index, count) of the runs of consecutive indices, each of which is one read."""
-    starts = np.flatnonzero(np.diff(places, prepend=places[:1] - 2) != 1)
-    for start, end in zip(starts, [*starts[1:], len(places)], strict=True):
-        yield int(start), int(places[start]), int(end - start)
+    starts = np.flatnonzero(np.diff(indices, prepend=indices[:1] - 2) != 1)
+    for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+        yield int(start), int(indices[start]), int(end - start)

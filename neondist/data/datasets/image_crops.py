@@ -12,14 +12,14 @@ from ...arrays import rng
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
-from ..raw import fill_missing
-from .hdf5_tiles import StreamedSplit
-from .image_lists import Item
+from ..raw_values import fill_missing
+from .hdf5_tiles import PrefetchingSplit
+from .image_lists import ImageEntry
 
-_MAX_OPEN, _MAX_OPEN_WHOLE = 64, 4  # files; those stored as one chunk are held in memory
+_MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files; those stored as one chunk are held in memory
 
 
-class Crops:
+class CropPositions:
     """Positions of the crops of an epoch: a function of the seed, the epoch and the sample's key only.
 
     Attributes
@@ -36,18 +36,19 @@ class Crops:
         purpose: str = "crop",
     ) -> None:
         self.epoch, self.shape = 0, shape
-        self._room = np.array(extents) - shape
+        self._max_positions = np.array(extents) - shape
         axes = np.arange(len(shape), dtype=np.uint64)
-        self._index = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
-        self._seed, self._purpose = seed, purpose
-        self._drawn: tuple[int, np.ndarray] | None = None  # epoch and first cells of its crops
+        self._random_indices = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
+        self._seed, self._stream_name = seed, purpose
+        self._epoch_positions: tuple[int, np.ndarray] | None = None  # epoch and first cells of its crops
 
-    def first(self, number: int) -> list[int]:
+    def first_cell(self, number: int) -> list[int]:
         """Return the first cell of a sample's crop in its image."""
-        if self._drawn is None or self._drawn[0] != self.epoch:
-            draws = rng.uniform(rng.key(self._seed, self._purpose, self.epoch), self._index)
-            self._drawn = self.epoch, np.minimum((draws * (self._room + 1)).astype(np.int64), self._room)
-        origin: list[int] = self._drawn[1][number].tolist()
+        if self._epoch_positions is None or self._epoch_positions[0] != self.epoch:
+            draws = rng.uniform(rng.key(self._seed, self._stream_name, self.epoch), self._random_indices)
+            positions = np.minimum((draws * (self._max_positions + 1)).astype(np.int64), self._max_positions)
+            self._epoch_positions = self.epoch, positions
+        origin: list[int] = self._epoch_positions[1][number].tolist()
         return origin
 
 
@@ -65,43 +66,43 @@ class CropTiles:
 
     def __init__(
         self,
-        crops: Crops,
-        items: Sequence[Item],
+        crops: CropPositions,
+        images: Sequence[ImageEntry],
         tile: tuple[slice, ...],
         opener: Callable[[str], TileSource] = open_source,
         fill: float | None = None,
         classes: tuple[int, int | None] | None = None,
         cache: int = 0,
     ) -> None:
-        self.crops, self.items, self.tile, self._opener, self.fill = crops, items, tile, opener, fill
+        self.crops, self.images, self.tile, self._open_source, self.fill = crops, images, tile, opener, fill
         self._classes = classes
-        first = items[0]
-        dtype = np.result_type(*{item.dtype for item in items})
+        first = images[0]
+        dtype = np.result_type(*{item.dtype for item in images})
         self.dtype = np.dtype(np.uint8) if dtype == np.bool_ else dtype
-        self._flat = opener is not open_source and first.shape[-1] == 1 and first.dtype.kind in "iub"
+        self._drops_channel_axis = opener is not open_source and first.shape[-1] == 1 and first.dtype.kind in "iub"
         cells = tuple(cut.stop - cut.start for cut in tile)
-        self.shape = (len(items), *cells, *(() if self._flat else first.shape[-1:]))
+        self.shape = (len(images), *cells, *(() if self._drops_channel_axis else first.shape[-1:]))
         self._sources: OrderedDict[str, TileSource] = OrderedDict()
         self._cache = ChunkCache(cache)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.images)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        return self.part(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
+        return self.read_cells(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
 
-    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+    def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         extents = tuple(cut.stop - cut.start for cut in cells)
         out = np.empty((len(indices), *extents, *self.shape[1 + len(extents) :]), self.dtype)
         for index, number in enumerate(indices) if out.size else ():
-            item, origin = self.items[number], self.crops.first(number)
+            item, origin = self.images[number], self.crops.first_cell(number)
             box = [
                 slice(lo + own.start + cut.start, lo + own.start + cut.stop)
                 for lo, own, cut in zip(origin, self.tile, cells, strict=True)
             ]
-            values = self._open(item.name).read((*item.place, *box, slice(0, item.shape[-1])))
-            out[index] = self._validate(item, values).reshape(out.shape[1:])
+            values = self._open_image_file(item.name).read((*item.leading_index, *box, slice(0, item.shape[-1])))
+            out[index] = self._check_values(item, values).reshape(out.shape[1:])
         return out
 
     def close(self) -> None:
@@ -109,12 +110,12 @@ class CropTiles:
         while self._sources:
             self._sources.popitem()[1].close()
 
-    def _open(self, name: str) -> TileSource:
+    def _open_image_file(self, name: str) -> TileSource:
         if name not in self._sources:
-            opened = self._opener(name)
+            opened = self._open_source(name)
             whole = opened.chunks == opened.shape
             candidates = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
-            if len(candidates) >= (_MAX_OPEN_WHOLE if whole else _MAX_OPEN):
+            if len(candidates) >= (_MAX_OPEN_ONE_CHUNK_FILES if whole else _MAX_OPEN_FILES):
                 self._sources.pop(candidates[0]).close()
             if not whole:
                 opened.cache = self._cache
@@ -122,9 +123,9 @@ class CropTiles:
         self._sources.move_to_end(name)
         return self._sources[name]
 
-    def _validate(self, item: Item, cells: np.ndarray) -> np.ndarray:
+    def _check_values(self, item: ImageEntry, cells: np.ndarray) -> np.ndarray:
         cells = fill_missing(item.name, cells, self.fill)
-        if self._classes is not None and self._flat:
+        if self._classes is not None and self._drops_channel_axis:
             count, ignored = self._classes
             if cells.min() >= 0 and cells.max() < count:  # the common case, and cheaper
                 return cells
@@ -138,18 +139,18 @@ class CropTiles:
         return cells
 
 
-class CropSplit(StreamedSplit):
+class CropSplit(PrefetchingSplit):
     """A split of crops, whose positions change with the epoch."""
 
-    def __init__(self, crops: Crops, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
-        self._crops, self.fill = crops, tiles.fill
+    def __init__(self, crops: CropPositions, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
+        self._positions, self.fill = crops, tiles.fill
         super().__init__(tiles, labels, ahead, **normalisation)
 
     @property
     def epoch(self) -> int:
         """The epoch, set by the training loop."""
-        return self._crops.epoch
+        return self._positions.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._crops.epoch = epoch
+        self._positions.epoch = epoch

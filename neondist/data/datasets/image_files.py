@@ -12,12 +12,12 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count
-from ...system.memory import as_bytes
-from ..base import Dataset, Split, count_of, require_share, tile_slices
-from .image_crops import Crops, CropSplit, CropTiles
-from .image_lists import Item, find_masks, match_files, open_mask, read_labels, require_alike, samples_of
+from ...system.memory import parse_bytes
+from ..base import Dataset, Split, count_held_out, require_fraction_or_count, tile_slices
+from .image_crops import CropPositions, CropSplit, CropTiles
+from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
 
-_FIT_BOXES, _FIT_SIDE = 64, 256  # number and extent of the boxes for fitting the normalisation
+_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
 
 
 class ImageFiles(Dataset):
@@ -102,37 +102,37 @@ class ImageFiles(Dataset):
             if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
                 raise ConfigError(f"{field}: {values} is invalid; expected {'positive ' * (field == 'std')}numbers")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
-        self._classes, self.ignore_index = classes, ignore_index
+        self._given_classes, self.ignore_index = classes, ignore_index
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead, self.cache = seed, ahead, cache
-        self._cache = as_bytes("cache", cache)
+        self._cache_bytes = parse_bytes("cache", cache)
         if isinstance(test, Mapping) and not {"images"} <= set(test) <= {"images", "labels"}:
             raise ConfigError(f"test: has {', '.join(test) or 'nothing'}; give images, and labels if they differ")
         if not isinstance(test, Mapping):
-            require_share("test", test)
-        self._test = test
-        self._training = 0  # images that are not files of the test split
-        self._masks: list[Item] | None = None
-        self._values: np.ndarray | None = None
-        self._items: list[Item] = []
+            require_fraction_or_count("test", test)
+        self._test_option = test
+        self._num_training_images = 0  # images that are not files of the test split
+        self._masks: list[ImageEntry] | None = None
+        self._label_values: np.ndarray | None = None
+        self._images: list[ImageEntry] = []
 
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         rank = None if self.crop is None else len(self.crop)
-        self._items = samples_of(match_files("images", self.images), rank)
-        self._training, groups = len(self._items), [(self.labels, self._items)]
-        if isinstance(self._test, Mapping):
-            test_items = samples_of(match_files("test.images", self._test["images"]), rank)
-            if shared := {item.name for item in test_items} & {item.name for item in self._items}:
+        self._images = list_images(match_files("images", self.images), rank)
+        self._num_training_images, groups = len(self._images), [(self.labels, self._images)]
+        if isinstance(self._test_option, Mapping):
+            test_items = list_images(match_files("test.images", self._test_option["images"]), rank)
+            if shared := {item.name for item in test_items} & {item.name for item in self._images}:
                 raise DataError(f"test: {min(shared)} is also a training image; make the patterns disjoint")
-            labels = self._test.get("labels", self.labels)
-            groups = [*groups, (labels, test_items)] if labels != self.labels else [(labels, self._items + test_items)]
-            self._items = self._items + test_items
-        first = self._items[0]
+            labels = self._test_option.get("labels", self.labels)
+            groups = [*groups, (labels, test_items)] if labels != self.labels else [(labels, self._images + test_items)]
+            self._images = self._images + test_items
+        first = self._images[0]
         extents = tuple(self.crop) if self.crop is not None else first.extents
-        require_alike(self._items, extents, self.crop is None)
+        require_same_format(self._images, extents, self.crop is None)
         self.sample_shape = (*extents, first.shape[-1])
-        self.classes = self._classes
+        self.classes = self._given_classes
         values, masks = [], []
         names: Sequence[str] = ()
         for labels, items in groups:
@@ -144,52 +144,53 @@ class ImageFiles(Dataset):
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
-        self._values, self._masks = np.concatenate(values) if values else None, masks or None
-        if self._validation is not None and self._training < 2:
+        self._label_values, self._masks = np.concatenate(values) if values else None, masks or None
+        if self._validation_share is not None and self._num_training_images < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
-        self._split_images()
+        self._image_numbers_by_split()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the files on demand."""
-        if not self._items:
+        if not self._images:
             self.check()
-        content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
-        self.content = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
-        numbers = self._split_images()
+        content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._images, *(self._masks or [])]]
+        self.content_hash = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
+        numbers = self._image_numbers_by_split()
         fitted = self._fit_normalisation(numbers[0])
-        train, *rest = (self._split(grid, samples, fitted) if len(samples) else None for samples in numbers)
+        train, *rest = (self._make_split(grid, samples, fitted) if len(samples) else None for samples in numbers)
         assert train is not None
         return train, rest[0], rest[1]
 
-    def _split_images(self) -> list[np.ndarray]:
+    def _image_numbers_by_split(self) -> list[np.ndarray]:
         """Return the numbers of the images for training, validation and test."""
-        drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(self._training)).argsort(kind="stable")
-        first = 0 if self._validation is None else self.count_validation(self._training)
-        if isinstance(self._test, Mapping) or self._test is None:
-            rest, last = np.arange(self._training, len(self._items)), first
+        count = self._num_training_images
+        drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")
+        first = 0 if self._validation_share is None else self.count_validation(count)
+        if isinstance(self._test_option, Mapping) or self._test_option is None:
+            rest, last = np.arange(self._num_training_images, len(self._images)), first
         else:
-            last = first + count_of("test", self._test, self._training)
+            last = first + count_held_out("test", self._test_option, self._num_training_images)
             rest = drawn[first:last]
-        if last >= self._training:
+        if last >= self._num_training_images:
             raise DataError(
                 f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
             )
         return [np.sort(numbers) for numbers in (drawn[last:], drawn[:first], rest)]
 
-    def _split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
+    def _make_split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
         samples = np.repeat(numbers, self.crops_per_image)
         keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(numbers))
         extents = self.sample_shape[:-1]
-        crops = Crops(self.seed, keys, [self._items[n].extents for n in samples], extents)
+        crops = CropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        tiles = CropTiles(crops, [self._items[n] for n in samples], tile, fill=self.fill, cache=self._cache)
+        tiles = CropTiles(crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes)
         if self._masks is None:
-            labels: Any = self._values[samples]  # type: ignore[index]
+            labels: Any = self._label_values[samples]  # type: ignore[index]
         else:
-            classes = None if self._classes is None else (self._classes, self.ignore_index)
+            classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]
-            labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache)
+            labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
 
     def _fit_normalisation(self, numbers: np.ndarray) -> dict[str, Any]:
@@ -201,10 +202,10 @@ class ImageFiles(Dataset):
         repeats = max(1, _FIT_BOXES // len(chosen))
         cells = []
         for number in chosen:
-            item = self._items[number]
-            side = tuple(min(n, _FIT_SIDE if len(item.extents) < 3 else _FIT_SIDE // 4) for n in item.extents)
+            item = self._images[number]
+            side = tuple(min(n, _BOX_EXTENT if len(item.extents) < 3 else _BOX_EXTENT // 4) for n in item.extents)
             keys = number * repeats + np.arange(repeats)
-            boxes = Crops(self.seed, keys, [item.extents] * repeats, side, "fit")
+            boxes = CropPositions(self.seed, keys, [item.extents] * repeats, side, "fit")
             tiles = CropTiles(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
             cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
             tiles.close()

@@ -15,28 +15,28 @@ import numpy as np
 
 from ...errors import DataError
 from ...formats import TileSource, open_source
-from ...formats.image_loader import SUFFIXES
-from ...formats.pictures import IndexedSource
-from ...formats.table import is_known
-from ..csv_table import read_rows
+from ...formats.image_loader import IMAGE_SUFFIXES
+from ...formats.pictures import ClassMapSource
+from ...formats.table import has_known_suffix
+from ..csv_table import is_number, read_rows
 
-_INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
-_PICTURES = {suffix for suffix in SUFFIXES if "tif" not in suffix}
+_ARRAY_OR_LEVEL_SUFFIX = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
+_PICTURE_SUFFIXES = {suffix for suffix in IMAGE_SUFFIXES if "tif" not in suffix}
 
 
 @dataclass(frozen=True)
-class Item:
+class ImageEntry:
     """One image of a file.
 
     Attributes
     ----------
     name : of the file, for `open_source`
-    place : index of the image on the file's leading axes, before the spatial ones
+    leading_index : index of the image on the file's leading axes, before the spatial ones
     shape, dtype : (*spatial, C)
     """
 
     name: str
-    place: tuple[slice, ...]
+    leading_index: tuple[slice, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -48,11 +48,11 @@ class Item:
 
 def match_files(field: str, pattern: str) -> list[str]:
     """Return the files that match a pattern, sorted by name, each with the pattern's array or level suffix."""
-    match = _INSIDE.fullmatch(pattern)
+    match = _ARRAY_OR_LEVEL_SUFFIX.fullmatch(pattern)
     files, suffix = (match[1] or match[3], match[2] or match[4]) if match else (pattern, "")
     paths = sorted(glob.glob(os.path.expanduser(files), recursive=True))
     if files.endswith("*"):  # also matches tables
-        paths = [path for path in paths if is_known(Path(path))] or paths
+        paths = [path for path in paths if has_known_suffix(Path(path))] or paths
     if not paths:
         raise DataError(f"{field}: no file matches {pattern}; correct the pattern, such as 'scans/*.tif'")
     return [path + suffix for path in paths]
@@ -60,12 +60,12 @@ def match_files(field: str, pattern: str) -> list[str]:
 
 def open_mask(name: str) -> TileSource:
     """Open a mask; a picture with a palette is read as palette indices."""
-    if Path(name).suffix.lower() in _PICTURES:
-        return IndexedSource(Path(name), "", 0, None)
+    if Path(name).suffix.lower() in _PICTURE_SUFFIXES:
+        return ClassMapSource(Path(name), "", 0, None)
     return open_source(name)
 
 
-def samples_of(names: Sequence[str], rank: int | None, masks: bool = False) -> list[Item]:
+def list_images(names: Sequence[str], rank: int | None, masks: bool = False) -> list[ImageEntry]:
     """Return the images in some files; `rank`: their number of spatial axes, None: Y, X, and Z if present."""
     items = []
     for name in names:
@@ -76,29 +76,31 @@ def samples_of(names: Sequence[str], rank: int | None, masks: bool = False) -> l
                 raise DataError(f"{name}: has axes {source.axes}; expected {spatial} spatial axes and channels")
             for place in product(*map(range, leading)):
                 cut = tuple(slice(index, index + 1) for index in place)
-                items.append(Item(name, cut, source.shape[len(leading) :], source.dtype))
+                items.append(ImageEntry(name, cut, source.shape[len(leading) :], source.dtype))
     return items
 
 
-def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) -> None:
+def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], whole: bool) -> None:
     """Raise DataError if images differ in dtype or channels, or are too small for a crop."""
     first = items[0]
     for item in items:
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
             raise DataError(
-                f"{item.name}: is {_format(item)}, but {first.name} is {_format(first)}; all images must have the"
+                f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; all images must have the"
                 " same channels and dtype"
             )
         if whole and item.shape != first.shape:
-            raise DataError(f"{item.name}: is {_format(item)}, but {first.name} is {_format(first)}; give crop: [h, w]")
+            raise DataError(
+                f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; give crop: [h, w]"
+            )
         if any(n < c for n, c in zip(item.extents, extents, strict=True)):
             raise DataError(
-                f"{item.name}: is {_format(item)}, smaller than crop {list(extents)}; leave it out, or reduce crop"
+                f"{item.name}: is {_describe(item)}, smaller than crop {list(extents)}; leave it out, or reduce crop"
             )
 
 
 def read_labels(
-    labels: str, items: Sequence[Item], classes: int | None, names: Sequence[str] = ()
+    labels: str, items: Sequence[ImageEntry], classes: int | None, names: Sequence[str] = ()
 ) -> tuple[np.ndarray, int | None, Sequence[str]]:
     """Return the class or target of each image, from its folder or a table, the number of classes, and their names.
 
@@ -108,13 +110,13 @@ def read_labels(
         folders = [Path(item.name).parent.name for item in items]
         if not names and len(set(folders)) < 2:
             raise DataError(f"labels: all images are in the folder '{folders[0]}'; give each class a folder, or labels")
-        values, names = _number_classes(labels, folders, names)
+        values, names = _number_class_names(labels, folders, names)
         return values, classes or len(names), names
-    table = _read_table(Path(os.path.expanduser(labels)), items)
-    if table.shape[1] == 1 and not any(map(_is_number, table[:, 0])):
+    table = _read_label_table(Path(os.path.expanduser(labels)), items)
+    if table.shape[1] == 1 and not any(map(is_number, table[:, 0])):
         if not names and len(set(table[:, 0])) < 2:
             raise DataError(f"{labels}: all images have the class '{table[0, 0]}'; give two classes, or more")
-        values, names = _number_classes(labels, table[:, 0].tolist(), names)
+        values, names = _number_class_names(labels, table[:, 0].tolist(), names)
         table = values.reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
         try:
@@ -137,7 +139,7 @@ def read_labels(
     return values, count, names
 
 
-def _number_classes(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
+def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
     """Return the class number of each text, and all class names."""
     names = names or sorted(set(texts))
     if unknown := set(texts).difference(names):
@@ -146,33 +148,34 @@ def _number_classes(labels: str, texts: Sequence[str], names: Sequence[str]) -> 
     return np.array([names.index(text) for text in texts]), names
 
 
-def find_masks(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
+def find_masks(pattern: str, items: Sequence[ImageEntry], rank: int) -> list[ImageEntry]:
     """Return the mask of each image: the file of the same name, or the only mask for the only image."""
     names = match_files("labels", pattern)
     images = list(dict.fromkeys(item.name for item in items))
-    of = dict(zip(images, names, strict=True)) if len(images) == len(names) == 1 else _by_stem(images, names, pattern)
-    masks = {name: samples_of([of[name]], rank, masks=True) for name in images}
+    is_pair = len(images) == len(names) == 1
+    of = dict(zip(images, names, strict=True)) if is_pair else _match_masks_by_stem(images, names, pattern)
+    masks = {name: list_images([of[name]], rank, masks=True) for name in images}
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:
-            of_each = f"{len(group)} of {_format(group[0])}, but its image {name} has {counts[name]}"
+            of_each = f"{len(group)} of {_describe(group[0])}, but its image {name} has {counts[name]}"
             raise DataError(f"{group[0].name}: as samples {of_each}; give a mask for each slice, page or time")
     all_masks = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, all_masks, strict=True):
         if mask.extents != item.extents:
             raise DataError(
-                f"{mask.name}: is {_format(mask)}, but its image {item.name} is {_format(item)}; make them match"
+                f"{mask.name}: is {_describe(mask)}, but its image {item.name} is {_describe(item)}; make them match"
             )
     first = all_masks[0]
     for mask in all_masks:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
             raise DataError(
-                f"{mask.name}: is {_format(mask)}, but {first.name} is {_format(first)}; all masks must match"
+                f"{mask.name}: is {_describe(mask)}, but {first.name} is {_describe(first)}; all masks must match"
             )
     return all_masks
 
 
-def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
+def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
     """Return the mask of each image, matched by name up to the first dot, or in full if that is ambiguous."""
     is_unique = len({_stem(name).partition(".")[0] for name in images}) == len(images)
 
@@ -193,29 +196,21 @@ def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[
     return {name: by_stem[stem_of(name)] for name in images}
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _stem(name: str) -> str:
     """Return the name of a file without its suffixes: 'a' for 'scans/a.ome.tif'."""
-    return Path(_INSIDE.sub(r"\1\3", name)).stem.removesuffix(".ome").removesuffix(".nii")
+    return Path(_ARRAY_OR_LEVEL_SUFFIX.sub(r"\1\3", name)).stem.removesuffix(".ome").removesuffix(".nii")
 
 
-def _read_table(path: Path, items: Sequence[Item]) -> np.ndarray:
+def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
     """Return the texts of a table, one row per image."""
     rows = [row for _, row in read_rows(path, "FILE,CLASS")]
     names_by_tail: dict[str, set[str]] = {}
     for item in items:
-        for tail in (*_tails(item.name), _stem(item.name)):
+        for tail in (*_path_tails(item.name), _stem(item.name)):
             names_by_tail.setdefault(tail, set()).add(item.name)
 
     def find_names(text: str) -> set[str]:
-        return next((names_by_tail[tail] for tail in _tails(text) if tail in names_by_tail), set())
+        return next((names_by_tail[tail] for tail in _path_tails(text) if tail in names_by_tail), set())
 
     if rows and not find_names(rows[0][0]):
         rows = rows[1:]  # the header
@@ -238,11 +233,11 @@ def _read_table(path: Path, items: Sequence[Item]) -> np.ndarray:
     return np.array([rows_by_name[item.name] for item in items], dtype=str)
 
 
-def _tails(name: str) -> list[str]:
+def _path_tails(name: str) -> list[str]:
     """Return a path and its trailing parts, down to the file name."""
     parts = Path(name).parts
     return ["/".join(parts[at:]) for at in range(len(parts))]
 
 
-def _format(item: Item) -> str:
+def _describe(item: ImageEntry) -> str:
     return f"{' x '.join(map(str, item.shape))} {item.dtype}"

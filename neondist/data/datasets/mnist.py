@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError, DataError
-from ..cache import Arrays, CachedDataset
-from .idx import IMAGES, LABELS, REMEDY, Header, Reader, open_idx, read_header
+from ..cache import ArraysByName, CachedDataset
+from .idx import IMAGES_MAGIC, LABELS_MAGIC, REMEDY, IdxHeader, IdxReader, open_idx, read_idx_header
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class MnistFile:
     count: int
     md5: str
 
-    def spellings(self) -> Iterator[str]:
+    def possible_names(self) -> Iterator[str]:
         """Yield the usual file names, gzipped first, as in a download."""
         for name in (self.name, self.name.replace("-idx", ".idx")):
             yield f"{name}.gz"
             yield name
 
-    def find(self, folder: Path) -> Path:
+    def find_in(self, folder: Path) -> Path:
         """Return the path of the file in `folder`; DataError if it is missing."""
-        for name in self.spellings():
+        for name in self.possible_names():
             if os.path.isfile(folder / name):
                 return folder / name
-        raise DataError(f"MNIST path: {folder} has no {self.name}[.gz]; {_fetch_hint(folder)}")
+        raise DataError(f"MNIST path: {folder} has no {self.name}[.gz]; {_download_hint(folder)}")
 
 
 @dataclass(frozen=True)
@@ -46,32 +46,32 @@ class MnistPair:
 
 
 TRAIN = MnistPair(
-    MnistFile("train-images-idx3-ubyte", IMAGES, 60000, "6bbc9ace898e44ae57da46a324031adb"),
-    MnistFile("train-labels-idx1-ubyte", LABELS, 60000, "a25bea736e30d166cdddb491f175f624"),
+    MnistFile("train-images-idx3-ubyte", IMAGES_MAGIC, 60000, "6bbc9ace898e44ae57da46a324031adb"),
+    MnistFile("train-labels-idx1-ubyte", LABELS_MAGIC, 60000, "a25bea736e30d166cdddb491f175f624"),
 )
 TEST = MnistPair(
-    MnistFile("t10k-images-idx3-ubyte", IMAGES, 10000, "2646ac647ad5339dbf082846283269ea"),
-    MnistFile("t10k-labels-idx1-ubyte", LABELS, 10000, "27ae3e4e09519cfbb04c329615203637"),
+    MnistFile("t10k-images-idx3-ubyte", IMAGES_MAGIC, 10000, "2646ac647ad5339dbf082846283269ea"),
+    MnistFile("t10k-labels-idx1-ubyte", LABELS_MAGIC, 10000, "27ae3e4e09519cfbb04c329615203637"),
 )
-ALL = (TRAIN.images, TRAIN.labels, TEST.images, TEST.labels)
+ALL_FILES = (TRAIN.images, TRAIN.labels, TEST.images, TEST.labels)
 
 
 def check_folder(folder: Path) -> None:
     """Raise DataError unless `folder` is a folder."""
     # os.path returns False without permission, where Path raises
     if not os.path.exists(folder):
-        raise DataError(f"MNIST path: no folder {folder}; correct the path, or {_fetch_hint(folder)}")
+        raise DataError(f"MNIST path: no folder {folder}; correct the path, or {_download_hint(folder)}")
     if not os.path.isdir(folder):
         raise DataError(f"MNIST path: {folder} is a file; give the folder that holds the four MNIST files")
 
 
-def _fetch_hint(folder: Path) -> str:
+def _download_hint(folder: Path) -> str:
     return f"fetch the files with: neondist data mnist --to {folder}"
 
 
-EMBEDDED = Path(__file__).parent / "embedded"
-_PAIRS = {"train": TRAIN, "test": TEST}
-_SIDE = (28, 28)
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
+_FILES_BY_SPLIT = {"train": TRAIN, "test": TEST}
+_IMAGE_SIZE = (28, 28)
 
 
 class MNIST(CachedDataset):
@@ -99,7 +99,7 @@ class MNIST(CachedDataset):
     Pixels are normalised with the mean 0.1307 and the standard deviation 0.3081 of the official training set.
     """
 
-    sample_shape, classes = (*_SIDE, 1), 10
+    sample_shape, classes = (*_IMAGE_SIZE, 1), 10
     mean, std = 0.1307, 0.3081
 
     def __init__(
@@ -117,25 +117,25 @@ class MNIST(CachedDataset):
     @property
     def folder(self) -> Path:
         """The folder of the digits."""
-        return EMBEDDED if self.path is None else Path(os.path.expanduser(self.path))
+        return EMBEDDED_FOLDER if self.path is None else Path(os.path.expanduser(self.path))
 
     def check(self) -> None:
         """Check that the four files exist and their headers match; the data are not read."""
         check_folder(self.folder)
-        for pair in _PAIRS.values():
-            images, labels = (file.find(self.folder) for file in (pair.images, pair.labels))
-            headers = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
+        for pair in _FILES_BY_SPLIT.values():
+            images, labels = (file.find_in(self.folder) for file in (pair.images, pair.labels))
+            headers = read_idx_header(images, pair.images.magic), read_idx_header(labels, pair.labels.magic)
             _check_headers(images, labels, *headers)
 
-    def sources(self) -> list[Path]:
+    def source_files(self) -> list[Path]:
         """Return the four files."""
-        return [file.find(self.folder) for file in ALL]
+        return [file.find_in(self.folder) for file in ALL_FILES]
 
-    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+    def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of all digits, and the md5 of the whole images."""
-        arrays: Arrays = {}
+        arrays: ArraysByName = {}
         digests = []
-        for name, pair in _PAIRS.items():
+        for name, pair in _FILES_BY_SPLIT.items():
             arrays[f"{name}/images"], arrays[f"{name}/targets"], digest = _read_pair(pair, self.folder, tile)
             digests.append(digest)
         arrays["content"] = np.frombuffer(b"".join(digests), np.uint8)
@@ -147,15 +147,15 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
 
     All bytes are validated.
     """
-    images, labels = (file.find(folder) for file in (pair.images, pair.labels))
+    images, labels = (file.find_in(folder) for file in (pair.images, pair.labels))
     with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
         _check_headers(images, labels, pixels.header, digits.header)
         cells = (slice(None), *tile)
         # copies, so that the chunks of whole images are freed
-        tiles = [chunk[..., None][cells].copy() for chunk in pixels.chunks()]
-        _check_official(pixels, pair.images)
-        targets = np.concatenate(list(digits.chunks())).astype(np.int64)
-        _check_official(digits, pair.labels)
+        tiles = [chunk[..., None][cells].copy() for chunk in pixels.read_chunks()]
+        _check_official_md5(pixels, pair.images)
+        targets = np.concatenate(list(digits.read_chunks())).astype(np.int64)
+        _check_official_md5(digits, pair.labels)
     wrong = np.flatnonzero(targets > 9)
     if wrong.size:
         sample = wrong[0]
@@ -163,9 +163,9 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
     return np.concatenate(tiles), targets, bytes.fromhex(pixels.md5)
 
 
-def _check_headers(images: Path, labels: Path, pixels: Header, digits: Header) -> None:
-    if pixels.sample != _SIDE:
-        size = " x ".join(map(str, pixels.sample))
+def _check_headers(images: Path, labels: Path, pixels: IdxHeader, digits: IdxHeader) -> None:
+    if pixels.sample_shape != _IMAGE_SIZE:
+        size = " x ".join(map(str, pixels.sample_shape))
         raise DataError(f"{images}: images of {size} pixels, MNIST has 28 x 28; {REMEDY}")
     if pixels.count != digits.count:
         raise DataError(
@@ -174,7 +174,7 @@ def _check_headers(images: Path, labels: Path, pixels: Header, digits: Header) -
         )
 
 
-def _check_official(reader: Reader, file: MnistFile) -> None:
+def _check_official_md5(reader: IdxReader, file: MnistFile) -> None:
     if reader.header.count == file.count and reader.md5 != file.md5:
         raise DataError(
             f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"

@@ -13,7 +13,7 @@ import numpy as np
 from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
-from ...formats.image_loader import Loader, pictures_in
+from ...formats.image_loader import ImageLoader, image_files_in
 from ...io.hdf5 import checksum
 from ...registry.ranges import Index
 from ..base import Dataset, Split, tile_slices
@@ -60,14 +60,14 @@ class Photographs(Dataset):
             raise ConfigError(f"crop: {crop!r} is invalid; expected a side, or [height, width]")
         self.path = None if path is None else Path(os.path.expanduser(path))
         self.sample_shape = (*map(int, sides), 1)
-        self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
+        self.split_sizes, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
         """Find the photographs and check that a crop fits in each; reads only their headers."""
         self.files = find_photographs(self.path)
         self.classes = len(self.files)
         for file in self.files:
-            size = read_size(file)
+            size = ImageLoader().extents(file)
             if any(n < side for n, side in zip(size, self.sample_shape, strict=False)):
                 sides = " x ".join(map(str, self.sample_shape[:2]))
                 raise DataError(
@@ -76,18 +76,19 @@ class Photographs(Dataset):
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which crop this rank's tile on demand."""
-        pictures = [read_grey(file) for file in self.files]
-        self.content = " ".join(f"{checksum(picture):08x}" for picture in pictures)
+        pictures = [read_grey_image(file) for file in self.files]
+        self.content_hash = " ".join(f"{checksum(picture):08x}" for picture in pictures)
         photographs = [whiten(picture) for picture in pictures]
         box = tile_slices(grid, self.sample_shape)
         crops = {
-            name: Crops(photographs, self.sample_shape, box, n, (self.seed, name)) for name, n in self.counts.items()
+            name: PhotographCrops(photographs, self.sample_shape, box, n, (self.seed, name))
+            for name, n in self.split_sizes.items()
         }
         train, test = (Split(tiles, tiles.labels, scale=1.0) for tiles in crops.values())
         return train, test
 
 
-class Crops:
+class PhotographCrops:
     """One tile of `count` crops; indexing with an integer array gives float32 tiles (n, *tile, 1)."""
 
     def __init__(
@@ -98,12 +99,12 @@ class Crops:
         count: int,
         key: tuple[int | str, ...],
     ) -> None:
-        self._photographs, self._width, self._tile = photographs, shape[1], tile
+        self._photographs, self._crop_width, self._tile = photographs, shape[1], tile
         index = np.arange(count)
         self.labels = index % len(photographs)
         room = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
         draws = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
-        self._corners = [(draws[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
+        self._crop_corners = [(draws[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
         self._mirrored = draws[2] < 0.5
 
     def __len__(self) -> int:
@@ -113,16 +114,16 @@ class Crops:
         numbers = np.arange(len(self))[indices]
         out = np.empty((len(numbers), *(cut.stop - cut.start for cut in self._tile)), np.float32)
         for tile, number in zip(out, numbers, strict=True):
-            top, left = (int(corner[number]) for corner in self._corners)
+            top, left = (int(corner[number]) for corner in self._crop_corners)
             rows, cols = self._tile[:2]
             whole = self._photographs[self.labels[number]][
-                top + rows.start : top + rows.stop, left : left + self._width
+                top + rows.start : top + rows.stop, left : left + self._crop_width
             ]
             tile[..., 0] = (whole[:, ::-1] if self._mirrored[number] else whole)[:, cols]
         return out
 
 
-_MARGIN = 32  # cells of reflection padding, against wrap-around at the borders
+_REFLECTION_MARGIN = 32  # cells of reflection padding, against wrap-around at the borders
 
 
 def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
@@ -131,7 +132,7 @@ def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
     The filter is f · exp(-(f / cutoff)⁴), f in cycles per pixel (Olshausen and Field 1997): natural images have
     amplitudes of about 1 / f, and the highest frequencies are noise.
     """
-    margins = [min(_MARGIN, n - 1) for n in image.shape]
+    margins = [min(_REFLECTION_MARGIN, n - 1) for n in image.shape]
     padded = np.pad(np.asarray(image, np.float64), [(m, m) for m in margins], mode="reflect")
     rows, cols = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
     frequency = np.sqrt(rows * rows + cols * cols)
@@ -143,11 +144,11 @@ def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
     return (white / deviation if deviation > noise else np.zeros_like(white)).astype(np.float32)
 
 
-SHIPPED = {
+PACKAGE_PHOTOGRAPHS = {
     "skimage": ("data", "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png"),
     "sklearn": ("datasets/images", "china.jpg flower.jpg"),
 }
-_INSTALL = "install them with: pip install 'neondist[examples]'"
+_INSTALL_HINT = "install them with: pip install 'neondist[examples]'"
 
 
 def find_photographs(folder: Path | None) -> list[Path]:
@@ -159,25 +160,25 @@ def find_photographs(folder: Path | None) -> list[Path]:
         If there are none, or a package is missing.
     """
     if find_spec("PIL") is None:
-        raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
+        raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL_HINT}")
     if folder is not None:
         try:
-            return pictures_in(folder)
+            return image_files_in(folder)
         except OSError as error:
             raise DataError(
                 f"{folder}: has no images: {error.strerror}; name a folder of images, or leave path out"
             ) from error
-    return [path for package in SHIPPED for path in _shipped(package)]
+    return [path for package in PACKAGE_PHOTOGRAPHS for path in _find_in_package(package)]
 
 
-def _shipped(package: str) -> list[Path]:
+def _find_in_package(package: str) -> list[Path]:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("sk", "scikit-")
         raise DataError(
-            f"the default photographs need scikit-image and scikit-learn, but {name} is missing; {_INSTALL}"
+            f"the default photographs need scikit-image and scikit-learn, but {name} is missing; {_INSTALL_HINT}"
         )
-    place, names = SHIPPED[package]
+    place, names = PACKAGE_PHOTOGRAPHS[package]
     paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
     for path in paths:
         if not path.is_file():
@@ -185,11 +186,6 @@ def _shipped(package: str) -> list[Path]:
     return paths
 
 
-def read_size(path: Path) -> tuple[int, int]:
-    """Return (height, width); DataError if it is not an image, or too large for this machine."""
-    return Loader().extents(path)
-
-
-def read_grey(path: Path) -> np.ndarray:
+def read_grey_image(path: Path) -> np.ndarray:
     """Return an image's luminance (H, W) in [0, 1] as float32; DataError if it is not an image, or has 16 bits."""
-    return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255
+    return np.asarray(ImageLoader("RGB").load_pillow_image(path).convert("F"), np.float32) / 255

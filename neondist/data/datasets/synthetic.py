@@ -12,11 +12,11 @@ from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ...registry.ranges import Index, NotNegative, between
-from ...system.memory import require_room
+from ...system.memory import require_memory
 from ..base import Dataset, Split, tile_slices
 
-_MOST = 1 << 48  # larger products of extents exceed NumPy's index range
-Extent: TypeAlias = Annotated[int, between(1, _MOST)]
+_MAX_EXTENT = 1 << 48  # larger products of extents exceed NumPy's index range
+Extent: TypeAlias = Annotated[int, between(1, _MAX_EXTENT)]
 _BYTES_PER_SAMPLE = 40  # label, phase and position in the order
 
 
@@ -53,7 +53,7 @@ class Synthetic(Dataset):
         self,
         shape: Sequence[Extent] = (256, 256, 3),
         *,
-        classes: Annotated[int, between(2, _MOST)] = 4,
+        classes: Annotated[int, between(2, _MAX_EXTENT)] = 4,
         train: Extent = 256,
         test: Extent = 64,
         seed: Index = 0,
@@ -64,26 +64,26 @@ class Synthetic(Dataset):
         if len(shape) < 2:
             raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
         self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)
-        self.counts = {"train": int(train), "test": int(test)}
+        self.split_sizes = {"train": int(train), "test": int(test)}
         self.seed, self.noise = int(seed), float(noise)
 
     def check(self) -> None:
         """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
-        count = sum(self.counts.values())
-        require_room(_BYTES_PER_SAMPLE * count, f"bookkeeping for {count} samples", "give fewer for train and test")
+        count = sum(self.split_sizes.values())
+        require_memory(_BYTES_PER_SAMPLE * count, f"bookkeeping for {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which compute this rank's tile on demand."""
         box = tile_slices(grid, self.sample_shape)
         tiles = {
             name: Gratings(self.sample_shape, box, self.classes, count, (self.seed, name), self.noise)
-            for name, count in self.counts.items()
+            for name, count in self.split_sizes.items()
         }
         train, test = (Split(images, images.labels, scale=1.0) for images in tiles.values())
         return train, test
 
 
-_BLOCK = 1 << 18
+_BLOCK_CELLS = 1 << 18
 
 
 class Gratings:
@@ -115,7 +115,7 @@ class Gratings:
         key: tuple[int | str, ...],
         noise: float,
     ) -> None:
-        self._global, self._tile, self._classes, self._noise = tuple(shape), tile, classes, noise
+        self._image_shape, self._tile, self._classes, self._noise = tuple(shape), tile, classes, noise
         self.labels = np.arange(count) % classes
         # within a third of a turn: the class means differ, so that even a linear model can learn
         self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(count)) - 1) * np.pi / 3
@@ -133,34 +133,34 @@ class Gratings:
         numbers = np.arange(len(self))[indices]
         out = np.empty((len(numbers), *self.shape[1:]), np.float32)
         for image, number in zip(out, numbers, strict=True):
-            self._fill(image, int(number))
+            self._fill_tile(image, int(number))
         return out
 
-    def part(self, indices: Any, cells: tuple[slice, ...]) -> np.ndarray:
+    def read_cells(self, indices: Any, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, C) of some images; slices count from the tile's first cell."""
         part, inner = copy(self), zip(self._tile, cells, strict=False)
         part._tile = (*(slice(t.start + c.start, t.start + c.stop) for t, c in inner), self._tile[-1])
         return part[indices]
 
-    def _fill(self, image: np.ndarray, number: int) -> None:
+    def _fill_tile(self, image: np.ndarray, number: int) -> None:
         """Compute one tile, a few rows at a time to keep the 64-bit temporaries in cache."""
-        rows = max(1, _BLOCK // max(1, image[:1].size))
+        rows = max(1, _BLOCK_CELLS // max(1, image[:1].size))
         angles = self._angles(number)
         first = self._tile[0].start
         for lo in range(0, len(image), rows):
             hi = min(lo + rows, len(image))
             block = (slice(first + lo, first + hi), *self._tile[1:])
-            image[lo:hi] = self._grating(angles, block) + self._noise_of(number, block)
+            image[lo:hi] = self._grating(angles, block) + self._cell_noise(number, block)
 
     def _angles(self, number: int) -> list[np.ndarray]:
         """Return the angle added by each axis of the whole image; that of the last, channels, includes the phase."""
-        label, axes = int(self.labels[number]), len(self._global) - 1
+        label, axes = int(self.labels[number]), len(self._image_shape) - 1
         turn = np.pi * label / self._classes
         # wavelengths from 12 down to 6 cells: a few kernels wide, whatever the size of the image
         frequency = 2 * np.pi * (1 + label / self._classes) / 12
         parts = [np.cos(turn - np.pi * axis / axes) if axes > 1 else 1.0 for axis in range(axes)]
-        angles = [frequency * part * np.arange(n) for part, n in zip(parts, self._global[:-1], strict=True)]
-        channels = self._global[-1]
+        angles = [frequency * part * np.arange(n) for part, n in zip(parts, self._image_shape[:-1], strict=True)]
+        channels = self._image_shape[-1]
         return [*angles, self._phases[number] + np.pi / 2 * np.arange(channels) / channels]
 
     def _grating(self, angles: list[np.ndarray], block: tuple[slice, ...]) -> np.ndarray:
@@ -172,7 +172,7 @@ class Gratings:
             sine, cosine = sine * c + cosine * s, cosine * c - sine * s
         return sine
 
-    def _noise_of(self, number: int, block: tuple[slice, ...]) -> np.ndarray:
-        index = rng.box_index(self._global, block)
-        index += np.uint64(number * int(np.prod(self._global, dtype=object)))
+    def _cell_noise(self, number: int, block: tuple[slice, ...]) -> np.ndarray:
+        index = rng.row_major_indices(self._image_shape, block)
+        index += np.uint64(number * int(np.prod(self._image_shape, dtype=object)))
         return self._noise * (2 * rng.uniform(self._stream, index) - 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm import ProcessGrid
 from ...errors import DataError
-from ...io.hdf5 import array_names, faults, find, open_file
+from ...io.hdf5 import array_names, find_object, hdf5_read_errors, open_hdf5
 from ..base import Dataset, Split
 from .base import RecordReader
 
@@ -25,10 +25,10 @@ class HDF5Records(RecordReader):
 
     def __init__(self, path: Path, array: str) -> None:
         super().__init__(f"{path}:{array}")
-        self.path, self.array = path, array
-        self._file = open_file(path)
-        with faults(path):
-            records = find(self._file, array)
+        self.path, self.array_name = path, array
+        self._file = open_hdf5(path)
+        with hdf5_read_errors(path):
+            records = find_object(self._file, array)
             if records is None or not getattr(records, "shape", ()) or records.dtype.kind not in "iufb":
                 names = ", ".join(array_names(self._file)) or "none"
                 raise DataError(f"{path}: has no numeric array '{array}' with an axis of records; it has {names}")
@@ -39,7 +39,7 @@ class HDF5Records(RecordReader):
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return entries by their numbers."""
-        with faults(self.path):
+        with hdf5_read_errors(self.path):
             return [np.asarray(self._records[number]) for number in numbers]
 
     def close(self) -> None:

@@ -13,13 +13,13 @@ from ...errors import DataError
 
 
 class BadRecord(DataError):
-    """A record that cannot be read; `record` is its number, from 0."""
+    """A record that cannot be read; `record_number` is its number, from 0."""
 
-    record: int
+    record_number: int
 
     def __init__(self, record: int, message: str) -> None:
         super().__init__(message)
-        self.record = record
+        self.record_number = record
 
 
 class RecordReader(ABC):
@@ -29,15 +29,15 @@ class RecordReader(ABC):
     ----------
     name : str
         The source, as given by the user.
-    columns : list of str
+    column_names : list of str
         Names of a record's entries; empty if the source has none.
     """
 
     name: str
-    columns: list[str]
+    column_names: list[str]
 
     def __init__(self, name: str) -> None:
-        self.name, self.columns = name, []
+        self.name, self.column_names = name, []
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -46,7 +46,7 @@ class RecordReader(ABC):
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers; BadRecord if one cannot be read."""
 
-    def find_bad(self) -> list[tuple[int, str]]:
+    def find_bad_records(self) -> list[tuple[int, str]]:
         """Read all records, and return the numbers of those that cannot be read, each with the error message."""
         errors: list[tuple[int, str]] = []
         for number in range(len(self)):
@@ -63,29 +63,29 @@ class RecordReader(ABC):
 class ConcatenatedRecords(RecordReader):
     """Concatenation of the records of several sources."""
 
-    def __init__(self, name: str, parts: Sequence[RecordReader]) -> None:
+    def __init__(self, name: str, readers: Sequence[RecordReader]) -> None:
         super().__init__(name)
-        self.parts, self.columns = list(parts), parts[0].columns
-        self._ends = np.array(list(accumulate(map(len, parts))))
+        self.readers, self.column_names = list(readers), readers[0].column_names
+        self._cumulative_lengths = np.array(list(accumulate(map(len, readers))))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._cumulative_lengths[-1])
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers over all parts."""
         records = []
         for number in numbers:
-            index = int(np.searchsorted(self._ends, number, side="right"))
-            first = int(self._ends[index]) - len(self.parts[index])
+            index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
+            first = int(self._cumulative_lengths[index]) - len(self.readers[index])
             try:
-                records += self.parts[index].read([number - first])
+                records += self.readers[index].read([number - first])
             except BadRecord as error:
                 raise BadRecord(number, str(error)) from error
         return records
 
     def close(self) -> None:
         """Close all parts."""
-        for part in self.parts:
+        for part in self.readers:
             part.close()
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
-from ...io.files import reason
+from ...io.files import short_reason
 from ...io.regular_file import open_regular
+from ..csv_table import is_number
 from .base import BadRecord, RecordReader
 
-_BLOCK = 1 << 22
+_BLOCK_BYTES = 1 << 22
 
 
 class CsvRecords(RecordReader):
@@ -32,21 +33,22 @@ class CsvRecords(RecordReader):
         self.path = path
         try:
             self._file = open_regular(path)
-            self._lines, self._starts = self._index_lines()
+            self._line_numbers, self._line_offsets = self._index_lines()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({reason(error)}); name a CSV file") from error
-        if not len(self._starts):
+            raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a CSV file") from error
+        if not len(self._line_offsets):
             raise DataError(f"{path}: is empty; expected one record per line")
-        head = [self._read_cells(number) for number in range(min(2, len(self._starts)))]
+        head = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
         named = len(head) > 1 and len(head[0]) == len(head[1])
-        named = named and any(not _is_number(name) and _is_number(cell) for name, cell in zip(*head, strict=True))
+        named = named and any(not is_number(name) and is_number(cell) for name, cell in zip(*head, strict=True))
         if named:
-            self.columns, self._lines, self._starts = head[0], self._lines[1:], self._starts[1:]
+            self.column_names = head[0]
+            self._line_numbers, self._line_offsets = self._line_numbers[1:], self._line_offsets[1:]
         first = head[-1] if named else head[0]
-        self._width, self._text = len(first), not all(map(_is_number, first))
+        self._column_count, self._is_text = len(first), not all(map(is_number, first))
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._line_offsets)
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
@@ -58,23 +60,23 @@ class CsvRecords(RecordReader):
 
     def _read_row(self, number: int) -> np.ndarray:
         cells = self._read_cells(number)
-        if len(cells) != self._width:
-            raise self._bad_record(number, f"has {len(cells)} columns, expected {self._width}")
-        if self._text:
+        if len(cells) != self._column_count:
+            raise self._bad_record(number, f"has {len(cells)} columns, expected {self._column_count}")
+        if self._is_text:
             return np.array(cells)
         try:
             return np.array(cells, np.float64)
         except ValueError as error:
-            index = next(index for index, cell in enumerate(cells) if not _is_number(cell))
-            column = self.columns[index] if self.columns else index + 1
+            index = next(index for index, cell in enumerate(cells) if not is_number(cell))
+            column = self.column_names[index] if self.column_names else index + 1
             raise self._bad_record(number, f"column {column}: {cells[index]!r} is not a number") from error
 
     def _bad_record(self, number: int, problem: str) -> BadRecord:
-        place = f"{self.path}:{self._lines[number]}"
+        place = f"{self.path}:{self._line_numbers[number]}"
         return BadRecord(number, f"{place}: {problem}; correct the row, or skip it with --skip-bad-records")
 
     def _read_cells(self, number: int) -> list[str]:
-        self._file.seek(self._starts[number])
+        self._file.seek(self._line_offsets[number])
         try:
             line = self._file.readline().decode("utf-8-sig").strip("\r\n")
             return [cell.strip() for cell in next(csv.reader([line], strict=True))]
@@ -84,7 +86,7 @@ class CsvRecords(RecordReader):
     def _index_lines(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers, from 1, and the offsets of the lines that are not empty."""
         ends, offset = [np.array([-1])], 0
-        while block := self._file.read(_BLOCK):
+        while block := self._file.read(_BLOCK_BYTES):
             ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
             offset += len(block)
         last = np.concatenate(ends)
@@ -96,11 +98,3 @@ class CsvRecords(RecordReader):
     def _has_text(self, start: int) -> bool:
         self._file.seek(start)
         return bool(self._file.readline().strip(b"\xef\xbb\xbf\r\n \t"))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

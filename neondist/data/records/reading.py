@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ...errors import DataError
-from ...io.files import reason
+from ...io.files import short_reason
 from ...io.hdf5 import SIGNATURE
 from ...io.regular_file import open_regular
 from ..datasets.hdf5 import HDF5Dataset
@@ -52,7 +52,7 @@ def _open_file(path: Path, role: str) -> RecordReader:
         with open_regular(path) as file:
             head = file.read(len(SIGNATURE))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); name a file or folder of records") from error
+        raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a file or folder of records") from error
     if head == SIGNATURE:
         return SplitRecords(str(path), HDF5Dataset(path), role)
     if head.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":

@@ -15,21 +15,22 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ...errors import ConfigError, DataError, OutputError
-from ...io.files import REMEDY, Draft, reason
+from ...io.files import WRITE_REMEDY, DraftFile, short_reason
 from ...io.regular_file import open_regular
 from .base import BadRecord, RecordReader
 
 MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
-_NONE, _SNAPPY, _GZIP = 0, 1, 2
-_MAX_BYTES = 1 << 30
+_NO_COMPRESSION, _SNAPPY, _GZIP = 0, 1, 2
+_MAX_CHUNK_BYTES = 1 << 30
 """of a chunk, compressed or not"""
-_NPY = b"\x93NUMPY"
+_NPY_MAGIC = b"\x93NUMPY"
 
 
 class RecordIOWriter:
@@ -52,13 +53,13 @@ class RecordIOWriter:
         if compressor not in (None, "gzip"):
             raise ConfigError(f"compressor: {compressor!r} is invalid; expected None or 'gzip'")
         self.path, self.records_per_chunk = Path(path), records_per_chunk
-        self._compressor, self._records = _NONE if compressor is None else _GZIP, list[bytes]()
+        self._compressor, self._records = _NO_COMPRESSION if compressor is None else _GZIP, list[bytes]()
         try:
-            self._draft = Draft(self.path)
+            self._draft = DraftFile(self.path)
         except OSError as error:
-            raise OutputError(f"{path}: cannot be written ({reason(error)}); {REMEDY}") from error
+            raise OutputError(f"{path}: cannot be written ({short_reason(error)}); {WRITE_REMEDY}") from error
 
-    def write(self, record: Any) -> None:
+    def write(self, record: bytes | ArrayLike) -> None:
         """Append a record: bytes, or an array in NumPy's .npy format."""
         if not isinstance(record, bytes):
             buffer = io.BytesIO()
@@ -107,26 +108,26 @@ class RecordIORecords(RecordReader):
             self._file = open_regular(path)
             chunks = self._index_chunks()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({reason(error)}); name a RecordIO file") from error
-        self._starts = np.array([start for start, _ in chunks], np.int64)
-        self._ends = np.cumsum([count for _, count in chunks], dtype=np.int64)
-        self._chunk = lru_cache(maxsize=4)(self._read_chunk)
+            raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a RecordIO file") from error
+        self._chunk_offsets = np.array([start for start, _ in chunks], np.int64)
+        self._cumulative_counts = np.cumsum([count for _, count in chunks], dtype=np.int64)
+        self._cached_chunk = lru_cache(maxsize=4)(self._read_chunk)
         if not len(self):
-            raise DataError(f"{path}: has no records")
+            raise DataError(f"{path}: has no records; write at least one")
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._cumulative_counts[-1]) if len(self._cumulative_counts) else 0
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers."""
         arrays = []
         for number in numbers:
-            chunk = int(np.searchsorted(self._ends, number, side="right"))
+            chunk = int(np.searchsorted(self._cumulative_counts, number, side="right"))
             try:
-                records = self._chunk(chunk)
+                records = self._cached_chunk(chunk)
             except ValueError as error:
                 raise self._bad_record(number, str(error)) from error
-            arrays.append(self._decode(number, records[number - self._first_record(chunk)]))
+            arrays.append(self._decode_record(number, records[number - self._first_record(chunk)]))
         return arrays
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class RecordIORecords(RecordReader):
         self._file.close()
 
     def _first_record(self, chunk: int) -> int:
-        return int(self._ends[chunk - 1]) if chunk else 0
+        return int(self._cumulative_counts[chunk - 1]) if chunk else 0
 
     def _bad_record(self, number: int, problem: str) -> BadRecord:
         return BadRecord(
@@ -162,26 +163,25 @@ class RecordIORecords(RecordReader):
 
     def _read_chunk(self, number: int) -> list[bytes]:
         """Return the records of a chunk; ValueError if it is damaged."""
-        start, count = int(self._starts[number]), int(self._ends[number]) - self._first_record(number)
+        start = int(self._chunk_offsets[number])
+        count = int(self._cumulative_counts[number]) - self._first_record(number)
         self._file.seek(start)
         _, checksum, compressor, length, _ = _HEADER.unpack(self._file.read(_HEADER.size))
-        packed = self._file.read(min(length, _MAX_BYTES))
+        packed = self._file.read(min(length, _MAX_CHUNK_BYTES))
         if zlib.crc32(packed) != checksum:
             raise ValueError(f"bad checksum in the chunk of {count} records at byte {start}")
         data = _decompress(packed, compressor)
         records, offset = list[bytes](), 0
         for _ in range(count):
-            if offset + 4 > len(data):
-                raise ValueError(f"the chunk at byte {start} ends too early")
-            (size,) = struct.unpack_from("<I", data, offset)
+            (size,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
             if offset + 4 + size > len(data):
                 raise ValueError(f"the chunk at byte {start} ends too early")
             records.append(data[offset + 4 : offset + 4 + size])
             offset += 4 + size
         return records
 
-    def _decode(self, number: int, record: bytes) -> np.ndarray:
-        if not record.startswith(_NPY):
+    def _decode_record(self, number: int, record: bytes) -> np.ndarray:
+        if not record.startswith(_NPY_MAGIC):
             return np.frombuffer(record, np.uint8)
         try:
             array: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
@@ -191,7 +191,7 @@ class RecordIORecords(RecordReader):
 
 
 def _decompress(packed: bytes, compressor: int) -> bytes:
-    if compressor == _NONE:
+    if compressor == _NO_COMPRESSION:
         return packed
     if compressor == _SNAPPY:
         raise ValueError(
@@ -201,9 +201,9 @@ def _decompress(packed: bytes, compressor: int) -> bytes:
         raise ValueError(f"has an unknown compressor, {compressor}")
     decompressor = zlib.decompressobj(wbits=31)
     try:
-        data = decompressor.decompress(packed, _MAX_BYTES)
+        data = decompressor.decompress(packed, _MAX_CHUNK_BYTES)
     except zlib.error as error:
         raise ValueError(f"cannot be decompressed ({error})") from error
     if decompressor.unconsumed_tail:
-        raise ValueError(f"has more than {_MAX_BYTES:,} bytes")
+        raise ValueError(f"has more than {_MAX_CHUNK_BYTES:,} bytes")
     return data

@@ -34,36 +34,36 @@ class TableRecords(RecordReader):
             engine = sqlalchemy.create_engine(address)
             self.name = f"{engine.url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
             if engine.url.get_backend_name() == "sqlite":
-                self._require_file(engine.url.database)
+                self._require_sqlite_file(engine.url.database)
             with engine.connect() as connection:
                 selected = self._find_table(sqlalchemy, engine, table)
-                self.columns = [column.name for column in selected.columns]
+                self.column_names = [column.name for column in selected.columns]
                 query = sqlalchemy.select(selected).order_by(*selected.primary_key.columns)
                 self._rows = [tuple(row) for row in connection.execute(query)]
             engine.dispose()
         except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-            raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]})") from error
+            raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]}); check the URL") from error
         if not self._rows:
-            raise DataError(f"{self.name}: has no rows")
-        self._text = not all(_is_number(value) for value in self._rows[0])
+            raise DataError(f"{self.name}: has no rows; name another table")
+        self._is_text = not all(_is_number(value) for value in self._rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
-        return [self._row(number) for number in numbers]
+        return [self._convert_row(number) for number in numbers]
 
-    def _row(self, number: int) -> np.ndarray:
+    def _convert_row(self, number: int) -> np.ndarray:
         row = self._rows[number]
-        if self._text:
+        if self._is_text:
             return np.array([str(value) for value in row])
-        for name, value in zip(self.columns, row, strict=True):
+        for name, value in zip(self.column_names, row, strict=True):
             if not _is_number(value):
                 raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
         return np.array(row, np.float64)
 
-    def _require_file(self, path: str | None) -> None:
+    def _require_sqlite_file(self, path: str | None) -> None:
         from pathlib import Path
 
         if path in (None, "", ":memory:") or not Path(str(path)).is_file():

@@ -7,14 +7,15 @@ import inspect
 import re
 
 from ...errors import ConfigError
-from ...registry import registered, suggest
+from ...registry import registered_classes, suggest
 from .base import ExchangePolicy
 
 
 def scheme_names() -> dict[str, type[ExchangePolicy]]:
     """Return all schemes by name: the class name in snake_case."""
     return {
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): cls for name, cls in registered(ExchangePolicy).items()
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): cls
+        for name, cls in registered_classes(ExchangePolicy).items()
     }
 
 

@@ -7,32 +7,18 @@ state of gradient synchronisation. snapshots: files in the shared memory of node
 """
 
 from .keep import kept_files
-from .pieces import Piece
-from .read import Facts, open_checkpoint
-from .scheme_memory import REMEMBERED, collect_memory, restore_memory
+from .pieces import ArrayPart
+from .read import CheckpointContents, open_checkpoint
+from .scheme_memory import MEMORY_TEXT_NAME, collect_scheme_memory, restore_scheme_memory
 from .settings import from_plain, to_plain
 from .snapshots import SnapshotStore
-from .stream import collect, scatter
-from .sync_state import restore_sync, sync_pieces
+from .stream import gather_to_root, scatter_from_root
+from .sync_state import restore_sync_state, sync_state_parts
 from .weights import WeightMatch, load_weights
-from .write import write
+from .write import write_checkpoint
 
 __all__ = [
-    "REMEMBERED",
-    "Facts",
-    "Piece",
-    "SnapshotStore",
-    "WeightMatch",
-    "collect",
-    "collect_memory",
-    "from_plain",
-    "kept_files",
-    "load_weights",
-    "open_checkpoint",
-    "restore_memory",
-    "restore_sync",
-    "scatter",
-    "sync_pieces",
-    "to_plain",
-    "write",
-]
+    "MEMORY_TEXT_NAME", "ArrayPart", "CheckpointContents", "SnapshotStore", "WeightMatch", "collect_scheme_memory",
+    "from_plain", "gather_to_root", "kept_files", "load_weights", "open_checkpoint", "restore_scheme_memory",
+    "restore_sync_state", "scatter_from_root", "sync_state_parts", "to_plain", "write_checkpoint",
+]  # fmt: skip

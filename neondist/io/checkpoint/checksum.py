@@ -12,20 +12,20 @@ from typing import BinaryIO
 from ...errors import DataError
 from ..regular_file import open_regular
 
-BLOCK = 512  # bytes; the smallest block that HDF5 allows
-PIECE = 1 << 20
-TITLE = "neondist checkpoint"
-FORMAT = 3
+USER_BLOCK_SIZE = 512  # bytes; the smallest block that HDF5 allows
+READ_SIZE = 1 << 20
+HEADER_TITLE = "neondist checkpoint"
+FORMAT_VERSION = 3
 
 
 def add_checksum(file: BinaryIO) -> None:
     """Write the length and the CRC-32 of the rest of an open file into its first block."""
-    header = _header(*_measure(file))
+    header = _format_header(*_length_and_crc(file))
     file.seek(0)
     file.write(header)
 
 
-def check(path: Path) -> None:
+def verify_checksum(path: Path) -> None:
     """Verify the checksum of a file, reading it once.
 
     Raises
@@ -35,15 +35,15 @@ def check(path: Path) -> None:
     """
     try:
         with open_regular(path) as file:
-            header = file.read(BLOCK)
+            header = file.read(USER_BLOCK_SIZE)
             title = header.split(b"\n", 1)[0].decode("ascii", "replace")
-            if not title.startswith(TITLE):
+            if not title.startswith(HEADER_TITLE):
                 raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; name another file")
-            if title != f"{TITLE} {FORMAT}":
+            if title != f"{HEADER_TITLE} {FORMAT_VERSION}":
                 raise DataError(
-                    f"{path}: is a '{title[:40]}', but this neondist reads format {FORMAT}; or it is damaged"
+                    f"{path}: is a '{title[:40]}', but this neondist reads format {FORMAT_VERSION}; or it is damaged"
                 )
-            if header != _header(*_measure(file)):
+            if header != _format_header(*_length_and_crc(file)):
                 raise DataError(
                     f"{path}: damaged (its checksum is wrong); restore it from a copy, or name another file"
                 )
@@ -53,14 +53,14 @@ def check(path: Path) -> None:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
 
 
-def _header(size: int, crc: int) -> bytes:
-    return f"{TITLE} {FORMAT}\nbytes {size}\ncrc32 {crc:08x}\n".encode().ljust(BLOCK, b"\0")
+def _format_header(size: int, crc: int) -> bytes:
+    return f"{HEADER_TITLE} {FORMAT_VERSION}\nbytes {size}\ncrc32 {crc:08x}\n".encode().ljust(USER_BLOCK_SIZE, b"\0")
 
 
-def _measure(file: BinaryIO) -> tuple[int, int]:
+def _length_and_crc(file: BinaryIO) -> tuple[int, int]:
     """Return the length and the CRC-32 of the file after its first block."""
     size, crc = 0, 0
-    file.seek(BLOCK)
-    while piece := file.read(PIECE):
+    file.seek(USER_BLOCK_SIZE)
+    while piece := file.read(READ_SIZE):
         size, crc = size + len(piece), zlib.crc32(piece, crc)
     return size, crc

@@ -7,14 +7,14 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import file_errors, partial, replacing
+from ..files import atomic_replacement, file_errors, partial_path
 from ..regular_file import open_regular
 
 
 def keep_copies(path: Path, keep: int, step: int) -> None:
     """Link or copy a file to a name with its step, and keep the last `keep` such files; OutputError if that fails."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
-    fresh = partial(name)
+    fresh = partial_path(name)
     with file_errors(fresh, "cannot be removed"):
         fresh.unlink(missing_ok=True)
     try:
@@ -23,7 +23,7 @@ def keep_copies(path: Path, keep: int, step: int) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        with replacing(name) as copy, open_regular(path) as file:
+        with atomic_replacement(name) as copy, open_regular(path) as file:
             shutil.copyfileobj(file, copy)
     for old in kept_files(path)[keep:]:
         with contextlib.suppress(OSError):

@@ -12,12 +12,12 @@ import numpy as np
 from ...geometry import Box
 from ...parallel import ParameterShard
 
-BLOCK = 4 << 20  # bytes per transfer
+TRANSFER_BYTES = 4 << 20  # bytes per transfer
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ArrayPart:
     """This rank's part of a global array.
 
     Attributes
@@ -41,10 +41,10 @@ class Piece:
     unfolded: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, shard: ParameterShard, array: Any, group: str) -> Piece:
+    def of(cls, shard: ParameterShard, array: Any, group: str) -> ArrayPart:
         """Return the piece of a layer's array, named '<group>/<layer name>/<parameter>'."""
         part = array.reshape(shard.box.shape)  # a view
-        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unfolded)
+        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unfolded_shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -55,12 +55,12 @@ class Piece:
         """Yield the blocks of the global array in order: each as a box, and as slices of the file's array."""
         whole = self.shape if self.unfolded is None else self.unfolded
         if len(self.shape) != 1 and whole == (prod(self.shape),):
-            for block in blocks(self.shape, max(1, BLOCK // self.dtype.itemsize)):
+            for block in split_into_blocks(self.shape, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
                 start = int(np.ravel_multi_index(block.lo, self.shape)) if self.shape else 0
                 yield Box((start,), (start + block.size,)), block.slices
             return
         first = len(whole) - len(self.shape) + 1  # number of axes merged into the first one
-        for block in blocks(whole, max(1, BLOCK // self.dtype.itemsize)):
+        for block in split_into_blocks(whole, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
             place = block.slices
             if first > 1:
                 row = int(np.ravel_multi_index(block.lo[:first], whole[:first]))
@@ -68,15 +68,15 @@ class Piece:
             yield block, place
 
 
-def blocks(shape: Sequence[int], cells: int) -> Iterator[Box]:
-    """Split an array of this shape into contiguous boxes of at most `cells` cells, and yield them in order."""
+def split_into_blocks(shape: Sequence[int], max_cells: int) -> Iterator[Box]:
+    """Split an array of this shape into contiguous boxes of at most `max_cells` cells, and yield them in order."""
     if 0 in shape:
         return
-    axis = next((at for at in range(len(shape)) if prod(shape[at + 1 :]) <= cells), len(shape))
+    axis = next((at for at in range(len(shape)) if prod(shape[at + 1 :]) <= max_cells), len(shape))
     if axis == len(shape):  # scalar
         yield Box((), ())
         return
-    step = max(1, cells // prod(shape[axis + 1 :]))
+    step = max(1, max_cells // prod(shape[axis + 1 :]))
     rest = shape[axis + 1 :]
     for outer in np.ndindex(*shape[:axis]):
         for lo in range(0, shape[axis], step):

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL, Transport, agree, check_alike
+from ...comm import CALL_FACT, Transport, agree, check_alike
 from ...errors import DataError
-from .checksum import check
-from .pieces import Piece, Slices
-from .stream import scatter
+from .checksum import verify_checksum
+from .pieces import ArrayPart, Slices
+from .stream import scatter_from_root
 
-DEPTH = 20  # limit of nested groups, which follow layer names
+MAX_GROUP_DEPTH = 20  # limit of nested groups, which follow layer names
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointContents:
     """Contents of a file, known on every rank.
 
     Attributes
@@ -42,18 +42,18 @@ class Facts:
 class CheckpointReader:
     """Checkpoint file that is open on one rank."""
 
-    def __init__(self, facts: Facts, file: Any, world: Transport, root: int = 0) -> None:
+    def __init__(self, facts: CheckpointContents, file: Any, world: Transport, root: int = 0) -> None:
         self.facts, self._file, self._world, self._root = facts, file, world, root
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[ArrayPart]) -> None:
         """Fill every rank's parts of arrays from the file, whose shapes must match; collective."""
 
-        def read(piece: Piece, place: Slices) -> np.ndarray:
+        def read(piece: ArrayPart, place: Slices) -> np.ndarray:
             return self._file[piece.name][place]
 
         error: Exception | None = None
         try:
-            scatter(self._world, pieces, read, self._root)
+            scatter_from_root(self._world, pieces, read, self._root)
         except (OSError, RuntimeError) as problem:
             error = DataError(
                 f"{self.facts.path}: cannot be read ({problem}); restore it from a copy, or name another file"
@@ -70,12 +70,12 @@ def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[Che
     DataError
         On every rank, if the file is missing, damaged, or not a checkpoint.
     """
-    check_alike(world, {CALL: "reading a checkpoint"})
+    check_alike(world, {CALL_FACT: "reading a checkpoint"})
     file, facts, error = None, None, None
     if world.rank == root:
         try:
-            check(path)
-            file, facts = _open(path)
+            verify_checksum(path)
+            file, facts = _open_and_scan(path)
         except Exception as problem:
             error = problem
     try:
@@ -86,12 +86,12 @@ def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[Che
             file.close()
 
 
-def _open(path: Path) -> tuple[Any, Facts]:
+def _open_and_scan(path: Path) -> tuple[Any, CheckpointContents]:
     import h5py
 
     try:
         file = h5py.File(path, "r")
-        facts = Facts(path)
+        facts = CheckpointContents(path)
         _scan(file, "", facts)
     # the checksum matches, so the file was crafted; HDF5 may raise nearly anything
     except Exception as error:
@@ -99,11 +99,11 @@ def _open(path: Path) -> tuple[Any, Facts]:
     return file, facts
 
 
-def _scan(group: Any, prefix: str, facts: Facts) -> None:
+def _scan(group: Any, prefix: str, facts: CheckpointContents) -> None:
     """Collect the texts and shapes of a group; refuse links, external data, and other types."""
     import h5py
 
-    if prefix.count("/") > DEPTH:
+    if prefix.count("/") > MAX_GROUP_DEPTH:
         raise ValueError("its groups are nested too deeply")
     for name in group:
         full = prefix + name

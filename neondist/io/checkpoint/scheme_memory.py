@@ -16,23 +16,23 @@ from ...comm import Transport, agree
 from ...errors import DataError, ShapeError
 from ...geometry import Box
 from ...halo import GlobalArray
-from .pieces import Piece
+from .pieces import ArrayPart
 from .read import CheckpointReader
-from .texts import parse_json, require_integer, require_type
+from .texts import parse_json, require_json_integer, require_json_type
 
-REMEMBERED, GROUP = "remembered", "borders"
+MEMORY_TEXT_NAME, MEMORY_GROUP = "remembered", "borders"
 """Names in the file of the text and of the group of arrays."""
-MOST = 1 << 20  # limit of samples per batch
-Remembered: TypeAlias = "tuple[int, int, str, int, int]"
+MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
+MemoryEntry: TypeAlias = "tuple[int, int, str, int, int]"
 """Index of the array in its layer, batch size, direction, number of remembered arrays, and their total size."""
 
 
-Exchanged: TypeAlias = Mapping[str, Sequence[GlobalArray]]
+ExchangedArrays: TypeAlias = Mapping[str, Sequence[GlobalArray]]
 """Arrays that exchange halos, by layer."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class SchemeMemory:
     """State of border schemes on all ranks, as written to a checkpoint.
 
     Attributes
@@ -42,22 +42,22 @@ class Memory:
     """
 
     text: str
-    pieces: list[Piece]
+    pieces: list[ArrayPart]
 
 
-def collect_memory(exchanged: Exchanged, owner: str, world: Transport) -> Memory:
+def collect_scheme_memory(exchanged: ExchangedArrays, owner: str, world: Transport) -> SchemeMemory:
     """Return the state of the schemes of layers; collective.
 
     Parameters
     ----------
-    exchanged : mapping of str to sequence of GlobalArray
+    exchanged_arrays : mapping of str to sequence of GlobalArray
         The arrays of each layer of a built model.
     owner : key that a run must match to restore the state
     """
-    mine: dict[str, list[Remembered]] = {}
+    mine: dict[str, list[MemoryEntry]] = {}
     values: dict[str, Any] = {}
     for name, layer in exchanged.items():
-        entries, arrays = [], []  # type: list[Remembered], list[np.ndarray]
+        entries, arrays = [], []  # type: list[MemoryEntry], list[np.ndarray]
         for at, array in enumerate(layer):
             for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
@@ -69,12 +69,12 @@ def collect_memory(exchanged: Exchanged, owner: str, world: Transport) -> Memory
     layers = {name: [ranks[name] for ranks in everyone] for name in mine}
     layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
     if not layers:
-        return Memory("", [])
-    pieces = [_piece(name, ranks, values[name]) for name, ranks in layers.items()]
-    return Memory(json.dumps({"of": owner, "layers": layers}), pieces)
+        return SchemeMemory("", [])
+    pieces = [_flat_part(name, ranks, values[name]) for name, ranks in layers.items()]
+    return SchemeMemory(json.dumps({"of": owner, "layers": layers}), pieces)
 
 
-def restore_memory(file: CheckpointReader, exchanged: Exchanged, owner: str, world: Transport) -> str:
+def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, owner: str, world: Transport) -> str:
     """Restore the state of border schemes from a checkpoint; collective.
 
     Return a message for the user: '', or that the state is discarded because the file's `owner` differs.
@@ -84,12 +84,13 @@ def restore_memory(file: CheckpointReader, exchanged: Exchanged, owner: str, wor
     DataError
         On every rank, if the state in the file is invalid.
     """
-    text = file.facts.texts.get(REMEMBERED)
+    text = file.facts.texts.get(MEMORY_TEXT_NAME)
     if text is None:
         return ""
     try:
         values = parse_json(text, dict)
-        saved_owner, layers = require_type("'of'", values["of"], str), require_type("'layers'", values["layers"], dict)
+        saved_owner = require_json_type("'of'", values["of"], str)
+        layers = require_json_type("'layers'", values["layers"], dict)
         if saved_owner != owner:
             return (
                 f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_owner}, this run has"
@@ -97,14 +98,14 @@ def restore_memory(file: CheckpointReader, exchanged: Exchanged, owner: str, wor
             )
         pieces = []
         for name, ranks in layers.items():
-            for entries in require_type(name, ranks, list):
-                for entry in require_type(name, entries, list):
+            for entries in require_json_type(name, ranks, list):
+                for entry in require_json_type(name, entries, list):
                     _check_entry(name, entry, len(exchanged[name]))
             numbers = [_total_size(entries) for entries in ranks]
-            if file.facts.group(GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
+            if file.facts.group(MEMORY_GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = exchanged[name][0].dtype
-            pieces.append(_piece(name, ranks, np.empty(numbers[world.rank], dtype)))
+            pieces.append(_flat_part(name, ranks, np.empty(numbers[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(
             f"{file.facts.path}: has invalid data on border schemes ({problem!r}); name another checkpoint"
@@ -122,28 +123,28 @@ def restore_memory(file: CheckpointReader, exchanged: Exchanged, owner: str, wor
     return ""
 
 
-def _split_memory(entries: list[Remembered], flat: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
+def _split_memory(entries: list[MemoryEntry], flat_values: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
     """Return the memory of each array of one layer."""
     ends, memories = accumulate(numbers for *_, numbers in entries), defaultdict(dict)  # type: Any, Any
     for (at, samples, direction, count, numbers), end in zip(entries, ends, strict=True):
-        memories[at][samples, direction] = np.split(flat[end - numbers : end], count)
+        memories[at][samples, direction] = np.split(flat_values[end - numbers : end], count)
     return memories
 
 
-def _check_entry(name: str, entry: Any, arrays: int) -> None:
+def _check_entry(name: str, entry: Any, array_count: int) -> None:
     """Raise ValueError unless the entry is valid for one of a layer's arrays."""
-    at, samples, direction, count, numbers = require_type(name, entry, list)
+    at, samples, direction, count, numbers = require_json_type(name, entry, list)
     for number, least in ((at, 0), (samples, 1), (count, 1), (numbers, 0)):
-        require_integer(name, number, least)
-    if at >= arrays or direction not in ("forward", "backward") or samples > MOST:
+        require_json_integer(name, number, least)
+    if at >= array_count or direction not in ("forward", "backward") or samples > MAX_BATCH_SIZE:
         raise ValueError(name)
 
 
-def _total_size(entries: list[Remembered]) -> int:
+def _total_size(entries: list[MemoryEntry]) -> int:
     return sum(numbers for *_, numbers in entries)
 
 
-def _piece(name: str, ranks: list[list[Remembered]], mine: Any) -> Piece:
-    ends = list(accumulate(map(_total_size, ranks), initial=0))
+def _flat_part(name: str, entries_by_rank: list[list[MemoryEntry]], own_values: Any) -> ArrayPart:
+    ends = list(accumulate(map(_total_size, entries_by_rank), initial=0))
     boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
-    return Piece(f"{GROUP}/{name}", (ends[-1],), mine, boxes)
+    return ArrayPart(f"{MEMORY_GROUP}/{name}", (ends[-1],), own_values, boxes)

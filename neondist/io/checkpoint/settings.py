@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 
-PAIRS = "pairs"
+PAIRS_KEY = "pairs"
 """Key for the items of a mapping whose keys are not strings."""
 
 
@@ -26,8 +26,8 @@ def to_plain(name: str, value: Any) -> Any:
         return [to_plain(f"{name}[{at}]", item) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
         pairs = [[to_plain(name, key), to_plain(f"{name}[{key!r}]", item)] for key, item in value.items()]
-        texts = all(isinstance(key, str) for key in value) and PAIRS not in value
-        return dict(pairs) if texts else {PAIRS: pairs}
+        texts = all(isinstance(key, str) for key in value) and PAIRS_KEY not in value
+        return dict(pairs) if texts else {PAIRS_KEY: pairs}
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     raise ConfigError(
@@ -36,16 +36,16 @@ def to_plain(name: str, value: Any) -> Any:
     )
 
 
-def from_plain(present: Any, plain: Any) -> Any:
-    """Invert `to_plain`, with tuples and mappings of the types in the value `present`."""
-    if isinstance(plain, dict):
-        pairs = plain.get(PAIRS)
-        items = dict(pairs) if set(plain) == {PAIRS} and isinstance(pairs, list) else plain
-        current = present if isinstance(present, Mapping) else {}
+def from_plain(current_value: Any, plain_value: Any) -> Any:
+    """Invert `to_plain`, with tuples and mappings of the types in the value `current_value`."""
+    if isinstance(plain_value, dict):
+        pairs = plain_value.get(PAIRS_KEY)
+        items = dict(pairs) if set(plain_value) == {PAIRS_KEY} and isinstance(pairs, list) else plain_value
+        current = current_value if isinstance(current_value, Mapping) else {}
         values = {key: from_plain(current.get(key), item) for key, item in items.items()}
-        return Counter(values) if isinstance(present, Counter) else values
-    if isinstance(plain, list):
-        same_length = isinstance(present, (list, tuple)) and len(present) == len(plain)
-        restored = [from_plain(present[at] if same_length else None, item) for at, item in enumerate(plain)]
-        return tuple(restored) if isinstance(present, tuple) else restored
-    return plain
+        return Counter(values) if isinstance(current_value, Counter) else values
+    if isinstance(plain_value, list):
+        same_length = isinstance(current_value, (list, tuple)) and len(current_value) == len(plain_value)
+        restored = [from_plain(current_value[at] if same_length else None, item) for at, item in enumerate(plain_value)]
+        return tuple(restored) if isinstance(current_value, tuple) else restored
+    return plain_value

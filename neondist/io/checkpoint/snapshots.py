@@ -21,21 +21,21 @@ from pathlib import Path
 import numpy as np
 
 from ...comm import Message, Transport, all_or_none
-from ...system.heartbeat import reach
-from ..files import Draft, file_errors
+from ...system.heartbeat import connect_to_first
+from ..files import DraftFile, file_errors
 from ..regular_file import open_regular
-from .pieces import Piece
-from .write import write
+from .pieces import ArrayPart
+from .write import write_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "neondist-snapshots-"
+FOLDER_PREFIX = "neondist-snapshots-"
 """Prefix of a run's snapshot folder, followed by the run's key."""
-KEEPERS = "NEONDIST_SNAPSHOTS"
+SUPERVISOR_VARIABLE = "NEONDIST_SNAPSHOTS"
 """Environment variable of ranks, 'KEY HOST:PORT ...': the supervisor that requests the removal of snapshots."""
-KEPT = 600
+LIFETIME_SECONDS = 600
 """Seconds that snapshots outlive a killed supervisor, so that a resumed run finds them."""
 # without a word from the supervisor, it was killed; then another process that claims the files keeps them
-_KEEP = """read word; second=0
+_CLEANUP_SCRIPT = """read word; second=0
 while [ -z "$word" ]; do
     [ "$(cat "$2" 2>/dev/null)" = "$3" ] || exit
     [ $second -ge "$4" ] && word=remove; second=$((second + 1)); sleep 1
@@ -44,9 +44,9 @@ done
 """
 
 
-def folder_of(key: str) -> Path:
+def snapshot_folder(run_key: str) -> Path:
     """Return the folder of a run's snapshots on a node."""
-    return SHARED_MEMORY / f"{PREFIX}{key}"
+    return SHARED_MEMORY / f"{FOLDER_PREFIX}{run_key}"
 
 
 class SnapshotStore:
@@ -54,7 +54,7 @@ class SnapshotStore:
 
     Parameters
     ----------
-    key : str
+    run_key : str
         Key of the run.
     world : Transport
         All ranks.
@@ -67,13 +67,13 @@ class SnapshotStore:
         Rank 0, and its buddy if there is another node.
     """
 
-    def __init__(self, key: str, world: Transport, node: str | None = None) -> None:
-        self.world, self.folder = world, folder_of(key)
+    def __init__(self, run_key: str, world: Transport, node: str | None = None) -> None:
+        self.world, self.folder = world, snapshot_folder(run_key)
         self.node = re.sub(r"[^\w.]", "_", node or socket.gethostname())
         nodes = world.allgather(self.node)
-        self._firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
-        self.writers = self._firsts[:2]
-        self._claimed = False
+        self._first_rank_of_nodes = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        self.writers = self._first_rank_of_nodes[:2]
+        self._folder_claimed = False
 
     def path(self, step: int) -> Path:
         """Return the file of a step on this node."""
@@ -81,12 +81,14 @@ class SnapshotStore:
 
     def steps(self) -> list[tuple[int, int]]:
         """Return (step, rank of a node that has it) of all snapshots, the newest first."""
-        mine = [int(path.stem[-10:]) for path in self._files()] if self.world.rank in self._firsts else []
+        mine = (
+            [int(path.stem[-10:]) for path in self._own_files()] if self.world.rank in self._first_rank_of_nodes else []
+        )
         steps_of_ranks = enumerate(self.world.allgather(mine))
         return sorted(((step, rank) for rank, steps in steps_of_ranks for step in steps), reverse=True)
 
-    def write(self, pieces: Sequence[Piece], texts: Mapping[str, str], step: int) -> None:
-        """Write a snapshot, which replaces the previous one; parameters as in `checkpoint.write`.
+    def write(self, pieces: Sequence[ArrayPart], texts: Mapping[str, str], step: int) -> None:
+        """Write a snapshot, which replaces the previous one; parameters as in `write_checkpoint`.
 
         Raises
         ------
@@ -94,43 +96,43 @@ class SnapshotStore:
             On every rank, if the shared memory of a node is full; the previous snapshot is kept.
         """
         with all_or_none(self.world):
-            if self.world.rank in self.writers and not self._claimed:
-                self._claim()
-        write(self.path(step), pieces, texts, self.world)
+            if self.world.rank in self.writers and not self._folder_claimed:
+                self._claim_folder()
+        write_checkpoint(self.path(step), pieces, texts, self.world)
         if len(self.writers) > 1:
-            self._copy(self.path(step), *self.writers)
+            self._copy_to_node(self.path(step), *self.writers)
         if self.world.rank in self.writers:
-            self._remove([path for path in self._files() if path != self.path(step)])
+            self._remove_files([path for path in self._own_files() if path != self.path(step)])
 
     def remove(self) -> None:
         """Remove all snapshots of the run on the nodes of this job."""
-        if self.world.rank in self._firsts:
+        if self.world.rank in self._first_rank_of_nodes:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self._claimed = False
+            self._folder_claimed = False
 
-    def _files(self) -> list[Path]:
+    def _own_files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.node}-{'[0-9]' * 10}.h5"))
 
-    def _remove(self, paths: Sequence[Path]) -> None:
+    def _remove_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
             with suppress(OSError):
                 path.unlink()
 
-    def _claim(self) -> None:
+    def _claim_folder(self) -> None:
         """Create the folder, and start the process that removes it."""
         with file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             claim, mine = self.folder / f"{self.node}.claim", secrets.token_hex(8)
             claim.write_text(mine)
-        self._claimed = True
-        key, *addresses = os.environ.get(KEEPERS, "").split() or [""]
-        supervisor = reach(key, addresses)
+        self._folder_claimed = True
+        key, *addresses = os.environ.get(SUPERVISOR_VARIABLE, "").split() or [""]
+        supervisor = connect_to_first(key, addresses)
         if supervisor is None:
             return
         with supervisor:
             supervisor.sendall(f"{self.node}\n".encode())
             subprocess.Popen(
-                ["/bin/sh", "-c", _KEEP, "sh", str(self.folder), str(claim), mine, str(KEPT)],
+                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), mine, str(LIFETIME_SECONDS)],
                 stdin=supervisor.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -139,25 +141,25 @@ class SnapshotStore:
                 start_new_session=True,
             )
 
-    def _copy(self, path: Path, source: int, target: int) -> None:
+    def _copy_to_node(self, path: Path, source_rank: int, target_rank: int) -> None:
         """Copy a file to another node."""
         rank, data = self.world.rank, np.empty(0, np.uint8)
-        size = int(self.world.bcast(path.stat().st_size if rank == source else 0, source))
-        draft: Draft | None = None
+        size = int(self.world.bcast(path.stat().st_size if rank == source_rank else 0, source_rank))
+        draft: DraftFile | None = None
         with ExitStack() as stack:
             with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
-                if rank == source:
+                if rank == source_rank:
                     file = stack.enter_context(open_regular(path))
                     data = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
-                elif rank == target:
-                    draft = Draft(path)
+                elif rank == target_rank:
+                    draft = DraftFile(path)
                     stack.callback(draft.discard)
                     os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot raise OSError later
                     data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
             whole = (slice(0, size),)
-            self.world.exchange(
-                [Message(target, data, whole)] if rank == source else [],
-                [Message(source, data, whole)] if rank == target else [],
+            self.world.create_exchange(
+                [Message(target_rank, data, whole)] if rank == source_rank else [],
+                [Message(source_rank, data, whole)] if rank == target_rank else [],
             ).run()
             with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
                 if draft is not None:

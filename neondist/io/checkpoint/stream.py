@@ -9,10 +9,10 @@ import numpy as np
 from ...arrays.namespace import namespace, to_host
 from ...comm import Redistribution, Transport
 from ...geometry import Box
-from .pieces import Piece, Slices
+from .pieces import ArrayPart, Slices
 
 
-def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Slices, np.ndarray]]:
+def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tuple[ArrayPart, Slices, np.ndarray]]:
     """Yield all blocks on rank 0 as (piece, slices, values); collective, to be exhausted on every rank.
 
     Other ranks yield nothing. Parts that several ranks have, such as replicas, are sent by the first.
@@ -29,8 +29,8 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
 
-def scatter(
-    world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray], root: int = 0
+def scatter_from_root(
+    world: Transport, pieces: Iterable[ArrayPart], read: Callable[[ArrayPart, Slices], np.ndarray], root: int = 0
 ) -> None:
     """Fill every rank's part from `read(piece, place)`, called once per block on rank `root`; collective.
 
@@ -38,7 +38,7 @@ def scatter(
     """
     failure: Exception | None = None
 
-    def read_block(piece: Piece, block: Box, place: Slices) -> np.ndarray:
+    def read_block(piece: ArrayPart, block: Box, place: Slices) -> np.ndarray:
         nonlocal failure
         if failure is None:
             try:
@@ -69,6 +69,6 @@ def _boxes_on_root(world: Transport, block: Box, root: int = 0) -> list[Box]:
     return [block if rank == root else Box(block.lo, block.lo) for rank in range(world.size)]
 
 
-def _local_view(piece: Piece, rank: int, parts: Sequence[Box]) -> np.ndarray:
+def _local_view(piece: ArrayPart, rank: int, parts: Sequence[Box]) -> np.ndarray:
     """Return a view of this rank's part of a block."""
     return piece.array[parts[rank].relative_to(piece.boxes[rank]).slices]

@@ -14,20 +14,20 @@ from ...comm import Transport
 from ...errors import DataError
 from ...geometry import Box, part_range
 from ...parallel import SyncState
-from .pieces import Piece
+from .pieces import ArrayPart
 from .read import CheckpointReader
 
-GROUP = "synchronisation"
+SYNC_GROUP = "synchronisation"
 """Group of the arrays in the file."""
-MOST = 1 << 20  # limit of ranks
+MAX_RANKS = 1 << 20  # limit of ranks
 
 
-def sync_pieces(states: Sequence[SyncState], world: Transport) -> list[Piece]:
+def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[ArrayPart]:
     """Return the pieces of each rank; arrays that differ across ranks get a leading rank axis."""
-    return [_piece(state, state.array if state.replicated else state.array[None], world) for state in states]
+    return [_sync_part(state, state.array if state.replicated else state.array[None], world) for state in states]
 
 
-def restore_sync(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
+def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
     """Restore the states from a checkpoint; missing ones become 0, or stay if they are replicated; collective.
 
     Returns
@@ -40,34 +40,34 @@ def restore_sync(file: CheckpointReader, states: Sequence[SyncState], world: Tra
     DataError
         On every rank, if the shape of an array does not match the model's parameter.
     """
-    shapes = file.facts.group(GROUP)
+    shapes = file.facts.group(SYNC_GROUP)
     names = {state.name for state in states}
     dropped = sorted(name for name in shapes if name not in names and name.endswith("/error_feedback"))
     for state in states:
         shape = shapes.get(state.name)
         if state.replicated:
             if shape == state.array.shape:
-                file.fill([_piece(state, state.array, world)])
+                file.fill([_sync_part(state, state.array, world)])
             continue
-        if shape is not None and (shape[1:] != state.array.shape or not 0 < shape[0] <= MOST):
+        if shape is not None and (shape[1:] != state.array.shape or not 0 < shape[0] <= MAX_RANKS):
             raise DataError(
-                f"{file.facts.path}: '{GROUP}/{state.name}' has shape {list(shape)}; expected"
+                f"{file.facts.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}; expected"
                 f" {['ranks', *state.array.shape]}, so name another file, or run without --resume"
             )
         writers = 0 if shape is None else shape[0]
         lo, hi = part_range(writers, world.size, world.rank)
         part = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
         if writers:
-            file.fill([_piece(state, part, world, writers)])
+            file.fill([_sync_part(state, part, world, writers)])
         state.array[...] = part.sum(axis=0)
     return f"error feedback is dropped, since these are not compressed: {', '.join(dropped)}" if dropped else ""
 
 
-def _piece(state: SyncState, array: np.ndarray, world: Transport, writers: int | None = None) -> Piece:
+def _sync_part(state: SyncState, array: np.ndarray, world: Transport, writer_count: int | None = None) -> ArrayPart:
     shape = state.array.shape
     if state.replicated:
-        return Piece(f"{GROUP}/{state.name}", shape, array, [Box.of(shape)])
-    total, nothing = world.size if writers is None else writers, (0,) * len(shape)
+        return ArrayPart(f"{SYNC_GROUP}/{state.name}", shape, array, [Box.of(shape)])
+    total, nothing = world.size if writer_count is None else writer_count, (0,) * len(shape)
     bounds = (part_range(total, world.size, rank) for rank in range(world.size))
     boxes = [Box((lo, *nothing), (hi, *shape)) for lo, hi in bounds]
-    return Piece(f"{GROUP}/{state.name}", (total, *shape), array, boxes)
+    return ArrayPart(f"{SYNC_GROUP}/{state.name}", (total, *shape), array, boxes)

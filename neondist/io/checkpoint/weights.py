@@ -8,10 +8,10 @@ from typing import Any
 
 from ...errors import DataError
 from ...parallel import ParameterShard
-from .pieces import Piece
+from .pieces import ArrayPart
 from .read import CheckpointReader
 
-MOST = 3
+MAX_LISTED_NAMES = 3
 """maximal number of names of each kind in a message"""
 
 
@@ -38,18 +38,22 @@ class WeightMatch:
         return not self.missing and not self.mismatched
 
     def __str__(self) -> str:
-        text = self.differences()
+        text = self.describe_differences()
         return f"{len(self.loaded)} arrays loaded{'; ' * bool(text)}{text}"
 
-    def differences(self, most: int | None = None) -> str:
-        """Describe the differences, with at most `most` names of each kind."""
+    def describe_differences(self, max_names: int | None = None) -> str:
+        """Describe the differences, with at most `max_names` names of each kind."""
         shapes = [f"{name} (file {list(saved)}, model {list(own)})" for name, saved, own in self.mismatched]
         kinds = {"not in the file": self.missing, "left over in the file": self.unused, "of another shape": shapes}
-        return "; ".join(f"{kind}: {', '.join(_first(names, most))}" for kind, names in kinds.items() if names)
+        return "; ".join(
+            f"{kind}: {', '.join(_shorten_list(names, max_names))}" for kind, names in kinds.items() if names
+        )
 
 
-def _first(names: list[str], most: int | None) -> list[str]:
-    return names if most is None or len(names) <= most else [*names[:most], f"{len(names) - most} more"]
+def _shorten_list(names: list[str], max_names: int | None) -> list[str]:
+    if max_names is None or len(names) <= max_names:
+        return names
+    return [*names[:max_names], f"{len(names) - max_names} more"]
 
 
 def load_weights(
@@ -60,7 +64,7 @@ def load_weights(
     Parameters
     ----------
     file : a checkpoint of this model or of another
-    arrays : `kept_arrays()["model"]` of a model
+    arrays : `checkpoint_arrays()["model"]` of a model
     strict : whether all arrays of the model are required
 
     Raises
@@ -80,7 +84,7 @@ def load_weights(
             match.loaded.append(name)
     match.unused.extend(sorted(shapes.keys() - {shard.full_name for shard, _ in arrays}))
     if (arrays and not match.loaded) or (strict and not match.complete):
-        problem = f"does not fit the model: {match.differences(MOST)}"
+        problem = f"does not fit the model: {match.describe_differences(MAX_LISTED_NAMES)}"
         raise DataError(f"{file.facts.path}: {problem}; name a checkpoint of this experiment")
-    file.fill([Piece.of(shard, array, "model") for shard, array in arrays if shard.full_name in match.loaded])
+    file.fill([ArrayPart.of(shard, array, "model") for shard, array in arrays if shard.full_name in match.loaded])
     return match

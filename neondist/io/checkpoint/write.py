@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL, Transport, agree, check_alike
+from ...comm import CALL_FACT, Transport, agree, check_alike
 from ...errors import OutputError
-from ..files import Draft, reason
+from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorFile
-from .checksum import BLOCK, add_checksum
+from .checksum import USER_BLOCK_SIZE, add_checksum
 from .keep import keep_copies
-from .pieces import Piece, Slices
-from .stream import collect
+from .pieces import ArrayPart, Slices
+from .stream import gather_to_root
 
-SPARE = 1 << 16  # bytes for HDF5's own tables, plus SPARE_PER_ARRAY for each array
-SPARE_PER_ARRAY = 2048
+METADATA_BYTES = 1 << 16  # bytes for HDF5's own tables, plus SPARE_PER_ARRAY for each array
+METADATA_BYTES_PER_ARRAY = 2048
 
 
-def write(
-    path: Path, pieces: Sequence[Piece], texts: Mapping[str, str], world: Transport, keep: int = 1, step: int = 0
+def write_checkpoint(
+    path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str], world: Transport, keep: int = 1, step: int = 0
 ) -> None:
     """Write a file atomically on rank 0, which receives the parts of other ranks in blocks; collective.
 
@@ -40,18 +40,18 @@ def write(
     OutputError
         On every rank, if there is no disk space or no permission.
     """
-    check_alike(world, {CALL: "writing a checkpoint"})
+    check_alike(world, {CALL_FACT: "writing a checkpoint"})
     file, error = None, None
     if world.rank == 0:
         try:
-            file = _File(path, pieces, texts)
+            file = _CheckpointDraft(path, pieces, texts)
         except Exception as problem:
             error = problem
     try:
-        for piece, place, values in collect(world, pieces):
+        for piece, place, values in gather_to_root(world, pieces):
             if error is None and file is not None:
                 try:
-                    file.put(piece, place, values)
+                    file.write_block(piece, place, values)
                 except Exception as problem:  # raised after all ranks have sent their parts
                     error = problem
         if file is not None:
@@ -67,23 +67,25 @@ def write(
     agree(world, error and _to_output_error(path, error))
 
 
-class _File:
+class _CheckpointDraft:
     """HDF5 file under its temporary name."""
 
-    def __init__(self, path: Path, pieces: Sequence[Piece], texts: Mapping[str, str]) -> None:
-        needed = sum(prod(piece.shape) * piece.dtype.itemsize + SPARE_PER_ARRAY for piece in pieces)
-        needed += SPARE + sum(map(len, texts.values()))
+    def __init__(self, path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
+        needed = sum(prod(piece.shape) * piece.dtype.itemsize + METADATA_BYTES_PER_ARRAY for piece in pieces)
+        needed += METADATA_BYTES + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
-            raise OutputError(_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB"))
-        self.draft = Draft(path)
+            raise OutputError(
+                _write_error_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB")
+            )
+        self.draft = DraftFile(path)
         try:
-            self.file = DeferredErrorFile(self.draft.file, userblock_size=BLOCK)
-            self._make(pieces, texts)
+            self.file = DeferredErrorFile(self.draft.file, userblock_size=USER_BLOCK_SIZE)
+            self._create_arrays(pieces, texts)
         except BaseException:
             self.draft.discard()
             raise
 
-    def _make(self, pieces: Sequence[Piece], texts: Mapping[str, str]) -> None:
+    def _create_arrays(self, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
         try:
             for name, text in texts.items():
                 self.file.hdf5[name] = np.bytes_(text.encode())
@@ -93,10 +95,10 @@ class _File:
             self.close()
             raise
 
-    def put(self, piece: Piece, place: Slices, values: Any) -> None:
+    def write_block(self, piece: ArrayPart, place: Slices, values: Any) -> None:
         """Write one block."""
         self.file.hdf5[piece.name][place] = values
-        self.file.check()
+        self.file.raise_deferred_error()
 
     def close(self) -> None:
         """Close the HDF5 file, writing buffered data."""
@@ -114,10 +116,10 @@ def _to_output_error(path: Path, error: Exception) -> Exception:
     """Convert an error of the file system or of HDF5 into OutputError; return others unchanged."""
     if not isinstance(error, OSError | RuntimeError):
         return error
-    return OutputError(_message(path, reason(error)))
+    return OutputError(_write_error_message(path, short_reason(error)))
 
 
-def _message(path: Path, reason: str) -> str:
+def _write_error_message(path: Path, reason: str) -> str:
     return (
         f"{path}: the checkpoint cannot be written ({reason}); the previous one is unchanged; free disk space or"
         " check permissions, then continue with --resume, or choose another folder with --output"

@@ -4,17 +4,27 @@ reader: safe access to an open file. writer: a new file under a temporary name u
 errors when the disk is full. checksums: checksums of the blocks of an array. chunks: checks of compressed chunks before
 they are decompressed.
 
-libhdf5 trusts most of a file's content. Files of `VERSION` have checksums of all metadata; arrays written with
+libhdf5 trusts most of a file's content. Files of `LIBRARY_VERSION` have checksums of all metadata; arrays written with
 `fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length text has none, and a
 wrong byte there makes libhdf5 2.0 loop forever: it is neither written nor read.
 """
 
-from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint, read_array, read_whole
-from .reader import SIGNATURE, array_names, arrays_in, faults, file_state, find, get_text, is_numeric, open_file
-from .writer import VERSION, DeferredErrorFile, NewFile, put_text
+from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint, read_array, read_verified_array
+from .reader import (
+    SIGNATURE,
+    array_names,
+    find_object,
+    get_text_attribute,
+    hdf5_read_errors,
+    is_numeric,
+    iter_arrays,
+    open_hdf5,
+    size_and_mtime,
+)
+from .writer import LIBRARY_VERSION, DeferredErrorFile, NewHDF5File, put_text_attribute
 
 __all__ = [
-    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewFile", "array_names", "arrays_in",
-    "checksum", "faults", "file_state", "find", "fingerprint", "get_text", "is_numeric", "open_file", "put_text",
-    "read_array", "read_whole",
+    "LIBRARY_VERSION", "SIGNATURE", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewHDF5File", "array_names",
+    "checksum", "find_object", "fingerprint", "get_text_attribute", "hdf5_read_errors", "is_numeric", "iter_arrays",
+    "open_hdf5", "put_text_attribute", "read_array", "read_verified_array", "size_and_mtime",
 ]  # fmt: skip

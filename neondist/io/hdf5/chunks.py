@@ -16,12 +16,12 @@ from math import ceil, prod
 from typing import Any
 
 from ...errors import DataError
-from ..packed_size import deflate_fits, unpacked_size
+from ..packed_size import decompressed_size, deflate_fits_limit
 
 _DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET = 1, 2, 3, 4, 6
 _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = 32000, 32001, 307, 32004, 32015
-_SUM, _SCALE_HEADER = 4, 21  # bytes
-_MARGIN = 64  # bytes that a filter may add
+_CHECKSUM_BYTES, _SCALE_HEADER_BYTES = 4, 21  # bytes
+_FILTER_MARGIN_BYTES = 64  # bytes that a filter may add
 
 _NEVER_WRITTEN = "was never written, and it has no fill value"
 
@@ -34,7 +34,7 @@ class ChunkCheck:
     array : h5py.Dataset
     name : str
         Name of the array, for messages.
-    summed : bool
+    has_checksums : bool
         Whether the cells are verified with checksums: then only the memory requirement is checked.
 
     Raises
@@ -43,78 +43,81 @@ class ChunkCheck:
         If the array uses a filter that is not installed.
     """
 
-    def __init__(self, array: Any, name: str, summed: bool = False) -> None:
-        self._array, self._name, self._summed = array, name, summed
+    def __init__(self, array: Any, name: str, has_checksums: bool = False) -> None:
+        self._array, self._name, self._has_checksums = array, name, has_checksums
         properties = array.id.get_create_plist()
         filters = [properties.get_filter(at) for at in range(properties.get_nfilters())] if array.chunks else []
         self._filters = [(int(code), tuple(values)) for code, _, values, _ in filters]
-        self._checked = set[tuple[int, ...]]()
+        self._checked_chunks = set[tuple[int, ...]]()
         _require_filters(array, name, filters)
-        self._unfilled = _is_unfilled(properties)
+        self._reads_uninitialised = _reads_uninitialised(properties)
         if array.chunks:
-            self._size = prod(array.chunks) * array.id.get_type().get_size()
-            self._end = os.stat(array.file.filename).st_size if os.path.isfile(array.file.filename) else None
+            self._chunk_bytes = prod(array.chunks) * array.id.get_type().get_size()
+            self._file_bytes = os.stat(array.file.filename).st_size if os.path.isfile(array.file.filename) else None
 
     def check(self, cells: Sequence[slice] = ()) -> None:
         """Raise ValueError if a chunk of these cells (default: all) does not have the expected size."""
-        if self._unfilled and not self._array.chunks and not self._array.id.get_storage_size():
+        if self._reads_uninitialised and not self._array.chunks and not self._array.id.get_storage_size():
             raise ValueError(f"{self._name}: {_NEVER_WRITTEN}")
-        if not self._array.chunks or not (self._filters or self._unfilled):
+        if not self._array.chunks or not (self._filters or self._reads_uninitialised):
             return
         cells = [*cells, *(slice(0, n) for n in self._array.shape[len(cells) :])]
         along = [range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)]
         for place in product(*along):
-            if place not in self._checked:
+            if place not in self._checked_chunks:
                 self._check_chunk(tuple(at * c for at, c in zip(place, self._array.chunks, strict=True)))
-                self._checked.add(place)
+                self._checked_chunks.add(place)
 
-    def _check_chunk(self, at: tuple[int, ...]) -> None:
-        chunk = self._array.id.get_chunk_info_by_coord(at)
+    def _check_chunk(self, offset: tuple[int, ...]) -> None:
+        chunk = self._array.id.get_chunk_info_by_coord(offset)
         if chunk.byte_offset is None:
-            if self._unfilled:
-                raise self._damaged(at, _NEVER_WRITTEN)
+            if self._reads_uninitialised:
+                raise self._damage_error(offset, _NEVER_WRITTEN)
             return
-        if self._end is not None and chunk.byte_offset + chunk.size > self._end:
-            raise self._damaged(at, "lies beyond the end of the file")
+        if self._file_bytes is not None and chunk.byte_offset + chunk.size > self._file_bytes:
+            raise self._damage_error(offset, "lies beyond the end of the file")
         if not self._filters:
             return
         codes = [code for number, (code, _) in enumerate(self._filters) if not chunk.filter_mask >> number & 1]
-        if _FLETCHER32 in codes and chunk.size <= _SUM:
-            raise self._damaged(at, "is shorter than its checksum")
-        if self._summed and (_DEFLATE not in codes or deflate_fits(chunk.size, self._size)):
+        if _FLETCHER32 in codes and chunk.size <= _CHECKSUM_BYTES:
+            raise self._damage_error(offset, "is shorter than its checksum")
+        if self._has_checksums and (_DEFLATE not in codes or deflate_fits_limit(chunk.size, self._chunk_bytes)):
             return  # checksums detect damage afterwards
-        mask, raw = self._array.id.read_direct_chunk(at)
+        mask, raw = self._array.id.read_direct_chunk(offset)
         try:
-            size = self._unpacked_size(raw, mask)
+            size = self._decompressed_size(raw, mask)
         except zlib.error:
             size = 0
-        if not size and len(raw) == self._size:
+        if not size and len(raw) == self._chunk_bytes:
             return  # chunks at the edge may be uncompressed
         if size == 0:
-            raise self._damaged(at, "is damaged")
-        if size is not None and size != self._size:
-            raise self._damaged(at, f"unpacks to {size if size < self._size else 'more'} instead of {self._size} bytes")
+            raise self._damage_error(offset, "is damaged")
+        if size is not None and size != self._chunk_bytes:
+            unpacked = size if size < self._chunk_bytes else "more"
+            raise self._damage_error(offset, f"unpacks to {unpacked} instead of {self._chunk_bytes} bytes")
 
-    def _unpacked_size(self, raw: bytes, mask: int) -> int | None:
+    def _decompressed_size(self, compressed: bytes, filter_mask: int) -> int | None:
         """Return the decompressed size of a chunk, or any larger than allowed; None if only HDF5 can determine it."""
-        filters = [one for number, one in enumerate(self._filters) if not mask >> number & 1 and one[0] != _SHUFFLE]
+        filters = [
+            one for number, one in enumerate(self._filters) if not filter_mask >> number & 1 and one[0] != _SHUFFLE
+        ]
         while filters:
             code, values = filters.pop()
             if code == _FLETCHER32:
-                raw = raw[:-_SUM]
-            elif not filters and code in _SIZES:
-                return _SIZES[code](raw, values, self._size)
+                compressed = compressed[:-_CHECKSUM_BYTES]
+            elif not filters and code in _SIZE_FUNCTIONS:
+                return _SIZE_FUNCTIONS[code](compressed, values, self._chunk_bytes)
             elif code == _DEFLATE:
-                raw = zlib.decompressobj().decompress(raw, self._size + _MARGIN)
+                compressed = zlib.decompressobj().decompress(compressed, self._chunk_bytes + _FILTER_MARGIN_BYTES)
             else:
                 return None
-        return len(raw)
+        return len(compressed)
 
-    def _damaged(self, at: tuple[int, ...], problem: str) -> ValueError:
-        return ValueError(f"{self._name}: its chunk at {list(at)} {problem}")
+    def _damage_error(self, offset: tuple[int, ...], problem: str) -> ValueError:
+        return ValueError(f"{self._name}: its chunk at {list(offset)} {problem}")
 
 
-def _is_unfilled(properties: Any) -> bool:
+def _reads_uninitialised(properties: Any) -> bool:
     """Return whether HDF5 leaves memory uninitialised for cells that were never written."""
     from h5py import h5d
 
@@ -135,30 +138,32 @@ def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
             )
 
 
-def _size_of_szip(raw: bytes, values: Sequence[int], size: int) -> int | None:
-    declared = int.from_bytes(raw[:4], "little")
-    if declared == size and len(values) >= 4:
+def _szip_size(compressed: bytes, filter_values: Sequence[int], chunk_bytes: int) -> int | None:
+    declared = int.from_bytes(compressed[:4], "little")
+    if declared == chunk_bytes and len(filter_values) >= 4:
         with suppress(ImportError, RuntimeError):  # HDF5 reports damage that libaec detects
             import imagecodecs
 
             names = ("options_mask", "pixels_per_block", "bits_per_pixel", "pixels_per_scanline")
-            return len(imagecodecs.szip_decode(raw[4:], header=False, out=size, **dict(zip(names, values))))  # noqa: B905
+            options = dict(zip(names, filter_values, strict=False))
+            return len(imagecodecs.szip_decode(compressed[4:], header=False, out=chunk_bytes, **options))
     return declared
 
 
-def _size_of_scaled(raw: bytes, values: Sequence[int], size: int) -> int | None:
+def _scale_offset_size(compressed: bytes, filter_values: Sequence[int], chunk_bytes: int) -> int | None:
     """Return the size of a chunk of HDF5's scale-offset filter, or 0 if it is truncated."""
-    count, bits = values[2] if len(values) > 2 else 0, int.from_bytes(raw[:4], "little")
-    return size if len(raw) >= _SCALE_HEADER + ceil(count * bits / 8) else 0
+    count, bits = filter_values[2] if len(filter_values) > 2 else 0, int.from_bytes(compressed[:4], "little")
+    return chunk_bytes if len(compressed) >= _SCALE_HEADER_BYTES + ceil(count * bits / 8) else 0
 
 
-def _size_of(codec: str) -> Callable[[bytes, Sequence[int], int], int | None]:
-    return lambda raw, values, size: unpacked_size(codec, raw, size)
+def _size_function(codec: str) -> Callable[[bytes, Sequence[int], int], int | None]:
+    return lambda raw, values, size: decompressed_size(codec, raw, size)
 
 
-_SIZES = {
-    _DEFLATE: _size_of("zlib"), _LZF: _size_of("lzf"), _BLOSC: _size_of("blosc"), _BZIP2: _size_of("bz2"),
-    _ZSTD: _size_of("zstd"), _LZ4: lambda raw, values, size: int.from_bytes(raw[:8], "big"),
-    _SZIP: _size_of_szip, _SCALEOFFSET: _size_of_scaled,
+_SIZE_FUNCTIONS = {
+    _DEFLATE: _size_function("zlib"), _LZF: _size_function("lzf"), _BLOSC: _size_function("blosc"),
+    _BZIP2: _size_function("bz2"), _ZSTD: _size_function("zstd"),
+    _LZ4: lambda raw, values, size: int.from_bytes(raw[:8], "big"),
+    _SZIP: _szip_size, _SCALEOFFSET: _scale_offset_size,
 }  # fmt: skip
 """filters whose decompressed size can be determined"""

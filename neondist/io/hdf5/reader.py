@@ -18,16 +18,16 @@ from ...errors import DataError, UserError
 from ..regular_file import open_regular
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_MOST_LINKS = 16
+_MAX_SOFT_LINKS = 16
 
 
-def open_file(path: Path, refusal: str | None = None) -> Any:
+def open_hdf5(path: Path, wrong_type_message: str | None = None) -> Any:
     """Open an h5py.File for reading.
 
     Parameters
     ----------
     path : path
-    refusal : str, optional
+    wrong_type_message : str, optional
         Message for files of another type, with its remedy.
 
     Raises
@@ -37,11 +37,11 @@ def open_file(path: Path, refusal: str | None = None) -> Any:
     """
     import h5py
 
-    with faults(path):
+    with hdf5_read_errors(path):
         with open_regular(path) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
-                refusal = refusal or f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
-                raise DataError(f"{path}: {refusal}")
+                create = f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
+                raise DataError(f"{path}: {wrong_type_message or create}")
         try:
             return h5py.File(path, "r")
         except OSError as error:
@@ -50,7 +50,7 @@ def open_file(path: Path, refusal: str | None = None) -> Any:
             return h5py.File(path, "r", locking=False)  # some shared file systems do not support locks
 
 
-def file_state(path: Path) -> tuple[int, int]:
+def size_and_mtime(path: Path) -> tuple[int, int]:
     """Return the size and modification time (ns) of a file, by which changes are detected; 0 if it is missing."""
     try:
         status = os.stat(path)
@@ -60,7 +60,7 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def faults(path: Path) -> Iterator[None]:
+def hdf5_read_errors(path: Path) -> Iterator[None]:
     """Convert exceptions that h5py raises on a damaged file into DataError; a UserError passes."""
     try:
         yield
@@ -77,7 +77,7 @@ def faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: damaged, or of another file type ({reason}); restore it from a good copy") from error
 
 
-def find(file: Any, name: str) -> Any:
+def find_object(file: Any, name: str) -> Any:
     """Return the group or array at a path in an open file, or None; links inside the file are followed.
 
     Raises
@@ -87,7 +87,7 @@ def find(file: Any, name: str) -> Any:
     """
     import h5py
 
-    at, parts, links = file["/"], _parts(name), 0
+    at, parts, links = file["/"], _path_parts(name), 0
     while parts:
         part = parts.pop(0)
         link = at.get(part, getlink=True) if isinstance(at, h5py.Group) else None
@@ -95,9 +95,9 @@ def find(file: Any, name: str) -> Any:
             return None
         if isinstance(link, h5py.SoftLink):
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_SOFT_LINKS:
                 raise DataError(f"{file.filename}: '{name}' is a link to itself; copy the array there")
-            at, parts = file["/"] if link.path.startswith("/") else at, _parts(link.path) + parts
+            at, parts = file["/"] if link.path.startswith("/") else at, _path_parts(link.path) + parts
         elif isinstance(link, h5py.HardLink):
             at = at[part]
         else:
@@ -110,7 +110,7 @@ def find(file: Any, name: str) -> Any:
     return at
 
 
-def arrays_in(group: Any) -> Iterator[tuple[str, Any]]:
+def iter_arrays(group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and the array of each hard link in a group; other links are not followed."""
     import h5py
 
@@ -121,33 +121,33 @@ def arrays_in(group: Any) -> Iterator[tuple[str, Any]]:
                 yield name, item
 
 
-def array_names(file: Any, most: int = 10, groups: int = 100) -> list[str]:
-    """Return names of at most `most` arrays in at most `groups` groups, breadth-first; links are not followed."""
+def array_names(file: Any, max_arrays: int = 10, max_groups: int = 100) -> list[str]:
+    """Return names of at most `max_arrays` arrays of at most `max_groups` groups, breadth-first, without links."""
     import h5py
 
     names, queue, seen = list[str](), deque([("", file["/"])]), 1
     while queue:
         prefix, group = queue.popleft()
-        for key in islice(group, 10 * groups):
+        for key in islice(group, 10 * max_groups):
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
                 continue
             item = group.get(key, getclass=True)
             if item is h5py.Dataset:
                 names.append(prefix + key)
-                if len(names) >= most:
+                if len(names) >= max_arrays:
                     return names
-            elif item is h5py.Group and seen < groups:
+            elif item is h5py.Group and seen < max_groups:
                 seen += 1
                 queue.append((f"{prefix}{key}/", group[key]))
     return names
 
 
-def _parts(name: str) -> list[str]:
+def _path_parts(name: str) -> list[str]:
     return [part for part in name.split("/") if part not in ("", ".")]
 
 
-def get_text(attributes: Any, name: str) -> str:
-    """Return text written by `put_text`; KeyError if it is missing, ValueError for other types."""
+def get_text_attribute(attributes: Any, name: str) -> str:
+    """Return text written by `put_text_attribute`; KeyError if it is missing, ValueError for other types."""
     attribute = attributes.get_id(name)
     if attribute.dtype.kind != "S" or attribute.shape != ():
         raise ValueError(f"attribute {name} is not text of fixed length")

@@ -12,17 +12,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..files import Draft
+from ..files import DraftFile
 
-VERSION = ("v110", "v110")
+LIBRARY_VERSION = ("v110", "v110")
 """metadata of this version have checksums"""
 
 
-class NewFile:
+class NewHDF5File:
     """Context that writes a file under a temporary name, and renames it if the block succeeds.
 
     An existing file is kept until then, and if the block raises or the disk is full. Create arrays with
-    `fletcher32=True`, and text with `put_text`.
+    `fletcher32=True`, and text with `put_text_attribute`.
 
     Parameters
     ----------
@@ -39,47 +39,47 @@ class NewFile:
     Raises
     ------
     OSError
-        When the block ends or in `check`: if the file cannot be written.
+        When the block ends or in `raise_deferred_error`: if the file cannot be written.
     """
 
     def __init__(self, path: Path, private: bool = False) -> None:
         self.path, self.private = path, private
 
-    def __enter__(self) -> NewFile:
+    def __enter__(self) -> NewHDF5File:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # a unique name: several processes may write the same file concurrently
-        self._draft = Draft(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
+        self._draft = DraftFile(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
         if self.private:
             with suppress(OSError):  # some file systems do not support permissions
-                os.chmod(self._draft.part, 0o600)
+                os.chmod(self._draft.temporary_path, 0o600)
         try:
-            self._open = DeferredErrorFile(self._draft.file, libver=VERSION)
+            self._hdf5_file = DeferredErrorFile(self._draft.file, libver=LIBRARY_VERSION)
         except BaseException:
             self._draft.discard()
             raise
-        self.file: Any = self._open.hdf5
+        self.file: Any = self._hdf5_file.hdf5
         return self
 
-    def check(self) -> None:
+    def raise_deferred_error(self) -> None:
         """Raise OSError if a write has failed so far; call it regularly in long blocks."""
-        self._open.check()
+        self._hdf5_file.raise_deferred_error()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            self._open.close()
+            self._hdf5_file.close()
             if error is None:
                 self._draft.finish()
         finally:
             self._draft.discard()
 
 
-def put_text(attributes: Any, name: str, text: str) -> None:
+def put_text_attribute(attributes: Any, name: str, text: str) -> None:
     """Write an attribute of fixed-length text, at most 60 kB; store longer text in an array of bytes."""
     attributes[name] = np.bytes_(text.encode())
 
 
 class DeferredErrorFile:
-    """New HDF5 file that hides write errors from HDF5; `check` and `close` raise the first one.
+    """New HDF5 file that hides write errors from HDF5; `raise_deferred_error` and `close` raise the first one.
 
     Parameters
     ----------
@@ -95,28 +95,28 @@ class DeferredErrorFile:
     def __init__(self, file: BinaryIO, **options: Any) -> None:
         import h5py
 
-        self._sink = _Sink(file)
+        self._deferring_file = _ErrorDeferringFile(file)
         try:
-            self.hdf5: Any = h5py.File(self._sink, "w", **options)
+            self.hdf5: Any = h5py.File(self._deferring_file, "w", **options)
         except BaseException:
-            self._sink.close()
+            self._deferring_file.close()
             raise
 
-    def check(self) -> None:
+    def raise_deferred_error(self) -> None:
         """Raise the first write error, if any."""
-        if self._sink.error is not None:
-            raise self._sink.error
+        if self._deferring_file.error is not None:
+            raise self._deferring_file.error
 
     def close(self) -> None:
         """Close the HDF5 file, writing buffered data, and raise the first write error."""
         try:
             self.hdf5.close()
         finally:
-            self._sink.close()
-        self.check()
+            self._deferring_file.close()
+        self.raise_deferred_error()
 
 
-class _Sink:
+class _ErrorDeferringFile:
     """File object for h5py that stores errors instead of raising them.
 
     libhdf5 cannot close a file after a failed write: the file stays open, its disk space stays occupied, and the

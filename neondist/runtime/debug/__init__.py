@@ -1,10 +1,10 @@
 """Effects of `--debug-halo` on the layers of a model.
 
-mark: a distinctive NaN for uninitialised cells. shadow: the copy of a buffer that a layer receives. guard: the layer
-task that checks for mistakes. Messages are checked by comm.DebugTransport.
+mark: a distinctive NaN for uninitialised cells. guarded_copy: the copy of an array that a layer receives. guard: the
+layer task that checks for mistakes. Messages are checked by comm.DebugTransport.
 """
 
-from .guard import guard_executor, mark_buffer
-from .mark import unfilled
+from .guard import guard_executor, mark_unowned_cells
+from .mark import mask_of_unfilled
 
-__all__ = ["guard_executor", "mark_buffer", "unfilled"]
+__all__ = ["guard_executor", "mark_unowned_cells", "mask_of_unfilled"]

@@ -13,8 +13,8 @@ from ...errors import HaloError
 from ...halo import GlobalArray
 from ...layers import Layer, StepContext
 from .. import Executor, LayerTask
-from .mark import mark, marked, unfilled
-from .shadow import Shadow
+from .guarded_copy import GuardedCopy
+from .mark import fill_with_mark, mask_of_marks, mask_of_unfilled
 
 
 def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
@@ -30,33 +30,35 @@ def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Ex
         array.grid = copy.copy(array.grid)
         array.grid.tile_comm = tiles
         array.renew_buffers()
-    return executor.with_tasks(GuardedTask)
+    return executor.with_layer_tasks(GuardedTask)
 
 
 class GuardedContext(StepContext):
     """Context of a guarded call; `view` and `dy` are copies."""
 
-    shadow: Shadow | None = None
-    others: tuple[Shadow, ...] = ()
+    view_copy: GuardedCopy | None = None
+    other_copies: tuple[GuardedCopy, ...] = ()
 
     @property
     def out(self) -> Any:
         """Array for the result, filled with marks."""
         out = super().out
-        mark(out)
+        fill_with_mark(out)
         return out
 
-    def _halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
+    def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         if not hasattr(array, "policy"):  # the view includes the halo already
-            return super()._halo(direction, array, values)
+            return super()._exchange_halo(direction, array, values)
         gathers = (direction == "forward") != array.reverse
         buffer = None if array.plan.trivial or not gathers else array.buffer(len(values))
-        result = self.checked_exchange(direction, array, gathers, buffer, super()._halo, direction, array, values)
+        result = self.checked_exchange(
+            direction, array, gathers, buffer, super()._exchange_halo, direction, array, values
+        )
         if not gathers:
             return result
-        shadow = Shadow(result)
-        self.others = *self.others, shadow
-        return shadow.array
+        copied = GuardedCopy(result)
+        self.other_copies = *self.other_copies, copied
+        return copied.array
 
     def checked_exchange(
         self, direction: str, array: GlobalArray, gathers: bool, buffer: Any, move: Callable[..., Any], *arguments: Any
@@ -72,13 +74,15 @@ class GuardedContext(StepContext):
         """
         if not gathers:
             fault = "values of its view's gradient were never written, or computed from cells outside its view"
-            self._check_cells(direction, array, marked(arguments[-1]), fault)
-            return self.call_named(direction, move, *arguments)
+            self._check_cells(direction, array, mask_of_marks(arguments[-1]), fault)
+            return self.call_naming_layer(direction, move, *arguments)
         if buffer is not None:
-            mark_buffer(buffer)
-        view = self.call_named(direction, move, *arguments)
+            mark_unowned_cells(buffer)
+        view = self.call_naming_layer(direction, move, *arguments)
         remedy = f"; scheme {type(array.policy).__name__} must fill every cell of other tiles"
-        self._check_cells(direction, array, unfilled(view, array.plan), "values of its view were never filled", remedy)
+        self._check_cells(
+            direction, array, mask_of_unfilled(view, array.plan), "values of its view were never filled", remedy
+        )
         return view
 
     def _check_cells(self, direction: str, array: GlobalArray, missing: Any, fault: str, remedy: str = "") -> None:
@@ -86,18 +90,18 @@ class GuardedContext(StepContext):
         if missing.any():
             first = np.argwhere(missing)[0][1:-1]
             cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
-            raise self.problem(direction, f"{missing.sum()} {fault}, the first for cell {cell}{remedy}")
+            raise self.layer_error(direction, f"{missing.sum()} {fault}, the first for cell {cell}{remedy}")
 
-    def call_named(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def call_naming_layer(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a call, adding the layer's name to a HaloError."""
         try:
             return call(*arguments)
         except HaloError as error:
             if getattr(error, "subject", None) is not None:
                 raise
-            raise self.problem(direction, str(error)) from None
+            raise self.layer_error(direction, str(error)) from None
 
-    def problem(self, direction: str, fault: str) -> HaloError:
+    def layer_error(self, direction: str, fault: str) -> HaloError:
         """Return an error that names the layer, the direction and the step."""
         layer = self._layer
         error = HaloError(f"layer '{layer.name}' ({type(layer).__name__}), {direction}, step {self.step}: {fault}")
@@ -106,14 +110,14 @@ class GuardedContext(StepContext):
 
     def check_views(self, direction: str, fault: str) -> None:
         """Raise HaloError if the layer has modified its read-only arrays."""
-        if any(shadow.changed for shadow in (self.shadow, *self.others) if shadow is not None):
-            raise self.problem(direction, fault)
+        if any(copied.changed for copied in (self.view_copy, *self.other_copies) if copied is not None):
+            raise self.layer_error(direction, fault)
 
     def check_marks(self, direction: str, quantity: str, array: Any) -> None:
         """Raise HaloError if an array contains marks."""
-        marks = marked(array)
+        marks = mask_of_marks(array)
         if marks.any():
-            raise self.problem(
+            raise self.layer_error(
                 direction,
                 f"{marks.sum()} of its {quantity} were computed from cells outside its view, or never written, the"
                 f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; its window may be too small",
@@ -125,24 +129,26 @@ class GuardedTask(LayerTask):
 
     context_class = GuardedContext
 
-    def compute(self, ctx: Any, view: Any) -> Any:
+    def call_forward(self, ctx: Any, view: Any) -> Any:
         """Call forward with a copy of the view."""
-        y = self.layer.forward(ctx, self._shadow(ctx, view))
+        y = self.layer.forward(ctx, self._guarded_copy(ctx, view))
         ctx.check_views("forward", "modified its view in place; work on a copy")
         ctx.check_marks("forward", "outputs", y)
         return y
 
     def partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
         """Call reduce with the same copy of the view as forward."""
-        return super().partial_result(direction, ctx, self._shadow(ctx, array) if direction == "forward" else array)
+        return super().partial_result(
+            direction, ctx, self._guarded_copy(ctx, array) if direction == "forward" else array
+        )
 
-    def compute_backward(self, ctx: Any, dy: Any) -> Any:
+    def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
         ctx.check_views("backward", "found that its view was modified since its forward; work on a copy")
-        shadow = Shadow(dy)
-        dview = self.layer.backward(ctx, shadow.array)
-        if shadow.changed:
-            raise ctx.problem("backward", "modified the gradient of its outputs in place; work on a copy")
+        copied = GuardedCopy(dy)
+        dview = self.layer.backward(ctx, copied.array)
+        if copied.changed:
+            raise ctx.layer_error("backward", "modified the gradient of its outputs in place; work on a copy")
         ctx.check_views("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
             ctx.check_marks("backward", f"gradients of '{name}'", gradient)
@@ -156,19 +162,19 @@ class GuardedTask(LayerTask):
         return ctx.checked_exchange(direction, self.array, direction == "forward", buffer, super().halo, *arguments)
 
     @staticmethod
-    def _shadow(ctx: Any, view: Any) -> Any:
-        if ctx.shadow is None:
-            ctx.shadow = Shadow(view)
-        return ctx.shadow.array
+    def _guarded_copy(ctx: Any, view: Any) -> Any:
+        if ctx.view_copy is None:
+            ctx.view_copy = GuardedCopy(view)
+        return ctx.view_copy.array
 
 
-def mark_buffer(buffer: Any) -> None:
+def mark_unowned_cells(buffer: Any) -> None:
     """Mark all cells except own ones, which may be in place already, and constant padding.
 
     Marked cells must be filled, unless no output depends on them.
     """
     tile = buffer.tile.copy()
-    mark(buffer.cells)
+    fill_with_mark(buffer.cells)
     buffer.outside = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # without gaps, from now on
     buffer.fill_outside()  # once
     buffer.tile[...] = tile

@@ -9,37 +9,37 @@ import numpy as np
 
 from ...geometry import HaloPlan
 
-_PAYLOAD = 0x2B5EED  # at most 22 bits, so that it is the same in float32 and float64
-_BITS: dict[int, tuple[Any, int]] = {
-    4: (np.uint32, 0x7FC00000 | _PAYLOAD),
-    8: (np.uint64, 0x7FF8000000000000 | _PAYLOAD << 29),
+_MARK_PAYLOAD = 0x2B5EED  # at most 22 bits, so that it is the same in float32 and float64
+_MARK_BITS: dict[int, tuple[Any, int]] = {
+    4: (np.uint32, 0x7FC00000 | _MARK_PAYLOAD),
+    8: (np.uint64, 0x7FF8000000000000 | _MARK_PAYLOAD << 29),
 }
 
 
-def mark(array: Any) -> None:
+def fill_with_mark(array: Any) -> None:
     """Fill a floating-point array with the mark; integer arrays are left unchanged."""
     if array.dtype.kind == "f":
-        kind, bits = _BITS[array.dtype.itemsize]
+        kind, bits = _MARK_BITS[array.dtype.itemsize]
         array.view(kind)[...] = bits
 
 
-def marked(array: Any) -> Any:
+def mask_of_marks(array: Any) -> Any:
     """Return a mask of the cells that hold the mark, of either sign."""
     if array.dtype.kind != "f":
         return np.zeros(array.shape, bool)
-    kind, bits = _BITS[array.dtype.itemsize]
+    kind, bits = _MARK_BITS[array.dtype.itemsize]
     sign = kind(1) << kind(8 * array.dtype.itemsize - 1)
     return array.view(kind) & ~sign == bits
 
 
-def fingerprint(array: Any) -> int:
+def bytes_checksum(array: Any) -> int:
     """Return a checksum of an array's bytes, including NaNs."""
     return zlib.crc32(array.tobytes())
 
 
-def unfilled(view: Any, plan: HaloPlan) -> Any:
+def mask_of_unfilled(view: Any, plan: HaloPlan) -> Any:
     """Return a mask of the marked cells of a view, among those that outputs depend on."""
-    missing = marked(view)
+    missing = mask_of_marks(view)
     if plan.has_unused and plan.used is not None:
         parts = zip(plan.used, plan.need.lo, strict=True)
         axes = [[cell - first for part in cells for cell in part] for cells, first in parts]

@@ -8,12 +8,12 @@ from typing import Any
 
 from ...observer import Observer
 
-GRADIENT = "gradient of the output"
+OUTPUT_GRADIENT = "gradient of the output"
 """value observed before the backward pass of a PyTorch module's step"""
-KINDS = ("forward", "backward", "exchange", "wait")
-REST = "cost and rest"
-_ROWS = {"step": REST, "cost": REST, "sync": "sum of gradients", "update": "update"}
-_KINDS = {"halo": "exchange", "wait": "wait"}
+WORK_KINDS = ("forward", "backward", "exchange", "wait")
+REST_ROW = "cost and rest"
+_ROW_OF_EVENT = {"step": REST_ROW, "cost": REST_ROW, "sync": "sum of gradients", "update": "update"}
+_KIND_OF_EVENT = {"halo": "exchange", "wait": "wait"}
 
 
 class Clock(Observer):
@@ -22,20 +22,20 @@ class Clock(Observer):
     Attributes
     ----------
     seconds : dict of (row, kind) to float
-        Rows are layers' names, 'update', 'sum of gradients' and REST; kinds are KINDS. 'exchange' is copying and
-        folding on this rank; 'wait' is time inside MPI, including waiting for late ranks.
+        Rows are layers' names, 'update', 'sum of gradients' and REST_ROW; kinds are WORK_KINDS. 'exchange' is copying
+        and folding on this rank; 'wait' is time inside MPI, including waiting for late ranks.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stack: list[tuple[str, str]] = []
-        self._mark = 0.0
+        self._last_time = 0.0
 
     def begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Start charging time to an event's row."""
         self._charge()
-        row = _ROWS.get(what) or name or (self._stack[-1][0] if self._stack else REST)
-        self._stack.append((row, _KINDS.get(what, direction or "forward")))
+        row = _ROW_OF_EVENT.get(what) or name or (self._stack[-1][0] if self._stack else REST_ROW)
+        self._stack.append((row, _KIND_OF_EVENT.get(what, direction or "forward")))
 
     def end(self, what: str, name: str, direction: str) -> None:
         """Resume charging time to the enclosing event."""
@@ -44,12 +44,12 @@ class Clock(Observer):
 
     def value(self, layer: Any, name: str, array: object) -> None:
         """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
-        if name == GRADIENT and self._stack:
+        if name == OUTPUT_GRADIENT and self._stack:
             self._charge()
             self._stack[-1] = str(layer.name), "backward"
 
     def _charge(self) -> None:
         now = time.perf_counter()
         if self._stack:
-            self.seconds[self._stack[-1]] += now - self._mark
-        self._mark = now
+            self.seconds[self._stack[-1]] += now - self._last_time
+        self._last_time = now

@@ -10,7 +10,7 @@ from ...comm import Reductions
 from ...layers import Layer
 
 
-class Account(NamedTuple):
+class LedgerKey(NamedTuple):
     """Key under which messages are recorded.
 
     Attributes
@@ -18,7 +18,7 @@ class Account(NamedTuple):
     kind : 'halo', 'sum' or 'redistribution'; of PyTorch's modules also 'ring'
     layer : its name; for sums also 'loss' and 'gradients'
     direction : 'forward' or 'backward'
-    peer : the world rank that a halo or a part of a vector was sent to; for a sum its group, one of `comm.GROUPS`
+    peer : the world rank that a halo or a part of a vector was sent to; for a sum its group, one of `comm.GROUP_NAMES`
     nbytes : bytes of one message; for a sum those of the array, once, whatever algorithm is used
     """
 
@@ -29,7 +29,7 @@ class Account(NamedTuple):
     nbytes: int
 
 
-Ledger: TypeAlias = "Counter[Account]"
+Ledger: TypeAlias = "Counter[LedgerKey]"
 """Number of messages by account."""
 
 
@@ -51,13 +51,13 @@ def ledger(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]]
     for layer in layers:
         for array in layer.arrays:
             for direction, exchange in array.recorded:
-                for message in exchange.sends if exchange.runs else ():
-                    account = Account("halo", str(layer.name), direction, first + message.peer, message.nbytes)
-                    counts[account] += exchange.runs
+                for message in exchange.sends if exchange.run_count else ():
+                    account = LedgerKey("halo", str(layer.name), direction, first + message.peer, message.nbytes)
+                    counts[account] += exchange.run_count
     for name, sums in reductions:
-        for (direction, group, nbytes), count in sums.recorded.items():
-            counts[Account("sum", name, direction, group, nbytes)] += count
-        for (direction, group, peer, nbytes), count in sums.moved.items():
+        for (direction, group, nbytes), count in sums.reduction_counts.items():
+            counts[LedgerKey("sum", name, direction, group, nbytes)] += count
+        for (direction, group, peer, nbytes), count in sums.redistribution_counts.items():
             rank = peer if group == "world" else first + peer
-            counts[Account("redistribution", name, direction, rank, nbytes)] += count
+            counts[LedgerKey("redistribution", name, direction, rank, nbytes)] += count
     return counts

@@ -13,11 +13,11 @@ from ...comm import ProcessGrid, Transport
 from ...errors import NonFiniteError
 from ...layers import Layer
 from ...observer import Observer
-from ...parallel import finite
+from ...parallel import is_finite
 from ...system.lazy import LazyTile
 
 REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
-PATIENCE = 100
+MAX_SKIPPED_STEPS = 100
 """Maximum number of consecutive skipped steps."""
 
 
@@ -36,38 +36,38 @@ class NonFiniteMonitor:
     where: str = ""
     consecutive: int = 0
 
-    def after_step(self, step: int, nonfinite: str, where: str | None) -> None:
+    def record_step(self, step: int, policy: str, where: str | None) -> None:
         """Record a step and its non-finite value, if any; raise NonFiniteError if the run must stop."""
         if where is None:
             self.consecutive = 0
             return
         self.step, self.where, self.consecutive = step, where, self.consecutive + 1
         error = NonFiniteError(f"step {step + 1}: not finite: {where} first; {REMEDY}")
-        if self.consecutive > PATIENCE:
+        if self.consecutive > MAX_SKIPPED_STEPS:
             error = NonFiniteError(
-                f"step {step + 1}: the last {PATIENCE} steps were skipped; not finite: {where} first"
+                f"step {step + 1}: the last {MAX_SKIPPED_STEPS} steps were skipped; not finite: {where} first"
             )
-        if nonfinite == "stop" or self.consecutive > PATIENCE:
+        if policy == "stop" or self.consecutive > MAX_SKIPPED_STEPS:
             raise error.on_all_ranks()
 
-    def overflowed(self, step: int, scaler: LossScaler) -> None:
+    def record_overflow(self, step: int, scaler: LossScaler) -> None:
         """Record a step skipped because 16-bit gradients overflow, and lower the loss scale."""
         scaler.update(overflow=True)
         self.step, self.where = step, f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
 
 
-class SchemeMemory:
+class SavedSchemeState:
     """State of border schemes before a step, restored if the step is skipped.
 
     Parameters
     ----------
     layers : sequence of Layer
-    kept : bool
+    enabled : bool
         False: no state is saved or restored.
     """
 
-    def __init__(self, layers: Sequence[Layer], kept: bool) -> None:
-        arrays = [array for layer in layers for array in layer.arrays] if kept else []
+    def __init__(self, layers: Sequence[Layer], enabled: bool) -> None:
+        arrays = [array for layer in layers for array in layer.arrays] if enabled else []
         self.arrays = [(array, array.remembered()) for array in arrays]
 
     def restore(self) -> None:
@@ -80,31 +80,33 @@ class _FiniteLog(Observer):
     """Log of the finiteness of values, in the order of a step."""
 
     def __init__(self) -> None:
-        self.notes: dict[str, bool] = {}
+        self.nonfinite_by_name: dict[str, bool] = {}
 
     def record(self, name: str, array: Any) -> None:
         """Record whether an array has non-finite values."""
-        self.notes[name] = self.notes.get(name, False) or (array is not None and not finite(array))
+        self.nonfinite_by_name[name] = self.nonfinite_by_name.get(name, False) or (
+            array is not None and not is_finite(array)
+        )
 
     def value(self, layer: Layer | None, name: str, array: Any) -> None:
         """Record whether an array of a layer, or the cost, has non-finite values."""
         self.record(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 
-def locate(grid: ProcessGrid, x: Any, again: Callable[[], object]) -> str:
-    """Return the name of the first non-finite value while `again` recomputes the gradients; collective."""
+def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
+    """Return the name of the first non-finite value while `recompute` computes the gradients again; collective."""
     log = _FiniteLog()
     with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):
             log.record("the images", x)
-        again()
-    return first_nonfinite(grid.world, log.notes) or "the sum of the cost or the gradients over all ranks"
+        recompute()
+    return first_nonfinite(grid.world, log.nonfinite_by_name) or "the sum of the cost or the gradients over all ranks"
 
 
-def first_nonfinite(world: Transport, notes: dict[str, bool]) -> str | None:
-    """Return the first note that is bad on any rank; notes have the same order on all ranks; collective."""
-    notes_of_ranks = world.allgather(list(notes.values()))
-    for name, flags in zip(notes, zip(*notes_of_ranks, strict=True), strict=True):
+def first_nonfinite(world: Transport, nonfinite_by_name: dict[str, bool]) -> str | None:
+    """Return the name of the first value that is not finite on any rank; all ranks have the same order; collective."""
+    flags_of_ranks = world.allgather(list(nonfinite_by_name.values()))
+    for name, flags in zip(nonfinite_by_name, zip(*flags_of_ranks, strict=True), strict=True):
         ranks = [str(rank) for rank, bad in enumerate(flags) if bad]
         if ranks:
             suffix = f" on rank{'s'[: len(ranks) > 1]} {', '.join(ranks[:4])}{' ...' if len(ranks) > 4 else ''}"

@@ -28,21 +28,21 @@ class Trace(Observer):
     ----------
     events : list of Event
         Complete ('X') events, in the order of their ends; 'ts' and 'dur' are nanoseconds of this rank's clock.
-    meetings : list of int
+    sync_times : list of int
         Times at which sums over all ranks ended: nearly simultaneous on all ranks.
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.events, self.meetings = rank, [], []  # type: int, list[Event], list[int]
-        self._open: list[tuple[Any, int]] = []
+        self.rank, self.events, self.sync_times = rank, [], []  # type: int, list[Event], list[int]
+        self._open_events: list[tuple[Any, int]] = []
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
         """Record the start time."""
-        self._open.append((subject, time.perf_counter_ns()))
+        self._open_events.append((subject, time.perf_counter_ns()))
 
     def end(self, what: str, name: str, direction: str) -> None:
         """Append the event."""
-        now, (subject, begun) = time.perf_counter_ns(), self._open.pop()
+        now, (subject, start) = time.perf_counter_ns(), self._open_events.pop()
         title = name if what == "layer" else what
         details: dict[str, Any] = {"layer": name, "direction": direction}
         if what == "sync":
@@ -53,20 +53,22 @@ class Trace(Observer):
             title = "wait: messages"
             details |= {"messages": len(subject.sends), "bytes_sent": subject.bytes_sent}
         if subject == "world":
-            self.meetings.append(now)
+            self.sync_times.append(now)
         args = {key: value for key, value in details.items() if value != ""}
         event = {"name": title, "cat": what, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
-        self.events.append(event | {"ts": begun, "dur": now - begun})
+        self.events.append(event | {"ts": start, "dur": now - start})
 
 
 def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
-    """Return the events of all ranks, given (events, meetings) of each, in microseconds of one clock.
+    """Return the events of all ranks, given (events, sync_times) of each, in microseconds of one clock.
 
-    Clocks are aligned to rank 0's by the median offset over all meetings.
+    Clocks are aligned to rank 0's by the median offset of these times.
     """
     shifted: list[Event] = []
-    for events, meetings in ranks:
-        off = int(median(mine - first for mine, first in zip(meetings, ranks[0][1], strict=True))) if meetings else 0
+    for events, sync_times in ranks:
+        off = (
+            int(median(mine - first for mine, first in zip(sync_times, ranks[0][1], strict=True))) if sync_times else 0
+        )
         shifted += [event | {"ts": event["ts"] - off} for event in events]
     first = min((event["ts"] for event in shifted), default=0)
     named = [
@@ -81,6 +83,6 @@ def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> No
     trace = Trace(grid.rank)
     with grid.observers.watched_by(trace):
         work()
-    ranks = grid.world.allgather((trace.events, trace.meetings))
+    ranks = grid.world.allgather((trace.events, trace.sync_times))
     if grid.rank == 0:
         write_text(path, json.dumps({"traceEvents": align_clocks(ranks), "displayTimeUnit": "ms"}) + "\n")

@@ -9,8 +9,8 @@ from typing import Any
 from ...comm import Exchange, ProcessGrid
 from ...observer import Observer
 
-_WORK = {"cost": "cost: ", "sync": "sum of gradients: ", "update": "update: "}
-_CALLS = 12
+_WORK_PREFIXES = {"cost": "cost: ", "sync": "sum of gradients: ", "update": "update: "}
+_MAX_CALLS = 12
 
 
 class Whereabouts(Observer):
@@ -18,17 +18,17 @@ class Whereabouts(Observer):
 
     Attributes
     ----------
-    begun : int
+    event_count : int
         Number of events so far, which grows as long as passes progress.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
-        self.grid, self.begun = grid, 0
+        self.grid, self.event_count = grid, 0
         self._stack: list[tuple[str, str, str, Any]] = []
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
         """Push an event."""
-        self.begun += 1
+        self.event_count += 1
         self._stack.append((what, name, direction, subject))
 
     def end(self, what: str, name: str, direction: str) -> None:
@@ -36,7 +36,7 @@ class Whereabouts(Observer):
         self._stack.pop()
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether a pass is waiting for other ranks."""
         return any(what == "wait" for what, *_ in [*self._stack])
 
@@ -47,27 +47,28 @@ class Whereabouts(Observer):
             if what == "layer":
                 place, doing = f"{direction} pass of layer '{name}': ", "waits for no other rank"
             elif what == "wait":
-                doing = self._waiting(subject, before)
+                doing = self._describe_wait(subject, before)
             else:
-                place, doing = _WORK.get(what, place), doing or "waits for no other rank"
+                place, doing = _WORK_PREFIXES.get(what, place), doing or "waits for no other rank"
             before = what
         return place + doing
 
-    def _waiting(self, subject: Exchange | str, during: str) -> str:
+    def _describe_wait(self, subject: Exchange | str, during: str) -> str:
         if isinstance(subject, str):
-            return f"waits in a {'redistribution' if during == 'redistribute' else 'sum'} over {self._group(subject)}"
+            operation = "redistribution" if during == "redistribute" else "sum"
+            return f"waits in a {operation} over {self._describe_group(subject)}"
         first = self.grid.rank - self.grid.tile  # first rank of this replica
         peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
         return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
 
-    def _group(self, name: str) -> str:
+    def _describe_group(self, name: str) -> str:
         grid = self.grid
         if name == "world":
             return f"all {grid.size} ranks"
         return f"the tiles of replica {grid.replica}" if name == "tiles" else f"the replicas of tile {grid.tile}"
 
 
-def calls(thread: int) -> str:
+def innermost_calls(thread: int) -> str:
     """Return the innermost calls of a thread, one per line, as faulthandler writes them; '' if it has ended."""
     inlet, outlet = os.pipe()
     os.set_blocking(outlet, False)  # a full pipe drops the write: no waiting, and no disk
@@ -80,5 +81,5 @@ def calls(thread: int) -> str:
     for section in text.split("\n\n"):
         head, *lines = section.strip().splitlines()
         if f"0x{thread:016x}" in head:
-            return "\n".join(lines[:_CALLS])
+            return "\n".join(lines[:_MAX_CALLS])
     return ""

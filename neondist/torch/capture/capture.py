@@ -25,21 +25,16 @@ from ..lowering.lower import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import Where
 from .checks import check_module
-from .constants import known_values, remove_reads
-from .no_grad import stop_gradients
+from .constants import known_values, remove_number_reads
+from .no_grad import detach_no_grad_values
 from .persistent_state import preserve_state
-from .tracing import Shapes, no_graph, tracing, user_frames
+from .tracing import InputSpecs, hide_printed_graph, tracing, user_frames
 
-DRAWS = 1000
+RANDOM_KEY_STRIDE = 1000
 """Stride of random-number keys between operators; exceeds the keys of one operator."""
 
 
-def capture_module(
-    module: nn.Module,
-    shapes: Shapes,
-    name: str = "",
-    device: torch.device | None = None,
-) -> Any:
+def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device: torch.device | None = None) -> Any:
     """Return the exported program of a module, with composite operators preserved.
 
     no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs. Code that
@@ -65,16 +60,20 @@ def capture_module(
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
-        with preserve_state(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
+        with (
+            preserve_state(module, inputs) as asks,
+            hide_printed_graph(),
+            torch.set_grad_enabled(gradients or not asks),
+        ):
             program: Any = torch.export.export(module, inputs, strict=False)
-        remove_reads(program)
-        tied = _join_names(program)
-        stop_gradients(program, lambda node: location_of(node).source)
+        remove_number_reads(program)
+        tied = _merge_buffer_aliases(program)
+        detach_no_grad_values(program, lambda node: node_location(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
         if not is_simple(program.graph, buffers):
             try:
-                program = _without_writes(program)
+                program = _functionalized(program)
             except AssertionError:
                 if not tied:
                     raise
@@ -86,7 +85,7 @@ def capture_module(
         return program
 
 
-def _join_names(program: Any) -> list[str]:
+def _merge_buffer_aliases(program: Any) -> list[str]:
     """Redirect all names of a buffer to the first; return the other names."""
     first: dict[int, Any] = {}
     duplicates: list[str] = []
@@ -101,16 +100,16 @@ def _join_names(program: Any) -> list[str]:
     return duplicates
 
 
-def _without_writes(program: Any) -> Any:
+def _functionalized(program: Any) -> Any:
     """Return the program without in-place and composite operators."""
     keep_statistics(program.graph)
     return program.run_decompositions({})
 
 
-def decompose(program: Any, module: nn.Module, shapes: Shapes) -> Any:
+def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
     """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
-        result = _without_writes(program)
+        result = _functionalized(program)
         result.functions, result.reads, result.trained = program.functions, program.reads, program.trained
         return result
 
@@ -121,7 +120,7 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.get_default_device() if own is None else own
 
 
-def location_of(node: Any) -> Where:
+def node_location(node: Any) -> Where:
     """Return the location of a node in the user's program."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
@@ -166,19 +165,22 @@ def lower_program(
     env: dict[Any, Any] = {}
     changed: dict[str, Any] = {}
     pending = list(layouts)[::-1]
-    gathering = _Gathering(lowering, gather_at)
+    gathering = _WholeArrayModules(lowering, gather_at)
     outputs: Sequence[Any] = ()
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = _bind(lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, trained)
+            env[node] = _bind_input(
+                lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, trained
+            )
         elif node.op == "output":
-            lowering.where, output_nodes = location_of(node), node.args[0]
-            outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
+            lowering.where, output_nodes = node_location(node), node.args[0]
+            outputs = pytree.tree_map(lambda arg: gathering.as_distributed(lowering.read(env, arg)), node.args[0])
         else:
-            lowering.where, lowering.out, lowering.draws = location_of(node), node.meta.get("val"), position * DRAWS
-            _check_static(lowering)
-            pick = gathering.inside if gathering.at(node) else gathering.outside
+            lowering.where, lowering.out = node_location(node), node.meta.get("val")
+            lowering.draws = position * RANDOM_KEY_STRIDE
+            _check_static_shape(lowering)
+            pick = gathering.as_whole if gathering.is_computed_whole(node) else gathering.as_distributed
 
             def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
                 return pick(lowering.read(env, arg))
@@ -187,9 +189,11 @@ def lower_program(
             result = lowering.call(node.meta.get("twin", node.target), args, kwargs)
             overwritten = note_result(env, node, result)
             changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
-            if gathering.at(node):
-                gathering.note(result)
-    mutated = {name: lowering.gathered(gathering.outside(lowering.read(env, old))).id for name, old in changed.items()}
+            if gathering.is_computed_whole(node):
+                gathering.record_whole(result)
+    mutated = {
+        name: lowering.gathered(gathering.as_distributed(lowering.read(env, old))).id for name, old in changed.items()
+    }
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
@@ -197,9 +201,9 @@ def lower_program(
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[spec.target] = lowering.gathered(out).id
         else:
-            lowering.where = location_of(output_node)
+            lowering.where = node_location(output_node)
             lowering.refuse("an input, or a parameter, is changed in place")
-    ids = [out.id if isinstance(out, Value) else _Plain(out) for out in results]
+    ids = [out.id if isinstance(out, Value) else _NonTensorOutput(out) for out in results]
     plan = TorchPlan(
         mesh,
         rank,
@@ -217,9 +221,9 @@ def lower_program(
     return plan, program.call_spec.out_spec
 
 
-def _check_static(lowering: Lowering) -> None:
+def _check_static_shape(lowering: Lowering) -> None:
     for out in pytree.tree_leaves(lowering.out):
-        if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
+        if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _has_static_shape(out)):
             location = lowering.where
             raise ConfigError(
                 f"{location.place}{location.operator}{_in_module(location)}: the shape of its result depends"
@@ -228,7 +232,7 @@ def _check_static(lowering: Lowering) -> None:
             )
 
 
-def _is_static(tensor: torch.Tensor) -> bool:
+def _has_static_shape(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape)
 
 
@@ -236,14 +240,14 @@ def _in_module(location: Where) -> str:
     return f" in module '{location.module}'" if location.module else ""
 
 
-class _Plain:
+class _NonTensorOutput:
     """An output that is not a tensor."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-def _bind(
+def _bind_input(
     lowering: Lowering,
     node: Any,
     spec: Any,
@@ -258,22 +262,22 @@ def _bind(
     if spec.kind == InputKind.CONSTANT_TENSOR:
         constant = program.constants[spec.target]
         if isinstance(constant, FakeTensor):
-            location = location_of(next(iter(node.users), node))
+            location = node_location(next(iter(node.users), node))
             raise ConfigError(
                 f"{location.place}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
                 " could not trace, such as the .data of another; use .detach() instead"
             )
         # a parameter read from a list or a dictionary
         for name in parameters:
-            if name in program.state_dict and _memory(program.state_dict[name]) == _memory(constant):
+            if name in program.state_dict and _memory_key(program.state_dict[name]) == _memory_key(constant):
                 return lowering.values[parameters[name]]
         # PyTorch may have detached it
         trainable = (t for t in (constant, *program.trained) if t.requires_grad)
-        parameter = next((t for t in trainable if _memory(t) == _memory(constant)), None)
+        parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:
             return lowering.constant(constant)
         if trained is None:
-            location = location_of(next(iter(node.users), node))
+            location = node_location(next(iter(node.users), node))
             raise ConfigError(
                 f"{location.place}{location.operator}{_in_module(location)} receives a tensor that requires"
                 " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
@@ -299,11 +303,11 @@ def _bind(
     return value
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _Gathering:
+class _WholeArrayModules:
     """Modules that every rank computes on whole arrays."""
 
     def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
@@ -311,20 +315,20 @@ class _Gathering:
         self.gathered: set[int] = set()
         self.cache: dict[tuple[int, bool], Value] = {}
 
-    def at(self, node: Any) -> bool:
+    def is_computed_whole(self, node: Any) -> bool:
         """Return whether a node is computed on whole arrays."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
 
-    def note(self, result: Any) -> None:
+    def record_whole(self, result: Any) -> None:
         """Record values that were computed on whole arrays."""
         self.gathered.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
 
-    def inside(self, value: Any) -> Any:
+    def as_whole(self, value: Any) -> Any:
         """Return a value as seen inside a gathered module."""
         return self._convert(value, True)
 
-    def outside(self, value: Any) -> Any:
+    def as_distributed(self, value: Any) -> Any:
         """Return a value as seen outside gathered modules."""
         return self._convert(value, False)
 

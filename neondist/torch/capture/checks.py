@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm import ProcessGrid
-from ...comm.agree import ROW, ROWS
+from ...comm.agree import ROW_BYTES, ROWS_PER_SUM
 from ...errors import ConfigError, ShapeError
 from ..lowering.plan import TorchPlan
-from .consistency import bits_of
+from .consistency import as_bytes_tensor
 
 
 def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
@@ -33,11 +33,11 @@ def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
             raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
 
 
-_UNWRAP = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
+_UNWRAP_REMEDY = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
 _WRAPPERS = {
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP.format("DistributedDataParallel"),
-    ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP.format("DataParallel"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP.format("FullyShardedDataParallel"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP_REMEDY.format("DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP_REMEDY.format("DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP_REMEDY.format("FullyShardedDataParallel"),
     ("torch.distributed.fsdp", "FSDPModule"): "call distribute instead of fully_shard",
 }
 """Identified by name, since importing the classes is slow."""
@@ -84,7 +84,7 @@ def check_parameters(
                 )
 
 
-def gradients_of(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def requires_grad_facts(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return which tensors require gradients, which determines the messages of the backward pass."""
     return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
@@ -94,11 +94,11 @@ def checksum_of(tensor: torch.Tensor) -> int:
     start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return start
-    data = bits_of(tensor)
-    end = data.numel() // (ROWS * ROW) * (ROWS * ROW)
+    data = as_bytes_tensor(tensor)
+    end = data.numel() // (ROWS_PER_SUM * ROW_BYTES) * (ROWS_PER_SUM * ROW_BYTES)
     if data.storage_offset() % 8:
         end = 0
-    sums = data[:end].view(torch.int64).view(-1, ROWS, ROW // 8).sum(1)
+    sums = data[:end].view(torch.int64).view(-1, ROWS_PER_SUM, ROW_BYTES // 8).sum(1)
     return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
 
 
@@ -116,54 +116,54 @@ class BackwardCheck:
 
     def __init__(self, grid: ProcessGrid, facts: Mapping[str, Any]) -> None:
         self._grid, self._facts = grid, facts
-        self._task, self._warned, self._losses = -1, False, 0
+        self._autograd_task_id, self._warned, self._loss_count = -1, False, 0
         self._outputs = WeakIdKeyDictionary()
         # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
-        self._sent: dict[int | None, list[torch.Tensor]] = {}
+        self._loss_gradients: dict[int | None, list[torch.Tensor]] = {}
 
     def watch_output(self, output: torch.Tensor, is_known: Callable[[torch.Tensor], Any]) -> None:
         """Check the gradient that arrives at an output; `is_known` tells tensors that `scatter_target` returned."""
         if self._grid.size > 1 and output.requires_grad:
             key = id(output)
-            output.register_hook(lambda gradient: self._check_arrival(gradient, key, is_known))
+            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_known))
             self._outputs[output] = output._version
 
     def watch_loss(self, loss: torch.Tensor) -> None:
         """Compare facts when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
-            self._losses += 1
-            loss.register_hook(partial(self._begin_loss, f"backward of loss {self._losses}"))
+            self._loss_count += 1
+            loss.register_hook(partial(self._begin_backward_of_loss, f"backward of loss {self._loss_count}"))
 
-    def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
+    def alias_for_loss(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of a tensor for a loss to read; records the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
         key = id(tensor) if self._outputs.get(tensor) == tensor._version else None
         alias = tensor.view_as(tensor)
-        alias.register_hook(lambda gradient: self._record_sent(gradient, key))
+        alias.register_hook(lambda gradient: self._record_loss_gradient(gradient, key))
         return alias
 
-    def _begin_loss(self, call: str, gradient: torch.Tensor) -> None:
+    def _begin_backward_of_loss(self, call: str, gradient: torch.Tensor) -> None:
         on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
-        self._begin(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
+        self._begin_backward(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
 
-    def _begin(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def _begin_backward(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._facts, **facts})
         task = torch._C._current_graph_task_id()
-        if self._task != task:
-            self._task = task
-            self._sent.clear()
+        if self._autograd_task_id != task:
+            self._autograd_task_id = task
+            self._loss_gradients.clear()
 
-    def _record_sent(self, gradient: torch.Tensor, key: int | None) -> None:
-        if self._task != torch._C._current_graph_task_id():  # of a gathered output, before any loss
-            self._begin("backward of an output")
-        self._sent.setdefault(key, []).append(gradient)
+    def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
+        if self._autograd_task_id != torch._C._current_graph_task_id():  # of a gathered output, before any loss
+            self._begin_backward("backward of an output")
+        self._loss_gradients.setdefault(key, []).append(gradient)
 
-    def _check_arrival(self, gradient: torch.Tensor, key: int, is_known: Callable[[torch.Tensor], Any]) -> None:
-        if self._task != torch._C._current_graph_task_id():
-            self._begin("backward of an output")
-        sent = self._sent.pop(key, [])
-        if self._warned or None in self._sent or is_known(gradient):
+    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_known: Callable[[torch.Tensor], Any]) -> None:
+        if self._autograd_task_id != torch._C._current_graph_task_id():
+            self._begin_backward("backward of an output")
+        sent = self._loss_gradients.pop(key, [])
+        if self._warned or None in self._loss_gradients or is_known(gradient):
             return
         if not sent or not _is_sum(gradient, sent):
             self._warned = True

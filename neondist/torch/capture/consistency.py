@@ -12,27 +12,27 @@ import torch
 from ...comm import Transport
 from ...errors import ConfigError
 
-DRIFT = 1e-4
+MAX_RELATIVE_DRIFT = 1e-4
 """Tolerance of sums over weights, relative to sums of absolute values: rounding depends on the processor."""
 
 
-def digest_of(plan: Any, program: Any) -> str:
+def program_digest(plan: Any, program: Any) -> str:
     """Return a hash of a program, constants included, and of its steps."""
     digest = hashlib.sha256(plan.digest.encode())
     digest.update(program.graph_module.code.encode())
     for name, value in sorted(program.constants.items()):
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(bits_of(value).cpu().numpy().data)
+            digest.update(as_bytes_tensor(value).cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor's values, in order, as uint8 on its device; a view if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def version_counters(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the version counter of each tensor; -1 for inference tensors, which have none."""
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
@@ -53,7 +53,7 @@ def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: 
     number = factors @ (totals / sizes + np.log(sizes))
     extremes = np.array([number, -number])
     world.allreduce(extremes, "max")
-    if extremes.sum() > DRIFT:
+    if extremes.sum() > MAX_RELATIVE_DRIFT:
         every = np.array(world.allgather(totals.tolist()))
         differences = np.abs(every - every[0]).max(0) / sizes
         at = int(differences.argmax())

@@ -18,29 +18,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..ir.errors import NotRecorded
 from ..ir.functionalize import REGION, memory_of, written_arguments
 
-LARGEST = 2**18
+MAX_KNOWN_ELEMENTS = 2**18
 """Maximum number of elements of a tensor whose values are computed; code reads no numbers from larger ones."""
-_VALUE_SHAPED = frozenset(
+_VALUE_DEPENDENT_SHAPES = frozenset(
     ["argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive"]
 )
 """Functions whose result shapes depend on values."""
 _TENSOR: Any = torch.Tensor
-_MASKED = torch.masked_select, _TENSOR.masked_select
-_SELECTIONS = *_MASKED, torch.repeat_interleave, _TENSOR.repeat_interleave
-_BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
-_READS_MEMORY = (
+_MASK_SELECTIONS = torch.masked_select, _TENSOR.masked_select
+_SELECTIONS = *_MASK_SELECTIONS, torch.repeat_interleave, _TENSOR.repeat_interleave
+_BATCH_NORM_FORWARD_CODES = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
+_MEMORY_READERS = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
 )  # fmt: skip
 """Functions that read the memory directly, unseen by dispatch modes."""
-_REAL = torch.Tensor, nn.Parameter
-_INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
-_READS_METADATA = frozenset(
+_REAL_TENSOR_TYPES = torch.Tensor, nn.Parameter
+_INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
+_METADATA_READERS = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
 ) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
 """The most frequent calls of PyTorch while it traces."""
 
 
-class Reads(NamedTuple):
+class ValueReads(NamedTuple):
     """The tensors from which a forward has read numbers; the captured program is valid for these values only.
 
     Attributes
@@ -65,34 +65,34 @@ class KnownValues(TorchDispatchMode):
 
     Attributes
     ----------
-    reads : Reads
+    reads : ValueReads
     trained : list of torch.Tensor
         Tensors that require gradients but are not parameters of the module.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads = Reads(set(), [])
+        self.reads = ValueReads(set(), [])
         self.trained: list[torch.Tensor] = []
         self._known: Any = WeakIdKeyDictionary()
-        self._outside: Any = WeakIdKeyDictionary()  # views of real tensors
+        self._views_of_real_tensors: Any = WeakIdKeyDictionary()  # views of real tensors
 
-    def note(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    def record_buffers(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Record the values of the buffers, given as fake tensors."""
         for name, fake in fakes.items():
             value = values.get(name)
-            if value is not None and value.numel() <= LARGEST and not value.is_meta:
+            if value is not None and value.numel() <= MAX_KNOWN_ELEMENTS and not value.is_meta:
                 with no_dispatch():
                     self._known[fake] = _KnownValue(value.detach().clone(), {name}, {})
 
-    def peek(self, tensor: Any) -> Any:
+    def value_or_none(self, tensor: Any) -> Any:
         """Return the value of a tensor, or None if it is unknown."""
-        entry = self._of(tensor)
+        entry = self._known_value(tensor)
         return None if entry is None else entry.value
 
-    def read(self, tensor: Any) -> torch.Tensor | None:
+    def read_value(self, tensor: Any) -> torch.Tensor | None:
         """Return the value of a tensor and record the read; None if it is unknown."""
-        entry = None if tensor is None else self._of(tensor)
+        entry = None if tensor is None else self._known_value(tensor)
         if entry is None:
             return None
         self.reads.buffers.update(entry.sources)
@@ -103,25 +103,28 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shape_only = is_shape_only(func)
-        items = [self._of(t, literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only) for t in tensors]
-        self.trained.extend(t for t in tensors if type(t) in _REAL and t.requires_grad)
+        shape_only = depends_on_shape_only(func)
+        items = [
+            self._known_value(t, literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
+            for t in tensors
+        ]
+        self.trained.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
         is_known = None not in items and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors:
-                self.read(tensor)
+                self.read_value(tensor)
             return _compute(func, leaves, spec, items)
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
-        if any(map(self._is_outside, writes)):  # checked first: a pass would not write
+        if any(map(self._outlives_capture, writes)):  # checked first: a pass would not write
             raise NotRecorded(
                 "the forward writes into a tensor that is not a buffer of the module, or reaches a buffer by another"
                 " name; register it as a buffer, and write into that"
             )
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if func.is_view and any(map(self._is_outside, tensors)):
-            self._outside.update(dict.fromkeys(outputs))
+        if func.is_view and any(map(self._outlives_capture, tensors)):
+            self._views_of_real_tensors.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small(out) for out in outputs)
         values = _try_compute(func, leaves, spec, items) if is_known else None
         memories = [memory_of(tensor) for tensor in writes]
@@ -143,11 +146,11 @@ class KnownValues(TorchDispatchMode):
                 self._known[out] = _KnownValue(value, set(sources), dict(others))
         return result
 
-    def _is_outside(self, tensor: torch.Tensor) -> bool:
+    def _outlives_capture(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor outlives the capture and is neither a parameter nor a buffer."""
-        return type(tensor) in _REAL or tensor in self._outside
+        return type(tensor) in _REAL_TENSOR_TYPES or tensor in self._views_of_real_tensors
 
-    def _of(self, tensor: Any, literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
+    def _known_value(self, tensor: Any, literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
         """Return the known value of a tensor, or None.
 
         Parameters
@@ -163,7 +166,7 @@ class KnownValues(TorchDispatchMode):
                 return _KnownValue(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), set(), {})
         if entry is not None or type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_meta:
             return entry
-        if tensor.numel() > LARGEST:
+        if tensor.numel() > MAX_KNOWN_ELEMENTS:
             return None
         with no_dispatch():
             entry = _KnownValue(tensor.clone(), set(), {} if literal else {id(tensor): tensor})
@@ -171,7 +174,7 @@ class KnownValues(TorchDispatchMode):
         return entry
 
 
-class _Calls(TorchFunctionMode):
+class _FunctionCalls(TorchFunctionMode):
     """Provide known values to PyTorch function calls: reads of memory, value-dependent shapes, and masks as indices.
 
     Attributes
@@ -196,44 +199,46 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_MEMORY and (value := self._values.read(args[0])) is not None:
+        if func in _MEMORY_READERS and (value := self._values.read_value(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
         count, self.count = self.count, None
-        share = None if count is None else 1.0 / float(self._values.peek(count))
+        share = None if count is None else 1.0 / float(self._values.value_or_none(count))
         if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
-            return self._average_statistics(count, *args, **kwargs)
-        self._values.read(count)
-        if func is _TENSOR.__float__ and self._depth and self._values.peek(args[0]) is not None:
+            return self._batch_norm_with_cumulative_average(count, *args, **kwargs)
+        self._values.read_value(count)
+        if func is _TENSOR.__float__ and self._depth and self._values.value_or_none(args[0]) is not None:
             self.count = args[0]
-            return float(self._values.peek(self.count))
-        if func in _INDEXED:
+            return float(self._values.value_or_none(self.count))
+        if func in _INDEXING_METHODS:
             args = (args[0], self._replace_masks(args[1]), *args[2:])
-        if func in _READS_METADATA:
+        if func in _METADATA_READERS:
             return func(*args, **kwargs)
         with self._values:
-            if getattr(func, "__name__", "") in _VALUE_SHAPED:
-                literals = self._fold(func, args, kwargs)
+            if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPES:
+                literals = self._fold_to_literals(func, args, kwargs)
                 if literals is not None:
                     return literals
             return func(*args, **kwargs)
 
-    def _fold(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _fold_to_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a function of known values as literals, or None if an argument is unknown."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        values = {id(leaf): self._values.read(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        values = {id(leaf): self._values.read_value(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
-            return self._select(func, *args, **kwargs) if func in _SELECTIONS else None
+            return self._select_by_known_values(func, *args, **kwargs) if func in _SELECTIONS else None
         args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
         with torch._C.DisableTorchFunction(), no_dispatch():
             results = func(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, _literal, results)
+        return pytree.tree_map_only(torch.Tensor, _as_literal, results)
 
-    def _select(self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any) -> Any:
+    def _select_by_known_values(
+        self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any
+    ) -> Any:
         """Return the elements of a tensor selected by a known mask or repeat count, or None if that is unknown."""
-        is_mask = func in _MASKED
+        is_mask = func in _MASK_SELECTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
-        value = self._values.read(selector) if isinstance(selector, torch.Tensor) else None
+        value = self._values.read_value(selector) if isinstance(selector, torch.Tensor) else None
         if value is None:
             return None
         with torch._C.DisableTorchFunction(), no_dispatch():
@@ -243,9 +248,9 @@ class _Calls(TorchFunctionMode):
             else:
                 indices = torch.repeat_interleave(value.expand(x.numel() if dim is None else x.shape[dim]))
         x = x.expand(shape) if is_mask else x
-        return (x.flatten() if dim is None else x).index_select(dim or 0, _literal(indices))
+        return (x.flatten() if dim is None else x).index_select(dim or 0, _as_literal(indices))
 
-    def _average_statistics(
+    def _batch_norm_with_cumulative_average(
         self, count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
@@ -265,31 +270,33 @@ class _Calls(TorchFunctionMode):
         """Return an index whose known boolean masks are replaced by integer indices."""
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
-            value = self._values.read(item) if isinstance(item, torch.Tensor) and item.dtype == torch.bool else None
+            value = (
+                self._values.read_value(item) if isinstance(item, torch.Tensor) and item.dtype == torch.bool else None
+            )
             if value is None or not value.dim():
                 items.append(item)
                 continue
             with torch._C.DisableTorchFunction(), no_dispatch():
                 indices = value.nonzero(as_tuple=True)
             with self._values:
-                items.extend(map(_literal, indices))
+                items.extend(map(_as_literal, indices))
         return tuple(items) if isinstance(index, tuple) or len(items) > 1 else items[0]
 
 
-def is_shape_only(func: Any) -> bool:
+def depends_on_shape_only(func: Any) -> bool:
     """Return whether an operator depends on the shape of its tensor, not on its values."""
     name = str(func)
     return "_like" in name or ".new_" in name
 
 
-def _literal(value: torch.Tensor) -> torch.Tensor:
+def _as_literal(value: torch.Tensor) -> torch.Tensor:
     with no_dispatch():
         numbers = value.tolist()
     return torch.tensor(numbers, dtype=value.dtype, device=value.device).reshape(value.shape)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= LARGEST
+    return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= MAX_KNOWN_ELEMENTS
 
 
 def _compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> Any:
@@ -316,21 +323,21 @@ def known_values(module: nn.Module) -> Iterator[KnownValues]:
     real = dict(module.named_buffers(remove_duplicate=False))
 
     def begin(module: nn.Module, _: Any) -> None:
-        values.note(dict(module.named_buffers(remove_duplicate=False)), real)
+        values.record_buffers(dict(module.named_buffers(remove_duplicate=False)), real)
 
-    calls = _Calls(values)
+    calls = _FunctionCalls(values)
     with ExitStack() as hooks:
         for part in module.modules():
-            if getattr(type(part).forward, "__code__", None) in _BATCH_NORMS:
+            if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:
                 hooks.enter_context(part.register_forward_pre_hook(calls.enter))
                 hooks.enter_context(part.register_forward_hook(calls.leave, always_call=True))
         hooks.enter_context(module.register_forward_pre_hook(begin))
         hooks.enter_context(calls)
         yield values
-        values.read(calls.count)
+        values.read_value(calls.count)
 
 
-def remove_reads(program: Any) -> None:
+def remove_number_reads(program: Any) -> None:
     """Remove operators that returned numbers, now constants of the program, and no-grad regions left empty."""
     for module in reversed(list(program.graph_module.modules())):  # regions before their callers
         graph: Any = getattr(module, "graph", None)

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .consistency import bits_of
-from .constants import is_shape_only, known_values
+from .consistency import as_bytes_tensor
+from .constants import depends_on_shape_only, known_values
 
 
-class Recorder(TorchDispatchMode):
+class ExpressionRecorder(TorchDispatchMode):
     """Value numbering of the expressions that passes compute: equal expressions have equal numbers in all passes.
 
     State that a pass leaves for the next keeps its number there, unless it depends on the inputs of that pass or on
@@ -26,50 +26,50 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._value_numbers: dict[tuple[Any, ...], int] = {}
         self._dependent: set[int] = set()
-        self._expressions: dict[int, int] = {}  # by the tensor's id
-        self._writes: dict[int, int] = {}  # by the storage written to
-        self._kept: list[Any] = []  # keeps ids unique
+        self._expression_numbers: dict[int, int] = {}  # by the tensor's id
+        self._written_numbers: dict[int, int] = {}  # by the storage written to
+        self._keep_alive: list[Any] = []  # keeps ids unique
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
-        for numbers in (self._expressions, self._writes):
+        for numbers in (self._expression_numbers, self._written_numbers):
             for key, number in numbers.items():
                 if number in self._dependent:
-                    numbers[key] = self._number(("before", number))
+                    numbers[key] = self._value_number(("before", number))
         for index, tensor in enumerate(tensors):
-            self._writes.pop(_storage(tensor), None)
-            self._expressions[id(tensor)] = self._number(("given", index), follows=True)
-        self._kept += tensors
+            self._written_numbers.pop(_storage_key(tensor), None)
+            self._expression_numbers[id(tensor)] = self._value_number(("given", index), is_dependent=True)
+        self._keep_alive += tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_shape = is_shape_only(func)
+        by_shape = depends_on_shape_only(func)
         leaves = [self._describe(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        follows = is_random or any(number in self._dependent for kind, number in leaves if kind == "tensor")
-        number = self._number((str(func), *leaves), follows)
+        is_dependent = is_random or any(number in self._dependent for kind, number in leaves if kind == "tensor")
+        number = self._value_number((str(func), *leaves), is_dependent)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(value):
-                    self._writes[_storage(tensor)] = number
+                    self._written_numbers[_storage_key(tensor)] = number
         for index, tensor in enumerate(_tensors(result)):
-            self._expressions[id(tensor)] = self._number(("output", index, number), follows)
-            self._kept.append(tensor)
+            self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), is_dependent)
+            self._keep_alive.append(tensor)
         return result
 
     def expression(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression of a tensor's current values."""
-        own, write = self._expressions.get(id(tensor)), self._writes.get(_storage(tensor))
+        own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(_storage_key(tensor))
         if own is None:
-            self._kept.append(tensor)
-            own = self._expressions[id(tensor)] = self._number(("constant", _constant_key(tensor)))
+            self._keep_alive.append(tensor)
+            own = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
         if write is None:
             return own
-        return self._number(("written", own, write), own in self._dependent or write in self._dependent)
+        return self._value_number(("written", own, write), own in self._dependent or write in self._dependent)
 
-    def follows(self, value: Any) -> bool:
+    def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
         tensors = _tensors(value)
         return not tensors or any(self.expression(tensor) in self._dependent for tensor in tensors)
@@ -80,9 +80,9 @@ class Recorder(TorchDispatchMode):
             return "value", repr(leaf) if is_plain else type(leaf).__name__
         return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression(leaf))
 
-    def _number(self, key: tuple[Any, ...], follows: bool = False) -> int:
-        number = self._numbers.setdefault(key, len(self._numbers))
-        if follows:
+    def _value_number(self, key: tuple[Any, ...], is_dependent: bool = False) -> int:
+        number = self._value_numbers.setdefault(key, len(self._value_numbers))
+        if is_dependent:
             self._dependent.add(number)
         return number
 
@@ -91,7 +91,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     """Return a key shared by a tensor and its views."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -105,10 +105,10 @@ def _constant_key(tensor: torch.Tensor) -> Any:
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return *metadata, id(tensor)
     with no_dispatch():
-        return *metadata, hashlib.sha256(bits_of(tensor).numpy().data).digest()
+        return *metadata, hashlib.sha256(as_bytes_tensor(tensor).numpy().data).digest()
 
 
-class Passes:
+class RepeatedPasses:
     """Repeated forward passes of a module on fake tensors.
 
     Parameters
@@ -118,7 +118,7 @@ class Passes:
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs = module, inputs
-        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ExpressionRecorder()
         self._fakes: dict[str, Any] = {}  # the module could write to real ones
         fakes: dict[torch.Tensor, Any] = {}
         for path, part in module.named_modules():  # aliases, too: functional_call restores them in order

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-GONE = object()
+MISSING = object()
 
 
-class Holder(NamedTuple):
+class ValueHolder(NamedTuple):
     """A container of values: the attributes of an object, the items of a collection, the cells of a closure.
 
     Attributes
@@ -24,9 +24,9 @@ class Holder(NamedTuple):
         The relevant names of a mapping or an object; default: all.
     get : callable, optional
         Maps a name to its value; default: `store` is iterated over.
-    mark : str
+    separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
-    of_modules : bool
+    of_nn_module : bool
         Whether it belongs to nn.Module itself: parameters, modules, hooks.
     watched, restored : bool
         Whether it is compared before each pass, and whether a capture restores it.
@@ -37,14 +37,14 @@ class Holder(NamedTuple):
     store: Any
     names: Collection[Any] | None = None
     get: Callable[[Any], Any] | None = None
-    mark: str = ""
-    of_modules: bool = False
+    separator: str = ""
+    of_nn_module: bool = False
     watched: bool = True
     restored: bool = True
 
-    def name_of(self, key: Any) -> str:
+    def value_name(self, key: Any) -> str:
         """Return the name of a value."""
-        return f"{self.path}{self.mark}{key}".removeprefix(".") if self.mark else self.path
+        return f"{self.path}{self.separator}{key}".removeprefix(".") if self.separator else self.path
 
     def read(self) -> dict[Any, Any]:
         """Return the current values."""
@@ -53,7 +53,7 @@ class Holder(NamedTuple):
         assert self.get is not None
         if isinstance(self.store, dict):
             return {name: self.store[name] for name in self.names if name in self.store}
-        return {name: value for name in self.names if (value := get_or_gone(self.get, name)) is not GONE}
+        return {name: value for name in self.names if (value := get_or_missing(self.get, name)) is not MISSING}
 
     def restore(self, before: Mapping[Any, Any]) -> None:
         """Restore earlier values."""
@@ -78,9 +78,9 @@ class Holder(NamedTuple):
                 (type if isinstance(store, type) else object).__setattr__(store, name, value)
 
 
-def get_or_gone(get: Callable[[Any], Any], name: Any) -> Any:
-    """Return the value of a name, or GONE."""
+def get_or_missing(get: Callable[[Any], Any], name: Any) -> Any:
+    """Return the value of a name, or MISSING."""
     try:
         return get(name)
     except (AttributeError, ValueError):  # an empty slot, or cell
-        return GONE
+        return MISSING

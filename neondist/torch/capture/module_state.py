@@ -23,27 +23,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from .holder import GONE, Holder, get_or_gone
+from .holder import MISSING, ValueHolder, get_or_missing
 
-OF_MODULES = frozenset(vars(nn.Module()))
-_REACHED_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_VISITED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"}
-_DATA_ONLY = frozenset(("types", "argparse", "collections", "functools", "_thread"))
+_LIBRARY_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"}
+_DATA_HOLDING_PACKAGES = frozenset(("types", "argparse", "collections", "functools", "_thread"))
 """Modules of the standard library whose objects hold user values."""
-_BASES = (object, nn.Module, Generic, Protocol)
-_CONSTRUCTION = frozenset((
+_COMMON_BASES = (object, nn.Module, Generic, Protocol)
+_IGNORED_METHODS = frozenset((
     "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__dir__",
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
 ))  # fmt: skip
-_ENVIRONMENT = frozenset(("environ", "getenv"))
-OF_GRADIENTS = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
+_ENVIRONMENT_NAMES = frozenset(("environ", "getenv"))
+GRADIENT_MODE_NAMES = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
 """Names by which code finds out whether PyTorch computes gradients."""
-_BY_COMPUTED_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
+_DYNAMIC_ACCESS_NAMES = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
 
-_CACHE = type(lru_cache(int))
-_IN_C: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+_LRU_CACHE_TYPE = type(lru_cache(int))
+_CTYPES_TYPES: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
 def _dereference(proxy: Any) -> Any:
@@ -54,15 +54,15 @@ def _dereference(proxy: Any) -> Any:
         return None
 
 
-def _slot(holder: Any, name: str) -> Any:
-    return getattr(holder, name, GONE)
+def _slot_value(holder: Any, name: str) -> Any:
+    return getattr(holder, name, MISSING)
 
 
 def _cell_content(cells: Any, index: int) -> Any:
     return cells[index].cell_contents
 
 
-class Reach:
+class ReachableState:
     """Everything that the code of a module, or of a function, can reach.
 
     Parameters
@@ -75,7 +75,7 @@ class Reach:
 
     Attributes
     ----------
-    holders : list of Holder
+    holders : list of ValueHolder
     leaves : dict
         By path, comparison keys: equal if the code would read equal values.
     tensors : list of tensors
@@ -92,8 +92,8 @@ class Reach:
         count = -1
         while count < len(names):  # code reached may use further names
             count = len(names)
-            self._reads_all = not _BY_COMPUTED_NAME.isdisjoint(names)
-            self.holders: list[Holder] = []
+            self._reads_all = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
+            self.holders: list[ValueHolder] = []
             self.leaves: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
             self.arrays: dict[str, np.ndarray] = {}
@@ -105,17 +105,17 @@ class Reach:
             self._globals: dict[int, tuple[dict[str, Any], str, dict[str, None]]] = {}
             self._root = root
             self._visit(root, "", None)
-            if not _ENVIRONMENT.isdisjoint(names):
-                self._read(os.environ, "os.environ", None, lambda: repr(os.environ))
+            if not _ENVIRONMENT_NAMES.isdisjoint(names):
+                self._visit_result(os.environ, "os.environ", None, lambda: repr(os.environ))
             if self.asks_for_gradients:
-                self._read(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
+                self._visit_result(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
             for variables, path, visited in self._globals.values():
-                self.holders.append(Holder(path, None, variables, list(visited), variables.get, "."))
+                self.holders.append(ValueHolder(path, None, variables, list(visited), variables.get, "."))
 
     @property
     def asks_for_gradients(self) -> bool:
         """Whether the code may depend on whether gradients are computed."""
-        return not OF_GRADIENTS.isdisjoint(self.names)
+        return not GRADIENT_MODE_NAMES.isdisjoint(self.names)
 
     def _visit(self, value: Any, path: str, module: nn.Module | None) -> None:
         """Record a value and everything reachable from it."""
@@ -135,11 +135,11 @@ class Reach:
         self.leaves[path] = kind
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            self.leaves[path] = Identity(value), value.dtype, value.device
+            self.leaves[path] = IdentityKey(value), value.dtype, value.device
         elif isinstance(value, nn.Module) and (value is self._root or getattr(kind, "watched", True)):
             self._visit_module(value, path)
         elif isinstance(value, nn.Module):
-            self.leaves[path] = Identity(value)
+            self.leaves[path] = IdentityKey(value)
         elif isinstance(value, _CONTAINERS):
             self._visit_items(value, path, module)
         elif isinstance(value, np.ndarray):
@@ -165,41 +165,41 @@ class Reach:
         elif isinstance(value, weakref.ReferenceType):
             self._visit(value(), f"{path}()", module)
         elif isinstance(value, contextvars.ContextVar):
-            self._read(value, f"{path}.get()", module, partial(value.get, None))
+            self._visit_result(value, f"{path}.get()", module, partial(value.get, None))
         elif isinstance(value, (bytearray, array.array)):
-            self._read(value, path, module, partial(bytes, value))
-        elif isinstance(value, _IN_C):
+            self._visit_result(value, path, module, partial(bytes, value))
+        elif isinstance(value, _CTYPES_TYPES):
             self._visit(np.frombuffer(memoryview(value).cast("B"), np.uint8), f"{path}.value", module)
         elif kind.__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
             self._visit(value.get_obj(), path, module)
         else:
             self._visit_object(value, path, module)
 
-    def _read(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
+    def _visit_result(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
         """Visit the result of a function, now and before each pass."""
-        self.holders.append(Holder(path, module, store, ("",), lambda _: read(), restored=False))
+        self.holders.append(ValueHolder(path, module, store, ("",), lambda _: read(), restored=False))
         self._visit(read(), path, module)
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         attributes = vars(module)
-        for name in OF_MODULES & attributes.keys():
+        for name in MODULE_ATTRIBUTES & attributes.keys():
             members = attributes[name]
             if not isinstance(members, (dict, set)):
                 continue
-            if name in _REACHED_OF_MODULES and path not in self._excluded:
+            if name in _VISITED_ATTRIBUTES and path not in self._excluded:
                 self._visit_registered(members, name, path, module)
             else:
-                self.holders.append(Holder(f"{path}.{name}", module, members, of_modules=True, watched=False))
+                self.holders.append(ValueHolder(f"{path}.{name}", module, members, of_nn_module=True, watched=False))
         reads_all = self._reads_all or not _is_user_class(cast(Any, type(module)))
-        names = [name for name in attributes if name not in OF_MODULES and (reads_all or name in self.names)]
+        names = [name for name in attributes if name not in MODULE_ATTRIBUTES and (reads_all or name in self.names)]
         names += ["training"] * ("training" in attributes)
-        self.holders.append(Holder(path, module, attributes, mark=".", watched=False))
+        self.holders.append(ValueHolder(path, module, attributes, separator=".", watched=False))
         self._visit_attrs(attributes, path, module, names)
         self._visit_classes(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
         buffers = name == "_buffers"  # a forward may replace them
-        self.holders.append(Holder(f"{path}.{name}", module, members, of_modules=True, watched=not buffers))
+        self.holders.append(ValueHolder(f"{path}.{name}", module, members, of_nn_module=True, watched=not buffers))
         for key, value in members.items():
             place = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
@@ -215,16 +215,16 @@ class Reach:
         self.leaves[path] = function.__code__
         cells = function.__closure__ or ()
         if cells:
-            self.holders.append(Holder(path, module, cells, range(len(cells)), partial(_cell_content, cells)))
+            self.holders.append(ValueHolder(path, module, cells, range(len(cells)), partial(_cell_content, cells)))
         for index, name in enumerate(function.__code__.co_freevars):
-            if (value := get_or_gone(partial(_cell_content, cells), index)) is not GONE:
+            if (value := get_or_missing(partial(_cell_content, cells), index)) is not MISSING:
                 self._visit(value, f"{path}:{name}", module)
         for name in ("__defaults__", "__kwdefaults__"):
             self._visit(getattr(function, name), f"{path}.{name}", module)
         if vars(function):
             self._visit_attrs(vars(function), path, module, list(vars(function)))
         if not _is_library(function.__module__):
-            used = names_of(function.__code__)
+            used = names_used_by(function.__code__)
             self.names.update(used)
             self._visit_globals(function.__globals__, function.__module__ or "", used, module)
             for name in used & sys.modules.keys() - function.__globals__.keys():  # imported inside
@@ -246,27 +246,33 @@ class Reach:
         origin = (cls.__module__ or "").partition(".")[0]
         if origin in ("builtins", "itertools") and hasattr(value, "__next__"):
             self.iterators[path] = value
-        if isinstance(value, _CACHE):
+        if isinstance(value, _LRU_CACHE_TYPE):
             self.caches.append(value)
         if cls.__module__ == "random" or isinstance(value, (np.random.Generator, np.random.RandomState)):
             self.generators[path] = value
         of_torch = cls.__module__.startswith(("torch.optim", "torch.distributions"))
-        relevant = not _is_library(cls.__module__) or origin in _DATA_ONLY or of_torch
-        if isinstance(value, enum.Enum) or not relevant or not (hasattr(value, "__dict__") or _slots(cast(Any, cls))):
-            self.leaves[path] = Identity(value)
+        relevant = not _is_library(cls.__module__) or origin in _DATA_HOLDING_PACKAGES or of_torch
+        if (
+            isinstance(value, enum.Enum)
+            or not relevant
+            or not (hasattr(value, "__dict__") or _slot_names(cast(Any, cls)))
+        ):
+            self.leaves[path] = IdentityKey(value)
             return
         every = self._reads_all or not (_is_user_class(cast(Any, cls)) or of_torch)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
-            self.holders.append(Holder(path, module, attributes, watched=False))
+            self.holders.append(ValueHolder(path, module, attributes, watched=False))
             self._visit_attrs(attributes, path, module, [n for n in attributes if every or n in self.names])
         slots = [
-            name for name in _slots(cast(Any, cls)) if (every or name in self.names) and _slot(value, name) is not GONE
+            name
+            for name in _slot_names(cast(Any, cls))
+            if (every or name in self.names) and _slot_value(value, name) is not MISSING
         ]
         if slots:
-            self.holders.append(Holder(path, module, value, slots, partial(_slot, value)))
+            self.holders.append(ValueHolder(path, module, value, slots, partial(_slot_value, value)))
             for name in slots:
-                self._visit(_slot(value, name), f"{path}.{name}", module)
+                self._visit(_slot_value(value, name), f"{path}.{name}", module)
         self._visit_classes(cls, path, module)
 
     def _visit_classes(self, kind: type, path: str, module: nn.Module | None) -> None:
@@ -279,10 +285,11 @@ class Reach:
         names = [
             name
             for name, value in vars(cls).items()
-            if name in self.names or (name[:2] == "__" == name[-2:] and name not in _CONSTRUCTION and _is_code(value))
+            if name in self.names
+            or (name[:2] == "__" == name[-2:] and name not in _IGNORED_METHODS and _is_code(value))
         ]
         names = [name for name in names if f"{path}.{name}" not in self._excluded]
-        self.holders.append(Holder(path, module, cls, names, vars(cls).get, "."))
+        self.holders.append(ValueHolder(path, module, cls, names, vars(cls).get, "."))
         for name in names:
             self._visit(vars(cls)[name], f"{path}.{name}", module)
 
@@ -290,7 +297,7 @@ class Reach:
         """Visit attributes of these names."""
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
         paths = {name: place for name, place in paths.items() if place not in self._excluded}
-        self.holders.append(Holder(path, module, attrs, list(paths), attrs.get, restored=False))
+        self.holders.append(ValueHolder(path, module, attrs, list(paths), attrs.get, restored=False))
         for name, place in paths.items():
             self._visit(attrs[name], place, module)
 
@@ -302,18 +309,18 @@ class Reach:
             for position, (key, _) in enumerate(items)
         }
         is_complete = not any(place in self._excluded for place in paths.values())
-        self.holders.append(Holder(path, module, value, watched=is_complete))
+        self.holders.append(ValueHolder(path, module, value, watched=is_complete))
         if not is_complete:
             names = [key for key, place in paths.items() if place not in self._excluded]
             get = value.get if isinstance(value, dict) else value.__getitem__
-            self.holders.append(Holder(path, module, value, names, get, restored=False))
+            self.holders.append(ValueHolder(path, module, value, names, get, restored=False))
         for (key, place), item in zip(paths.items(), value.values() if isinstance(value, dict) else value, strict=True):
             if not isinstance(key, (str, int)):
                 self._visit(key, f"{place}#", module)
             self._visit(item, place, module)
         if not _is_library(type(value).__module__):
             if hasattr(value, "__dict__"):
-                self.holders.append(Holder(path, module, vars(value), watched=False))
+                self.holders.append(ValueHolder(path, module, vars(value), watched=False))
                 self._visit_attrs(vars(value), path, module, list(vars(value)))
             self._visit_classes(type(value), path, module)
 
@@ -321,9 +328,13 @@ class Reach:
 def plain_key(value: Any) -> Any:
     """Return a comparison key of a value of Python's own types, or a tuple of them; None for other types."""
     kind = type(value)
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return kind, value
-    if isinstance(value, tuple) and all(isinstance(item, PLAIN) for item in value) and kind.__module__ in _LIBRARIES:
+    if (
+        isinstance(value, tuple)
+        and all(isinstance(item, PLAIN_TYPES) for item in value)
+        and kind.__module__ in _LIBRARY_PACKAGES
+    ):
         return kind, value, tuple(map(type, value))
     return None
 
@@ -334,41 +345,41 @@ def content_key(array: np.ndarray) -> Any:
     return array.dtype, array.shape, data if len(data) < 1000 else hash(data)
 
 
-class Identity:
+class IdentityKey:
     """Comparison key of a value by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value
+        return isinstance(other, IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 @lru_cache(maxsize=4096)
-def names_of(code: CodeType) -> frozenset[str]:
+def names_used_by(code: CodeType) -> frozenset[str]:
     """Return the names that a function's code uses, nested functions included: attributes, global variables, keys."""
     names = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str) and const.isidentifier())}
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            names |= names_of(const)
+            names |= names_used_by(const)
     return frozenset(names)
 
 
 def _is_library(name: str | None) -> bool:
-    return (name or "").partition(".")[0] in _LIBRARIES
+    return (name or "").partition(".")[0] in _LIBRARY_PACKAGES
 
 
 @lru_cache(maxsize=4096)
 def _is_user_class(kind: type) -> bool:
     """Return whether all code of a class is the user's, except for the bases of every module."""
-    return all(cls in _BASES or not _is_library(cls.__module__) for cls in kind.__mro__)
+    return all(cls in _COMMON_BASES or not _is_library(cls.__module__) for cls in kind.__mro__)
 
 
 @lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
+def _slot_names(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())

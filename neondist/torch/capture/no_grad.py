@@ -13,7 +13,7 @@ from ..ir.errors import NotRecorded
 from ..ir.functionalize import REGION, memory_of, writes_unseen, written_values
 
 
-def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
+def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     """Detach values computed under no_grad or inference_mode.
 
     Parameters
@@ -33,7 +33,7 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
                 f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
                 place(node),
             )
-    for node, old, hidden in _writes(program):
+    for node, old, hidden in _in_place_writes(program):
         if hidden and not _is_buffer(program, old):
             raise NotRecorded(
                 f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), which its"
@@ -52,7 +52,7 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
     program.graph_module.recompile()
 
 
-def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
+def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
     """Yield nodes that write, the first node of the memory, and whether the write is hidden from autograd."""
     module = program.graph_module
     first: dict[int, Any] = {}

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from ..ir.errors import NotRecorded, defined_at
-from .expressions import Passes
-from .holder import GONE
-from .module_state import OF_MODULES, PLAIN, Reach, content_key, plain_key
+from .expressions import RepeatedPasses
+from .holder import MISSING
+from .module_state import MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
 
-_REPEATS, _SHIFT = 1000, 10_000
+_LIST_REPEATS, _COUNTER_SHIFT = 1000, 10_000
 """Factor on the length of lists, and increment of counters, that simulate many later passes."""
 _ARITHMETIC = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _UNARY = "neg", "pos", "abs"
 _PREDICATES = "lt", "le", "gt", "ge", "eq", "ne", "bool"
 
 
-class _Probe:
+class _NumberProbe:
     """Instrumented numbers in place of those that passes change, to detect control flow that depends on them.
 
     Parameters
@@ -41,14 +41,14 @@ class _Probe:
     """
 
     def __init__(self, shift: int = 0, flips: int = 0) -> None:
-        self.shift, self._flips, self.chosen = shift, flips, False
-        self._kinds = {kind: self._kind(kind) for kind in (int, float)}
+        self.shift, self._remaining_flips, self.was_compared = shift, flips, False
+        self._instrumented_classes = {kind: self._instrumented_class(kind) for kind in (int, float)}
 
-    def number(self, value: Any) -> Any:
+    def instrumented(self, value: Any) -> Any:
         """Return an instrumented number; comparisons of it, and of numbers computed from it, are recorded."""
-        return self._kinds[int if isinstance(value, int) else float](value + self.shift)
+        return self._instrumented_classes[int if isinstance(value, int) else float](value + self.shift)
 
-    def _kind(self, base: Any) -> Any:
+    def _instrumented_class(self, base: Any) -> Any:
         def operator_method(name: str) -> Callable[..., Any]:
             def method(number: Any, *operands: Any) -> Any:
                 operation = getattr(base, name, None)
@@ -56,10 +56,11 @@ class _Probe:
                 if result is NotImplemented and operands and isinstance(operands[0], float):
                     result = getattr(float, name)(float(number), *operands)
                 if isinstance(result, bool):
-                    self.chosen = True
-                    self._flips -= 1
-                    return result != (self._flips >= 0)
-                return self._kinds[type(result)](result) if type(result) in self._kinds else result
+                    self.was_compared = True
+                    self._remaining_flips -= 1
+                    return result != (self._remaining_flips >= 0)
+                instrumented_class = self._instrumented_classes.get(type(result))
+                return result if instrumented_class is None else instrumented_class(result)
 
             return method
 
@@ -69,23 +70,23 @@ class _Probe:
         return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
 
 
-def _probes(numbers_change: bool) -> Iterator[_Probe]:
+def _probes(numbers_change: bool) -> Iterator[_NumberProbe]:
     """Yield the probes of the next passes; the first records comparisons, the last inverts them if there are any."""
-    yield (first := _Probe())
+    yield (first := _NumberProbe())
     if numbers_change:
-        yield _Probe(_SHIFT)
-    if first.chosen:
-        yield _Probe(flips=_REPEATS)
+        yield _NumberProbe(_COUNTER_SHIFT)
+    if first.was_compared:
+        yield _NumberProbe(flips=_LIST_REPEATS)
 
 
-_TRACER = "torch.fx._symbolic_trace"
+_FX_TRACER_MODULE = "torch.fx._symbolic_trace"
 
 
-class Snapshot:
+class StateSnapshot:
     """State of a module and of everything that its forward can reach."""
 
     def __init__(self, module: nn.Module) -> None:
-        reach = Reach(module, set())
+        reach = ReachableState(module, set())
         self.asks_for_gradients = reach.asks_for_gradients
         self.iterators, self._generators = reach.iterators, reach.generators
         self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
@@ -96,36 +97,36 @@ class Snapshot:
         """Return the changed values: by name, the module that holds them and the new values."""
         changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
         for holder, before in self._before:
-            if holder.of_modules:
+            if holder.of_nn_module:
                 continue
             present = holder.read()
             for key in {**before, **present}:
-                old, new = before.get(key, GONE), present.get(key, GONE)
-                if not (old is new or key in OF_MODULES or _equal(old, new) or _is_wrapper(new, old)):
-                    changes.setdefault(holder.name_of(key), (holder.module, []))[1].append(new)
+                old, new = before.get(key, MISSING), present.get(key, MISSING)
+                if not (old is new or key in MODULE_ATTRIBUTES or _equal(old, new) or _is_wrapper(new, old)):
+                    changes.setdefault(holder.value_name(key), (holder.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
                 changes[path] = None, [array]
         return changes
 
-    def probe(self, names: Collection[str], probe: _Probe) -> None:
+    def apply_probe(self, names: Collection[str], probe: _NumberProbe) -> None:
         """Replace changed numbers, and lists that have grown, of these names by the probe's."""
         for holder, before in self._before:
             present = holder.read()
-            if holder.of_modules or all(holder.name_of(key) not in names for key in present):
+            if holder.of_nn_module or all(holder.value_name(key) not in names for key in present):
                 continue
             changed = {
-                key: probe.number(new)
+                key: probe.instrumented(new)
                 for key, new in present.items()
                 if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal(before.get(key), new)
             }
             if isinstance(holder.store, (list, deque)) and len(present) > len(before) and probe.shift:
-                changed = dict(enumerate([*present.values()] * _REPEATS))
+                changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
             if changed:
                 holder.restore(present | changed)
         for path, array, _ in self._arrays:
             if path in names and array.dtype.kind in "iuf" and probe.shift:
-                array += np.array(_REPEATS).astype(array.dtype)
+                array += np.array(_LIST_REPEATS).astype(array.dtype)
 
     def restore(self) -> None:
         """Restore the state."""
@@ -151,13 +152,17 @@ class Snapshot:
 
 
 def _equal(old: Any, new: Any) -> bool:
-    return isinstance(old, PLAIN) and isinstance(new, PLAIN) and plain_key(old) == plain_key(new)
+    return isinstance(old, PLAIN_TYPES) and isinstance(new, PLAIN_TYPES) and plain_key(old) == plain_key(new)
 
 
 def _is_wrapper(value: Any, inner: Any) -> bool:
     """Return whether a value is the wrapper that torch.fx.wrap substitutes for a function while PyTorch traces."""
     names = getattr(value, "__globals__", None)
-    return isinstance(names, dict) and names.get("__name__") == _TRACER and getattr(value, "__wrapped__", None) is inner
+    return (
+        isinstance(names, dict)
+        and names.get("__name__") == _FX_TRACER_MODULE
+        and getattr(value, "__wrapped__", None) is inner
+    )
 
 
 @contextmanager
@@ -170,7 +175,7 @@ def preserve_state(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
     ----------
     inputs : fake tensors
     """
-    before = Snapshot(module)
+    before = StateSnapshot(module)
     if before.iterators:
         raise NotRecorded(
             f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be"
@@ -202,7 +207,7 @@ def preserve_state(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
         if changed:
             _check_next_pass(module, inputs)
         if (_generator_state(), before.generator_state()) != random_state:
-            _check_draws(module, inputs, before)
+            _check_foreign_random_draws(module, inputs, before)
     finally:
         before.restore()
         before.clear_caches()
@@ -236,14 +241,14 @@ def _generator_state() -> int:
 
 def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     """Raise NotRecorded if a pass depends on state that the previous one has left."""
-    before, passes = Snapshot(module), Passes(module, inputs)
+    before, passes = StateSnapshot(module), RepeatedPasses(module, inputs)
     expected = passes.run()
     changes = before.changes()
-    persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.follows, change[1]))}
-    after = Snapshot(module)
+    persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.is_dependent, change[1]))}
+    after = StateSnapshot(module)
     for probe in _probes(bool(persistent)):
         after.restore()
-        before.probe(persistent, probe)
+        before.apply_probe(persistent, probe)
         if _run_or_none(passes.run) != expected:
             raise NotRecorded(
                 f"the forward changes {', '.join(persistent or changes)}, which the next one reads, but every pass of a"
@@ -269,11 +274,11 @@ def _run_or_none(run: Callable[[], Any]) -> Any:
         return None
 
 
-def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: Snapshot) -> None:
+def _check_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: StateSnapshot) -> None:
     """Raise NotRecorded if every pass draws from Python's or NumPy's random generators."""
     for _ in range(3):  # another thread may have drawn
         before = _generator_state(), state.generator_state()
-        _run_or_none(Passes(module, inputs).run)
+        _run_or_none(RepeatedPasses(module, inputs).run)
         if (_generator_state(), state.generator_state()) == before:
             return
     message = (

@@ -21,21 +21,21 @@ from ..ir.errors import NotRecorded
 from ..ir.graph import DEVICES, autocast
 from ..ir.registry import TRACING
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
-_PYTHON = sysconfig.get_path("stdlib")
-Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
+_TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
+_STDLIB_FOLDER = sysconfig.get_path("stdlib")
+InputSpecs = Sequence[tuple[Sequence[int], torch.dtype]]
 """Shapes and dtypes of a module's inputs."""
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+_FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 @contextmanager
-def tracing(subject: str, shapes: Shapes) -> Iterator[None]:
+def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
     """Serialise tracing and neutralise the caller's settings; errors of PyTorch become ConfigError."""
-    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
+    with TRACING, _suppress_logs(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
         try:
             yield
         except Exception as error:
-            raise ConfigError(_explain(subject, shapes, error)) from error
+            raise ConfigError(_describe_error(subject, shapes, error)) from error
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_logs() -> Iterator[None]:
     """Suppress PyTorch's warnings and log messages, which the error repeats."""
     loggers_by_name = logging.root.manager.loggerDict
     loggers = [loggers_by_name[name] for name in list(loggers_by_name) if name.partition(".")[0] == "torch"]
@@ -66,7 +66,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def no_graph() -> Iterator[None]:
+def hide_printed_graph() -> Iterator[None]:
     """Remove from stderr the graph that torch.export prints when it fails."""
     graph, printed = "", io.StringIO()
     try:
@@ -100,7 +100,7 @@ def _no_validation() -> Iterator[None]:
         checks(before)
 
 
-def _explain(subject: str, shapes: Shapes, error: Exception) -> str:
+def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = user_frames("".join(_traceback(error)))
     place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
@@ -125,9 +125,9 @@ def _traceback(error: BaseException) -> list[str]:
 def user_frames(text: str) -> list[str]:
     """Return 'file:line' of the frames outside of PyTorch and neondist, the innermost last."""
     package = os.path.dirname(os.path.dirname(__file__))
-    others = (_TORCH, package, "<")
+    others = (_TORCH_FOLDER, package, "<")
     return [
         f"{file}:{line}"
-        for file, line in _FRAME.findall(text)
-        if not file.startswith(others) and (not file.startswith(_PYTHON) or "site-packages" in file)
+        for file, line in _FRAME_PATTERN.findall(text)
+        if not file.startswith(others) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
     ]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .constants import Reads
-from .holder import GONE
-from .module_state import Reach, content_key, plain_key
+from .constants import ValueReads
+from .holder import MISSING
+from .module_state import ReachableState, content_key, plain_key
 
 
-class State:
+class WatchedState:
     """Snapshot of the values, usable as a key; `numbers` are the contents of tensors that were read."""
 
     def __init__(self, leaves: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
@@ -25,13 +25,13 @@ class State:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, State) and self.leaves == other.leaves and self.numbers == other.numbers
+        return isinstance(other, WatchedState) and self.leaves == other.leaves and self.numbers == other.numbers
 
     def __hash__(self) -> int:
         return hash(tuple(self.leaves))
 
 
-class Watch:
+class StateWatch:
     """Values on which the computation of a module or a criterion may depend, beyond parameters and buffers.
 
     The result of torch.export is valid only for their values at the time of export.
@@ -47,15 +47,15 @@ class Watch:
         self._known_kinds: list[Any] = []
         self._names: set[str] = set()
         self._excluded: set[str] = set()
-        self._reads: dict[State, Reads] = {}
-        self._look()
+        self._reads: dict[WatchedState, ValueReads] = {}
+        self._inspect()
 
     def retarget(self, root: Any) -> None:
         """Watch another function with the same code."""
         self._root = root
-        self._look()
+        self._inspect()
 
-    def key(self) -> State:
+    def key(self) -> WatchedState:
         """Return the current values of a function's closure, of containers and objects, and dtypes of tensors.
 
         Keys are equal if nothing has changed, including the values of tensors from which a forward has read numbers.
@@ -66,15 +66,15 @@ class Watch:
             return state
         buffers = self.tensors()[1]
         read = (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)
-        return State(state.leaves, tuple(map(_bytes, read)))
+        return WatchedState(state.leaves, tuple(map(_tensor_bytes, read)))
 
-    def _state(self) -> State:
+    def _state(self) -> WatchedState:
         try:
             same = self._is_same()
         except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
             same = False
         if not same:
-            self._look()
+            self._inspect()
         return self._key
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -82,26 +82,26 @@ class Watch:
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def settle(self, before: State, reads: Reads | None = None) -> State:
+    def key_after_forward(self, before: WatchedState, reads: ValueReads | None = None) -> WatchedState:
         """Return the key after a forward, without the values that it has changed itself, such as a call counter.
 
         Parameters
         ----------
-        reads : Reads, optional
+        reads : ValueReads, optional
             Tensors from which it has read numbers; their values are part of later keys.
         """
         old, new = before.leaves, self._state().leaves
-        self._excluded.update(path for path in {**old, **new} if old.get(path, GONE) != new.get(path, GONE))
-        self._look()
+        self._excluded.update(path for path in {**old, **new} if old.get(path, MISSING) != new.get(path, MISSING))
+        self._inspect()
         if reads is not None and any(reads):
-            recorded = self._reads.setdefault(self._key, Reads(set(), []))
+            recorded = self._reads.setdefault(self._key, ValueReads(set(), []))
             recorded.buffers.update(reads.buffers)
             recorded.others.extend(t for t in reads.others if all(t is not other for other in recorded.others))
         return self.key()
 
     def _is_same(self) -> bool:
         """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
-        if list(map(len, self._sized)) != self._sizes or self._kinds() != self._known_kinds:
+        if list(map(len, self._sized_stores)) != self._sizes or self._kinds() != self._known_kinds:
             return False
         values = self._values()
         if len(values) != len(self._last):
@@ -114,39 +114,39 @@ class Watch:
         return [content_key(array) for array in self._arrays] == self._contents
 
     def _values(self) -> list[Any]:
-        return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._picks))]
+        return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
     def _kinds(self) -> list[Any]:
-        tensors = [where[at] for _, where, at in self._held]
-        tensors += self._loose
+        tensors = [where[at] for _, where, at in self._registered_tensors]
+        tensors += self._plain_tensors
         kinds: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
-        return [*kinds, [tensor.requires_grad for tensor in tensors]] if self._asks else kinds
+        return [*kinds, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else kinds
 
-    def _look(self) -> None:
-        reach = Reach(self._root, self._names, self._excluded)
-        self._key, self._arrays = State(reach.leaves), list(reach.arrays.values())
+    def _inspect(self) -> None:
+        reach = ReachableState(self._root, self._names, self._excluded)
+        self._key, self._arrays = WatchedState(reach.leaves), list(reach.arrays.values())
         self._contents = [content_key(array) for array in self._arrays]
-        self._loose, self._asks = reach.tensors, reach.asks_for_gradients
+        self._plain_tensors, self._depends_on_grad_mode = reach.tensors, reach.asks_for_gradients
         self._views: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []
-        self._picks: list[Collection[Any]] = []
-        self._sized: list[Any] = []
+        self._getter_names: list[Collection[Any]] = []
+        self._sized_stores: list[Any] = []
         for holder in reach.holders:
             if not holder.watched:
                 continue
             if holder.get is not None and holder.names is not None:
                 self._getters.append(holder.get)
-                self._picks.append(holder.names)
+                self._getter_names.append(holder.names)
             elif not len(holder.store):
                 pass  # only its size is compared
             elif isinstance(holder.store, dict):
-                self._views += [holder.store.values()] if holder.of_modules else [holder.store, holder.store.values()]
+                self._views += [holder.store.values()] if holder.of_nn_module else [holder.store, holder.store.values()]
             else:
                 self._views.append(holder.store)
             store = vars(holder.store) if isinstance(holder.store, type) else holder.store
             if holder.get is None or isinstance(store, (dict, MappingProxyType)):
-                self._sized.append(store)
-        self._sizes = list(map(len, self._sized))
+                self._sized_stores.append(store)
+        self._sizes = list(map(len, self._sized_stores))
         self._last = self._values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
@@ -155,11 +155,11 @@ class Watch:
                 start = f"{path}." if path else ""
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
-        self._held = [*self._parameters, *self._buffers]
+        self._registered_tensors = [*self._parameters, *self._buffers]
         self._known_kinds = self._kinds()
 
 
-def _bytes(tensor: torch.Tensor | None) -> bytes:
+def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:
     if tensor is None:
         return b""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

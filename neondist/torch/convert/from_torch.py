@@ -16,13 +16,13 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
-from ..capture.capture import capture_module, decompose, location_of
-from ..capture.persistent_state import Snapshot
+from ..capture.capture import capture_module, decompose, node_location
+from ..capture.persistent_state import StateSnapshot
 from ..ir.errors import UnsupportedOperator
 from ..ir.functionalize import note_result, written_values
 from ..lowering.steps import Where
-from .network import Network, Tensor, Value
-from .operators import OPERATORS
+from .network import Network, Tensor, TracedValue
+from .operators import CONVERTERS
 
 
 def from_torch(
@@ -71,7 +71,7 @@ def from_torch(
         network, output = _convert_both_modes(module, shape, arguments.get("dtype", torch.get_default_dtype()))
         layers = network.nodes(output)
         if kind.distributed:
-            layers = [layer.twin() for layer in layers]
+            layers = [layer.distributed_twin() for layer in layers]
         result = kind(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
         kept = {layer.name for layer in result.leaves}
         weights = {name: array for name, array in network.weights.items() if name.rpartition("/")[0] in kept}
@@ -79,7 +79,7 @@ def from_torch(
         grid.world,
         {"the module's layers": sorted(map(str, kept))} | {name: zlib.crc32(array) for name, array in weights.items()},
     )
-    result.build(network.input.ours, shape[0], grid)
+    result.build(network.input.layer_shape, shape[0], grid)
     result.load_state(weights)
     return result
 
@@ -88,7 +88,7 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, Value]:
+def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, TracedValue]:
     """Return the network in training, and its output; that in evaluation must be the same, apart from layers' modes."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
@@ -105,7 +105,7 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
     dtype = getattr(torch, *dtypes)
     numbers: dict[Any, int] = {}
     networks = {}
-    state = Snapshot(module)
+    state = StateSnapshot(module)
     try:
         for training in (True, False):
             networks[training] = _convert_module(module.train(training), shape, dtype, numbers)
@@ -121,7 +121,7 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
 
 def _convert_module(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
-) -> tuple[Network, Value]:
+) -> tuple[Network, TracedValue]:
     """Return the network of a module in its current mode, and its output."""
     shapes = [(shape, dtype)]
     program = capture_module(module, shapes)
@@ -131,7 +131,7 @@ def _convert_module(
         return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbers))
 
 
-def _fill_network(program: Any, net: Network) -> tuple[Network, Value]:
+def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
     """Add the operators of a program to a network, and return its output."""
     signature = program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -174,21 +174,21 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, Value]:
             note_result(env, node, value)
     for result, name in mutations.items():
         if not isinstance(env[result], Tensor) or env[result].name != name:
-            net.refuse(f"it changes the buffer '{name}'", location_of(result))
+            net.refuse(f"it changes the buffer '{name}'", node_location(result))
     last = env[results[0]]
-    if not isinstance(last, Value):
+    if not isinstance(last, TracedValue):
         raise ConfigError("the module returns a value that is not computed from its input")
-    if not last.ordered:
-        net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.ours} for each sample")
+    if not last.has_layer_axes:
+        net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.layer_shape} for each sample")
     return net, last
 
 
 def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator as a layer."""
     target = node.meta.get("twin", node.target)
-    place = location_of(node)
+    place = node_location(node)
     net.where = Where(str(target), place.module, place.source)
-    conversion = OPERATORS.get(str(target))
+    conversion = CONVERTERS.get(str(target))
     if conversion is None:
         return net.refuse()
     net.out = pytree.tree_leaves(node.meta["val"])[0]
@@ -197,7 +197,7 @@ def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str
     defaults = {name: a.default_value for name, a in zip(names, declared, strict=True) if a.has_default_value()}
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     first = bound.get("x", net.input)
-    if not isinstance(first, Value):
+    if not isinstance(first, TracedValue):
         return net.refuse("only values computed from the input have a layer")
     try:
         return conversion.function(net, **bound)

@@ -14,7 +14,7 @@ from ..ir.errors import UnsupportedOperator
 from ..lowering.steps import Where
 
 Shape = tuple[int, ...]
-STATE = ("/mean", "/var")
+BATCH_STATISTICS = ("/mean", "/var")
 
 
 class Tensor(NamedTuple):
@@ -25,7 +25,7 @@ class Tensor(NamedTuple):
     trained: bool
 
 
-class Value(NamedTuple):
+class TracedValue(NamedTuple):
     """Result of a step.
 
     Attributes
@@ -34,7 +34,7 @@ class Value(NamedTuple):
         Index: 0 is the network's input, and each step adds one.
     shape : tuple of int
         Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
-    ours : tuple of int
+    layer_shape : tuple of int
         Shape of the layer's output without the batch: (*spatial, C), or (C,).
     number : int
         Value number: equal for equal computations, ignoring layers that are the identity in evaluation.
@@ -42,13 +42,13 @@ class Value(NamedTuple):
 
     at: int
     shape: Shape
-    ours: Shape
+    layer_shape: Shape
     number: int
 
     @property
-    def ordered(self) -> bool:
+    def has_layer_axes(self) -> bool:
         """Whether the tensor and the layer's output have the same axes, up to their order."""
-        return self.ours == (*self.shape[2:], *self.shape[1:2])
+        return self.layer_shape == (*self.shape[2:], *self.shape[1:2])
 
 
 class Step(NamedTuple):
@@ -72,7 +72,7 @@ class Network:
         Location of the operator in the user's program.
     out : fake tensor
         Its result, or the first of several.
-    joined : dict of numbers to Value
+    joined : dict of numbers to TracedValue
         Concatenations of these values.
     weights : dict of str to array
         Arrays from the module by '<layer>/<parameter>'.
@@ -81,10 +81,10 @@ class Network:
     def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, numbers: dict[Any, int]) -> None:
         self.dtype, self.training, self._numbers = dtype, training, numbers
         self.batch = input_shape[0]
-        self.input = Value(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
+        self.input = TracedValue(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
         self.where, self.out = Where("", "", ""), torch.empty(())
         self.steps: list[Step] = []
-        self.joined: dict[tuple[int, ...], Value] = {}
+        self.joined: dict[tuple[int, ...], TracedValue] = {}
         self.weights: dict[str, Any] = {}
         self._names: dict[str, int] = {}
         self._used: set[int] = set()
@@ -92,12 +92,12 @@ class Network:
     def add(
         self,
         layer: Layer,
-        x: Value,
+        x: TracedValue,
         weights: Mapping[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor] | None]] | None = None,
         *,
         means: bool = False,
         only_training: bool = False,
-    ) -> Value:
+    ) -> TracedValue:
         """Append a layer, and return its output.
 
         Parameters
@@ -114,28 +114,30 @@ class Network:
         for name, (tensor, transform) in weights.items():
             self._add_weight(f"{layer.name}/{name}", tensor, transform)
         sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
-        ours = layer.output_shape_for(x.ours)
+        layer_shape = layer.output_shape_for(x.layer_shape)
         number = x.number if only_training else self._number(_signature(layer), sources, x.number)
-        return self._append(Step(layer, None, (x.at,), self.where, means), ours, number)
+        return self._append(Step(layer, None, (x.at,), self.where, means), layer_shape, number)
 
-    def join(self, kind: type[Branches], values: Sequence[Any]) -> Value:
+    def join(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
         """Append a container that joins values of the same extent, and return its output."""
         for value in values:
-            if not isinstance(value, Value):
+            if not isinstance(value, TracedValue):
                 self.refuse("only values computed from the input have a layer")
-        ours = values[0].ours
+        layer_shape = values[0].layer_shape
         if kind is Concat:
-            ours = (*ours[:-1], sum(value.ours[-1] for value in values))
+            layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
         number = self._number(kind.__name__, *(value.number for value in values))
-        return self._append(Step(None, kind, tuple(value.at for value in values), self.where), ours, number)
+        return self._append(Step(None, kind, tuple(value.at for value in values), self.where), layer_shape, number)
 
-    def reshape(self, x: Value, shape: Shape) -> Value:
+    def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
         """Return a value in another shape, with elements in PyTorch's order."""
-        if len(shape) == 2 and len(x.ours) > 1 and prod(x.ours[:-1]) == 1:  # one cell is its own mean
+        if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
             means = x.at > 0 and self.steps[x.at - 1].means
             at = self.steps[x.at - 1].inputs[0] if means else x.at
             layer = GlobalAvgPoolingLayer(name=self._layer_name())
-            return self._append(Step(layer, None, (at,), self.where), x.ours[-1:], self._number("vector", x.number))
+            return self._append(
+                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._number("vector", x.number)
+            )
         return x._replace(shape=tuple(shape))
 
     def shape_of(self, weight: Any) -> Shape:
@@ -147,13 +149,10 @@ class Network:
     def refuse(self, why: str = "it has no corresponding layer", where: Where | None = None) -> Any:
         """Raise UnsupportedOperator."""
         raise UnsupportedOperator(
-            where or self.where,
-            why,
-            cannot="become a layer",
-            remedy="neondist.torch.distribute takes any module",
+            where or self.where, why, cannot="become a layer", remedy="neondist.torch.distribute takes any module"
         )
 
-    def nodes(self, last: Value) -> list[Node]:
+    def nodes(self, last: TracedValue) -> list[Node]:
         """Return the chain of layers and containers from the input to a value."""
         dominators = [0]
         depth = [0]
@@ -184,15 +183,15 @@ class Network:
 
         return chain(0, last.at)
 
-    def _append(self, step: Step, ours: Shape, number: int) -> Value:
+    def _append(self, step: Step, layer_shape: Shape, number: int) -> TracedValue:
         shape = tuple(self.out.shape)
-        ordered = ours == (*shape[2:], *shape[1:2])
-        if not shape or shape[0] != self.batch or not (ordered or prod(shape[1:]) == prod(ours)):
-            self.refuse(f"its output has shape {shape}, but a layer's would have {ours} for each sample")
+        has_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
+        if not shape or shape[0] != self.batch or not (has_layer_axes or prod(shape[1:]) == prod(layer_shape)):
+            self.refuse(f"its output has shape {shape}, but a layer's would have {layer_shape} for each sample")
         if self.out.dtype != self.dtype:
             self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")
         self.steps.append(step)
-        return Value(len(self.steps), shape, ours, number)
+        return TracedValue(len(self.steps), shape, layer_shape, number)
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -207,7 +206,7 @@ class Network:
             return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
         if id(tensor.data) in self._used:
             self.refuse(f"'{tensor.name}' is used twice, but layers cannot share parameters")
-        if tensor.trained == name.endswith(STATE):
+        if tensor.trained == name.endswith(BATCH_STATISTICS):
             state = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
             self.refuse(f"'{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
         self._used.add(id(tensor.data))

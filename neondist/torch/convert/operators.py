@@ -10,7 +10,7 @@ import torch
 
 from ... import layers
 from ...geometry import same_padding
-from .network import Network, Value
+from .network import Network, TracedValue
 
 
 class Conversion(NamedTuple):
@@ -21,7 +21,7 @@ class Conversion(NamedTuple):
     note: str
 
 
-OPERATORS: dict[str, Conversion] = {}
+CONVERTERS: dict[str, Conversion] = {}
 
 
 def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -29,59 +29,59 @@ def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Calla
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         note = (function.__doc__ or "").strip().split("\n")[0]
-        OPERATORS.update({f"aten.{name}": Conversion(function, layer, note) for name in names})
+        CONVERTERS.update({f"aten.{name}": Conversion(function, layer, note) for name in names})
         return function
 
     return register
 
 
-def table() -> list[tuple[str, str, list[str]]]:
+def conversion_table() -> list[tuple[str, str, list[str]]]:
     """Return rows (layers, requirements, operators)."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name, conversion in OPERATORS.items():
+    for name, conversion in CONVERTERS.items():
         rows.setdefault((conversion.layers, conversion.note), []).append(name)
     return [(*key, names) for key, names in rows.items()]
 
 
-def _image(net: Network, x: Value, axes: int = 0) -> int:
+def _spatial_axes(net: Network, x: TracedValue, axes: int = 0) -> int:
     """Return the number of spatial axes; refuse reshaped values, or another number than `axes`."""
     spatial = len(x.shape) - 2
-    if not x.ordered or (axes and spatial != axes):
+    if not x.has_layer_axes or (axes and spatial != axes):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
     return spatial
 
 
-def _numbers(value: Any, n: int) -> tuple[int, ...]:
+def _as_tuple(value: Any, n: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     return values * n if len(values) == 1 else values
 
 
 @converts_to("ConvLayer", *(f"conv{n}d.{kind}" for n in (1, 2, 3) for kind in ("default", "padding")))
 def convolution(
-    net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Value:
+    net: Network, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> TracedValue:
     """Any kernel, stride, padding, dilation and groups."""
-    n = _image(net, x, len(net.shape_of(weight)) - 2)
+    n = _spatial_axes(net, x, len(net.shape_of(weight)) - 2)
     out, _, *kernel = net.shape_of(weight)
-    strides, dilated = _numbers(stride, n), _numbers(dilation, n)
+    strides, dilated = _as_tuple(stride, n), _as_tuple(dilation, n)
     pads = (0,) * n if padding == "valid" else padding
     if padding == "same":
-        pads = same_padding(x.ours[:-1], kernel, strides, dilated)
+        pads = same_padding(x.layer_shape[:-1], kernel, strides, dilated)
     elif not isinstance(padding, str):
-        pads = _numbers(padding, n)
+        pads = _as_tuple(padding, n)
     layer = layers.ConvLayer(out, tuple(kernel), strides, pads, dilation=dilated, groups=groups, bias=bias is not None)
     return net.add(layer, x, _with_bias(weight, _channels_last, bias))
 
 
 @converts_to("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
 def transposed_convolution(
-    net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
+    net: Network, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
     dilation: Any,
-) -> Value:  # fmt: skip
+) -> TracedValue:  # fmt: skip
     """output_padding must be less than the stride."""
-    n = _image(net, x, len(net.shape_of(weight)) - 2)
+    n = _spatial_axes(net, x, len(net.shape_of(weight)) - 2)
     _, out, *kernel = net.shape_of(weight)
-    strides, pads, extra, dilated = (_numbers(v, n) for v in (stride, padding, output_padding, dilation))
+    strides, pads, extra, dilated = (_as_tuple(v, n) for v in (stride, padding, output_padding, dilation))
     options: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
     layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **options)
 
@@ -93,11 +93,11 @@ def transposed_convolution(
 
 
 @converts_to("FCLayer", "linear.default")
-def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
+def linear(net: Network, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
     """Of a vector or a flattened image; rows of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
-    out, *extent = net.shape_of(weight)[0], *x.ours[-1:], *x.ours[:-1]
+    out, *extent = net.shape_of(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
 
     def rows(w: torch.Tensor) -> torch.Tensor:
         return w.reshape(out, *extent).movedim(1, -1).reshape(out, -1).T
@@ -117,11 +117,11 @@ def _channels_last(weight: torch.Tensor) -> torch.Tensor:
     "BatchNormLayer", "_native_batch_norm_legit_functional.default", "_native_batch_norm_legit_no_training.default"
 )
 def batch_norm(
-    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
-    training: bool = False,
+    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
+    eps: float, training: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
-    _image(net, x)
+    _spatial_axes(net, x)
     if training != net.training:
         net.refuse(
             "evaluation uses the statistics of the batch" if training else "training uses the running statistics"
@@ -135,8 +135,8 @@ def batch_norm(
 
 
 @converts_to("BatchNormLayer", "batch_norm.default")
-def whole_batch_norm(
-    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+def batch_norm_composite(
+    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, **_: Any,
 ) -> Any:  # fmt: skip
     """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
@@ -145,46 +145,50 @@ def whole_batch_norm(
 
 
 @converts_to("GroupNormLayer", "group_norm.default")
-def group_norm(net: Network, x: Value, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any) -> Value:
+def group_norm(
+    net: Network, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
+) -> TracedValue:
     """With weight and bias, or without both."""
-    _image(net, x)
-    return net.add(layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+    _spatial_axes(net, x)
+    return net.add(
+        layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias)
+    )
 
 
 @converts_to("GroupNormLayer", "layer_norm.default")
 def layer_norm(
-    net: Network, x: Value, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
-) -> Value:
+    net: Network, x: TracedValue, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
+) -> TracedValue:
     """Over a whole sample; with weight and bias only for vectors."""
-    if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.ours) > 1):
+    if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.layer_shape) > 1):
         net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
-    return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+    return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias))
 
 
 @converts_to("InstanceNormLayer", "instance_norm.default")
 def instance_norm(
-    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, **_: Any,
-) -> Value:  # fmt: skip
+) -> TracedValue:  # fmt: skip
     """Without running statistics."""
-    _image(net, x)
+    _spatial_axes(net, x)
     if running_mean is not None or not use_input_stats:
         net.refuse("it has running statistics")
-    return net.add(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+    return net.add(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias))
 
 
-def _scales(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
+def _affine_weights(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
     if (weight is None) != (bias is None):
         net.refuse("it has only one of weight and bias")
     return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
 
 
-def _fit_windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
+def _fit_windows(net: Network, x: TracedValue, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
     """Return kernel, stride and padding by side that give the output extent, and whether ceil_mode extends it."""
-    n = _image(net, x)
-    sizes, steps, pads = _numbers(kernel, n), _numbers(stride or kernel, n), _numbers(padding, n)
+    n = _spatial_axes(net, x)
+    sizes, steps, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
     sides, beyond = [], False
-    for cells, m, k, s, p in zip(x.ours, net.out.shape[2:], sizes, steps, pads, strict=False):
+    for cells, m, k, s, p in zip(x.layer_shape, net.out.shape[2:], sizes, steps, pads, strict=False):
         after = p
         if (cells + 2 * p - k) // s + 1 != m:  # ceil_mode
             after = max(0, (m - 1) * s + k - cells - p)
@@ -195,10 +199,10 @@ def _fit_windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any)
 
 @converts_to("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
 def max_pool(
-    net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
-) -> Value:
+    net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> TracedValue:
     """Without dilation."""
-    if any(d != 1 for d in _numbers(dilation, 1)):
+    if any(d != 1 for d in _as_tuple(dilation, 1)):
         net.refuse(f"dilation {tuple(dilation)}")
     windows, _ = _fit_windows(net, x, kernel_size, stride, padding)
     return net.add(layers.MaxPoolingLayer(*windows), x)
@@ -206,9 +210,9 @@ def max_pool(
 
 @converts_to("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
 def avg_pool(
-    net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+    net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
     divisor_override: int | None = None,
-) -> Value:  # fmt: skip
+) -> TracedValue:  # fmt: skip
     """Without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
         net.refuse(f"divisor_override {divisor_override}")
@@ -223,11 +227,11 @@ def avg_pool(
     "AvgPoolingLayer, MaxPoolingLayer",
     *(f"adaptive_{kind}_pool{n}d.default" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
-def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
+def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
     """Windows must be of equal size. A flattened global mean becomes GlobalAvgPoolingLayer."""
-    _image(net, x)
+    _spatial_axes(net, x)
     windows: list[tuple[int, ...]] = []
-    for n, m in zip(x.ours, net.out.shape[2:], strict=False):
+    for n, m in zip(x.layer_shape, net.out.shape[2:], strict=False):
         starts = [i * n // m for i in range(m)]
         sizes = {-(-(i + 1) * n // m) - start for i, start in enumerate(starts)}
         steps = {b - a for a, b in pairwise(starts)} or {1}
@@ -241,12 +245,12 @@ def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
 
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
-def mean(net: Network, x: Value, dim: Any, keepdim: bool, dtype: Any) -> Value:
+def mean(net: Network, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> TracedValue:
     """Over all cells of the image."""
-    if not _image(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
+    if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial ones")
     if keepdim:
-        return net.add(layers.AvgPoolingLayer(x.ours[:-1]), x, means=True)
+        return net.add(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, means=True)
     return net.add(layers.GlobalAvgPoolingLayer(), x)
 
 
@@ -259,15 +263,15 @@ ACTIVATIONS: dict[str, type[layers.Activation]] = {
 
 
 @converts_to("ActivationLayer", *ACTIVATIONS)
-def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Value:
+def activation(net: Network, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
     """softmax only over the channels."""
-    if dim is not None and not (x.ordered and dim % len(x.shape) == 1):
+    if dim is not None and not (x.has_layer_axes and dim % len(x.shape) == 1):
         net.refuse(f"dimension {dim} of {x.shape} is not the channels")
     return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
 
 
 @converts_to("DropoutLayer", "native_dropout.default")
-def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, ...]:
+def dropout(net: Network, x: TracedValue, p: float, train: bool | None) -> tuple[Any, ...]:
     """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
     if not net.training:
         net.refuse("it also drops in evaluation")
@@ -275,7 +279,7 @@ def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, 
 
 
 @converts_to("DropoutLayer", "dropout.default")
-def whole_dropout(net: Network, x: Value, p: float, train: bool) -> Value:
+def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> TracedValue:
     """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
     return dropout(net, x, p, train)[0] if train else x
 
@@ -283,46 +287,50 @@ def whole_dropout(net: Network, x: Value, p: float, train: bool) -> Value:
 @converts_to(
     "UpsampleLayer", *(f"{kind}{n}d.vec" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
 )
-def nearest(net: Network, x: Value, output_size: Any, scale_factors: Any) -> Value:
+def nearest(net: Network, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
     """By integer factors."""
-    factors = _factors(net, x, scale_factors)
+    factors = _integer_factors(net, x, scale_factors)
     if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first that fails in float32
         net.refuse(f"PyTorch rounds factors {factors} so that some cells are not repeated as often")
     return net.add(layers.UpsampleLayer(factors), x)
 
 
 @converts_to("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
-def interpolated(net: Network, x: Value, output_size: Any, align_corners: bool, scale_factors: Any) -> Value:
+def linear_upsampling(
+    net: Network, x: TracedValue, output_size: Any, align_corners: bool, scale_factors: Any
+) -> TracedValue:
     """By integer factors, align_corners=False."""
     if align_corners:
         net.refuse("align_corners=True")
-    return net.add(layers.UpsampleLayer(_factors(net, x, scale_factors), "bilinear"), x)
+    return net.add(layers.UpsampleLayer(_integer_factors(net, x, scale_factors), "bilinear"), x)
 
 
-def _factors(net: Network, x: Value, scales: Any) -> tuple[int, ...]:
-    n = _image(net, x)
-    factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.ours, strict=False))
-    exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.ours, factors, strict=False))
-    if not exact or (scales is not None and _numbers(list(scales), n) != factors):
-        net.refuse(f"{x.ours[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
+def _integer_factors(net: Network, x: TracedValue, scales: Any) -> tuple[int, ...]:
+    n = _spatial_axes(net, x)
+    factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.layer_shape, strict=False))
+    exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
+    if not exact or (scales is not None and _as_tuple(list(scales), n) != factors):
+        net.refuse(f"{x.layer_shape[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
     return factors
 
 
-MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
+PADDING_MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
 
 
 @converts_to("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
-def pad(net: Network, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+def pad(
+    net: Network, x: TracedValue, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> TracedValue:
     """Of spatial axes, in any mode; negative padding, only in mode 'constant', crops."""
-    n = _image(net, x)
+    n = _spatial_axes(net, x)
     if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
         net.refuse(f"pads {tuple(pad)} in mode '{mode}'")
     sides = [*zip(pad[::2], pad[1::2], strict=True), *[(0, 0)] * n][:n][::-1]
-    return net.add(layers.PadLayer(tuple(sides), MODES[mode], fill=float(value or 0)), x)
+    return net.add(layers.PadLayer(tuple(sides), PADDING_MODES[mode], fill=float(value or 0)), x)
 
 
 @converts_to("CropLayer", "slice.Tensor")
-def crop(net: Network, x: Value, dim: int, start: int | None, end: int | None, step: int) -> Value:
+def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | None, step: int) -> TracedValue:
     """Of spatial axes, with step 1."""
     first, last, stride = slice(start, end, step).indices(x.shape[dim])
     if (first, last, stride) == (0, x.shape[dim], 1):
@@ -330,23 +338,23 @@ def crop(net: Network, x: Value, dim: int, start: int | None, end: int | None, s
     axis = dim % len(x.shape) - 2
     if axis < 0 or stride != 1 or last <= first:
         net.refuse(f"[{start}:{end}:{step}] of dimension {dim} of {x.shape}")
-    sides = [(0, 0)] * _image(net, x)
+    sides = [(0, 0)] * _spatial_axes(net, x)
     sides[axis] = first, x.shape[dim] - last
     return net.add(layers.CropLayer(tuple(sides)), x)
 
 
 @converts_to("Sum", "add.Tensor")
-def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
+def add(net: Network, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
     """Of values of the same shape."""
-    if alpha != 1 or not isinstance(other, Value) or (x.shape, x.ours) != (other.shape, other.ours):
+    if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
         net.refuse("adds a constant or a tensor of another shape")
     return net.join(layers.Sum, [x, other])
 
 
 @converts_to("Concat", "cat.default")
-def cat(net: Network, tensors: Sequence[Any], dim: int) -> Value:
+def cat(net: Network, tensors: Sequence[Any], dim: int) -> TracedValue:
     """Along the channels."""
-    if not all(isinstance(x, Value) and x.ordered for x in tensors) or dim % len(tensors[0].shape) != 1:
+    if not all(isinstance(x, TracedValue) and x.has_layer_axes for x in tensors) or dim % len(tensors[0].shape) != 1:
         net.refuse(f"concatenates constants, or along dimension {dim}, which is not the channels")
     if len(tensors) == 1:
         return tensors[0]
@@ -362,12 +370,12 @@ _RESHAPES = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim sq
 
 
 @converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPES.split()))
-def reshape(net: Network, x: Value, **_: Any) -> Value:
+def reshape(net: Network, x: TracedValue, **_: Any) -> TracedValue:
     """Flatten the result for a linear layer, or restore its shape."""
     return net.reshape(x, net.out.shape)
 
 
 @converts_to("none", "clone.default", "alias.default", "contiguous.default")
-def identity(net: Network, x: Value, **_: Any) -> Value:
+def identity(net: Network, x: TracedValue, **_: Any) -> TracedValue:
     """Removed."""
     return x

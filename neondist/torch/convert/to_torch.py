@@ -39,17 +39,17 @@ def to_torch(model: Model) -> nn.Module:
         If a layer has no counterpart in PyTorch; the message names it.
     """
     state = model.state()
-    return module_of(model, model.input_shape, state)
+    return module_with_weights(model, model.input_shape, state)
 
 
-def module_of(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
+def module_with_weights(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
     """Return the module of a model, which need not be built, with these arrays."""
     return _Converter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
         model.layers, input_shape
     )
 
 
-class SumOf(nn.Module):
+class SumModule(nn.Module):
     """Sum of the results of branches."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class SumOf(nn.Module):
         return reduce(torch.add, [branch(x) for branch in self.branches])
 
 
-class ConcatOf(SumOf):
+class ConcatModule(SumModule):
     """Concatenation of the results of branches along the channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class ConcatOf(SumOf):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-class RootOfSquares(nn.Module):
+class L2Pool(nn.Module):
     """Root of the sum of squares over each window; the gradient at zero is zero instead of NaN."""
 
     def __init__(self, kernel: Shape, stride: Shape) -> None:
@@ -83,7 +83,7 @@ class RootOfSquares(nn.Module):
         return torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
 
 
-class MeanOfInside(nn.Module):
+class AvgPoolIgnoringPadding(nn.Module):
     """Mean over the cells of each window that are inside the image."""
 
     def __init__(self, pad: nn.Module, pool: nn.Module) -> None:
@@ -166,17 +166,19 @@ class _Converter:
         if kind is Sequential:
             return list(self.chain(node.layers, shape))
         if kind in (Sum, Concat):
-            return [(SumOf if kind is Sum else ConcatOf)([self.chain([branch], shape) for branch in node.layers])]
+            return [
+                (SumModule if kind is Sum else ConcatModule)([self.chain([branch], shape) for branch in node.layers])
+            ]
         prefix, activation = f"{node.name}/", getattr(node, "activation", None)
         arrays = {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
-        convert, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
+        convert, after = LAYER_CONVERTERS.get(kind.__name__), ACTIVATION_MODULES.get(type(activation).__name__)
         if convert is None or after is None or len(shape) > 4:
             kind_name = type(node if convert is None else activation).__name__
             raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {kind_name} for shape {shape}")
         return [*convert(node, shape, arrays), *after()]
 
 
-FUNCTIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
+ACTIVATION_MODULES: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "NoneType": lambda: [],
     "Identity": lambda: [],
     "ReLU": lambda: [nn.ReLU()],
@@ -186,7 +188,7 @@ FUNCTIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 }
 
 
-def _class_of(word: str, shape: Shape) -> Any:
+def _torch_class(word: str, shape: Shape) -> Any:
     """Return PyTorch's class for images of a shape, such as nn.Conv2d."""
     return getattr(nn, f"{word}{max(1, len(shape) - 1)}d")
 
@@ -199,20 +201,24 @@ def _load_module(kind: Any, *args: Any, weights: Arrays, **options: Any) -> nn.M
     return module
 
 
-def _padding(
+def _padding_modules(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
     """Return modules that pad or crop an image."""
     if not isinstance(mode, str):  # one axis after the other
         by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
-        return [pad for pads, mode_ in zip(by_axis, mode, strict=True) for pad in _padding(pads, shape, mode_, fill)]
+        return [
+            pad for pads, mode_ in zip(by_axis, mode, strict=True) for pad in _padding_modules(pads, shape, mode_, fill)
+        ]
     flat = tuple(n for side in reversed(sides) for n in side)
     if not any(flat):
         return []
     if mode == "zeros":
-        return [_class_of("ConstantPad", shape)(flat, fill)]
+        return [_torch_class("ConstantPad", shape)(flat, fill)]
     return [
-        _class_of({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(flat)
+        _torch_class({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(
+            flat
+        )
     ]
 
 
@@ -224,7 +230,7 @@ def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape
     sizes = zip(window.padding, window.kernel, strict=True)
     if window.mode == "zeros" and all(a == b and (a <= k // 2 or not half) for (a, b), k in sizes):
         return tuple(a for a, _ in window.padding), []
-    return (0,) * window.ndim, _padding(window.padding, shape, window.mode, window.fill)
+    return (0,) * window.ndim, _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
 def _rename_weights(arrays: Arrays, transform: Callable[[torch.Tensor], torch.Tensor]) -> Arrays:
@@ -238,11 +244,11 @@ def _convolution(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module
     weights = _rename_weights(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation, "groups": layer.groups}
     channels = shape[-1], layer.out_channels, window.kernel
-    return [*before, _load_module(_class_of("Conv", shape), *channels, bias=layer.bias, weights=weights, **options)]
+    return [*before, _load_module(_torch_class("Conv", shape), *channels, bias=layer.bias, weights=weights, **options)]
 
 
 def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
-    window, groups, extra = layer.sliding(shape), layer.groups, layer.output_padding
+    window, groups, extra = layer.output_window_for(shape), layer.groups, layer.output_padding
     n = window.ndim
     cropped = any(a != b for a, b in window.padding)
 
@@ -259,8 +265,8 @@ def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
     }
     channels = shape[-1], layer.out_channels, window.kernel
     weights = _rename_weights(arrays, reorder)
-    module = _load_module(_class_of("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **options)
-    return [module, *(_padding([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
+    module = _load_module(_torch_class("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **options)
+    return [module, *(_padding_modules([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
 
 
 def _linear(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
@@ -273,25 +279,27 @@ def _linear(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
 def _max_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     padding, before = _split_padding(window, shape, half=True)
-    return [*before, _class_of("MaxPool", shape)(window.kernel, window.stride, padding)]
+    return [*before, _torch_class("MaxPool", shape)(window.kernel, window.stride, padding)]
 
 
 def _avg_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     padding, before = _split_padding(window, shape, half=True)
-    pool = _class_of("AvgPool", shape)(window.kernel, window.stride, padding, count_include_pad=layer.count_include_pad)
-    return [*before, pool] if layer.count_include_pad or not before else [MeanOfInside(before[0], pool)]
+    pool = _torch_class("AvgPool", shape)(
+        window.kernel, window.stride, padding, count_include_pad=layer.count_include_pad
+    )
+    return [*before, pool] if layer.count_include_pad or not before else [AvgPoolIgnoringPadding(before[0], pool)]
 
 
 def _l2_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    return [*_padding(window.padding, shape), RootOfSquares(window.kernel, window.stride)]
+    return [*_padding_modules(window.padding, shape), L2Pool(window.kernel, window.stride)]
 
 
 def _batch_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
     weights = {names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
-    kind = _class_of("BatchNorm", shape)
+    kind = _torch_class("BatchNorm", shape)
     return [_load_module(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
 
 
@@ -299,7 +307,7 @@ def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
     sizes = layer.groups_for(shape), shape[-1]
     if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
-        kind = _class_of("InstanceNorm", shape)
+        kind = _torch_class("InstanceNorm", shape)
         return [_load_module(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
     return [_load_module(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
 
@@ -311,14 +319,14 @@ def _response_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Modu
 
 def _local_contrast(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window, least = layer.local.window_over(shape), layer.min_deviation
-    pad = _padding(window.padding, shape, window.mode)
-    return [LocalContrast(layer.local.taps(shape), pad, None if least == "mean" else least)]
+    pad = _padding_modules(window.padding, shape, window.mode)
+    return [LocalContrast(layer.local.axis_weights(shape), pad, None if least == "mean" else least)]
 
 
 def _local_filtering(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    block = layer.block_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
-    return [LocalFilters(arrays, window.kernel, window.stride, _padding(window.padding, shape), block)]
+    block = layer.block_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
+    return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block)]
 
 
 def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
@@ -331,10 +339,10 @@ def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
 
 def _pad_or_crop(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    return _padding(window.padding, shape, window.mode, window.fill)
+    return _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
-MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
+LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
     "ActivationLayer": lambda layer, shape, arrays: [],
     "AvgPoolingLayer": _avg_pooling,
     "BatchNormLayer": _batch_norm,
@@ -343,7 +351,7 @@ MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
     "DeconvLayer": _transposed,
     "DropoutLayer": lambda layer, shape, arrays: [nn.Dropout(layer.rate)],
     "FCLayer": _linear,
-    "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_class_of("AdaptiveAvgPool", shape)(1), nn.Flatten()],
+    "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_torch_class("AdaptiveAvgPool", shape)(1), nn.Flatten()],
     "GroupNormLayer": _sample_norm,
     "InstanceNormLayer": _sample_norm,
     "L2PoolingLayer": _l2_pooling,

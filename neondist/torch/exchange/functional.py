@@ -14,7 +14,7 @@ import torch
 from torch.library import custom_op
 
 from ...comm import ProcessGrid
-from ...comm.agree import CALL, agree, check_alike
+from ...comm.agree import CALL_FACT, agree, check_alike
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
@@ -120,7 +120,7 @@ def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
 @custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_SCHEMA}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _unpack(grid, window_args)
-    check_alike(state.comm.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
+    check_alike(state.comm.grid.world, {CALL_FACT: "backward of halo", "window": window, "global_shape": extent})
     view = state.view(window, extent)
     with view.channel.during("backward"):
         return view.channel.adjoint(gradient, shape, view.pads)
@@ -155,8 +155,8 @@ _halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
-    state = _state_of(ProcessGrid.of(grid), 2)
-    facts = {CALL: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    state = _state_of(ProcessGrid.from_handle(grid), 2)
+    facts = {CALL_FACT: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
     check_alike(state.comm.grid.world, facts | {"x.requires_grad": x.requires_grad})
     all_axes = state.comm.mesh.axes
     axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
@@ -207,7 +207,7 @@ class _GridState:
         shape = tuple(x.shape)
         extent = self._extents.get(shape)
         # only some ranks may have seen their tile's shape before: check whether all know the extent
-        facts = {CALL: "halo", "window": window, "global_shape": None}
+        facts = {CALL_FACT: "halo", "window": window, "global_shape": None}
         versions = (-1,) if extent is None else extent
         if not check_alike(self.comm.grid.world, facts, versions=versions) or extent is None:
             extent = self._extents[shape] = self._gather_extent(shape)
@@ -220,7 +220,7 @@ class _GridState:
             self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
-        facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        facts = {CALL_FACT: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
         samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # replicas may differ
         facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
         check_alike(self.comm.grid.world, facts, error)
@@ -281,9 +281,9 @@ class _GridState:
 
 def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:
     key = _GridState, spatial
-    if key not in grid.kept:
-        grid.kept[key] = _GridState(grid, spatial)
-    return grid.kept[key]
+    if key not in grid.cached_objects:
+        grid.cached_objects[key] = _GridState(grid, spatial)
+    return grid.cached_objects[key]
 
 
 def _unpack(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
@@ -291,7 +291,7 @@ def _unpack(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, 
     kernel, stride, padding, dilation, fill, mode, extent = window_args
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))
     window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
-    return _state_of(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
+    return _state_of(ProcessGrid.from_handle(grid), window.ndim), window, tuple(extent)
 
 
 def _check_grid(grid: Any) -> None:

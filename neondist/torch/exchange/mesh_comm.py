@@ -17,7 +17,7 @@ from ...comm import DebugTransport, Message, ProcessGrid, Transport
 from ...geometry import Lattice, Piece, Transfer, to_slice
 from ...halo.exchange import WHOLE
 from ...observer import ObservedEvent
-from ...runtime.observers.ledger import Account, Ledger
+from ...runtime.observers.ledger import Ledger, LedgerKey
 from ..ir.graph import GRADIENTS, WIDER
 from ..ir.layout import Mesh
 
@@ -52,7 +52,7 @@ class MeshComm:
         self.guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
         self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
-        if grid.world.one_process:
+        if grid.world.shares_process:
             # autograd has one thread per GPU, where a waiting virtual rank would block the others: let each rank's own
             # thread run its backward passes, as for CPU tensors
             grid.on_close(partial(torch.autograd.set_multithreading_enabled, torch._C._is_multithreading_enabled()))
@@ -66,7 +66,7 @@ class MeshComm:
 
     def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
         """Record a message to a rank, or a sum in a group."""
-        self.ledger[Account(kind, step, direction, peer, nbytes)] += 1
+        self.ledger[LedgerKey(kind, step, direction, peer, nbytes)] += 1
         self.sent += nbytes
 
     def group(self, axes: frozenset[int]) -> tuple[str, Transport]:
@@ -99,18 +99,18 @@ class MeshComm:
 
         A module must therefore be on its device when it is distributed.
         """
-        if device.type != "cpu" and device.type in self.grid.world.tensors:
+        if device.type != "cpu" and device.type in self.grid.world.tensor_device_types:
             self.grid.world.allreduce(torch.zeros(1, device=device))
 
     def staging_device(self, device: torch.device) -> torch.device:
         """Return the device from which tensors are sent: their own if the transport supports it, else the CPU."""
-        return device if device.type in self.grid.world.tensors else torch.device("cpu")
+        return device if device.type in self.grid.world.tensor_device_types else torch.device("cpu")
 
     def staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
-        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `group_of`."""
+        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `reduction_group`."""
         return StagedExchange(self, group, out, back, first)
 
-    def group_of(self, axes: Collection[int]) -> tuple[Transport, int]:
+    def reduction_group(self, axes: Collection[int]) -> tuple[Transport, int]:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
         grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
@@ -136,7 +136,7 @@ class MeshComm:
             wide = wide.resolve_conj().resolve_neg()
         wide = wide.contiguous()
         real = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
-        array = real if self.grid.world.tensors else real.numpy()
+        array = real if self.grid.world.tensor_device_types else real.numpy()
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
@@ -167,11 +167,11 @@ class StagedExchange:
                     by_peer[peer] = flat
                 else:
                     staged.append((flat, buffer))
-            return messages(by_peer, first, bool(group.tensors))
+            return messages(by_peer, first, bool(group.tensor_device_types))
 
         self._leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.exchange = group.exchange(stage(out, self._leaving), stage(back, self._arriving))
+        self.exchange = group.create_exchange(stage(out, self._leaving), stage(back, self._arriving))
         self.exchange.observers = comm.grid.observers
 
     def run(self) -> None:
@@ -211,7 +211,7 @@ class Channel:
         )
         self.arriving = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
         self.leaving = _by_peer(leaving)
-        self.group, self.first = comm.group_of({axis for request in transfer.requests for axis in request.axes})
+        self.group, self.first = comm.reduction_group({axis for request in transfer.requests for axis in request.axes})
         self._moved = {request.dim for request in transfer.requests}
         self._planned: dict[Any, Any] = {}
 

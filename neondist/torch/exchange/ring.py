@@ -61,7 +61,7 @@ class RingChannel:
         self.at = self.ranks.index(rank)
         self.rows = torch.tensor(indices(self.ring.queries, comm.place))
         self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
-        self.group, self.first = comm.group_of(axes_of([self.ring.keys]))
+        self.group, self.first = comm.reduction_group(axes_of([self.ring.keys]))
         self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
     def during(self, direction: str) -> ObservedEvent:

@@ -17,7 +17,7 @@ from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
 from ...observer import ObservedEvent
 from ...registry import suggest
-from ...runtime.debug import mark_buffer, unfilled
+from ...runtime.debug import mark_unowned_cells, mask_of_unfilled
 from ..ir.graph import Step
 from .mesh_comm import MeshComm
 
@@ -56,9 +56,9 @@ class SchemeChannel:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
         owner, buffer = self._buffer(tensor, fill)
         if self.comm.guarded:
-            mark_buffer(buffer)
+            mark_unowned_cells(buffer)
         seen = buffer.forward(_channels_last(tensor), self.comm.phase)
-        if self.comm.guarded and (missing := unfilled(seen, owner.plan)).any():
+        if self.comm.guarded and (missing := mask_of_unfilled(seen, owner.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
@@ -139,11 +139,11 @@ class SchemeChannel:
         recorded, counted = owner.recorded, owner.counted
         counted += [0] * (len(recorded) - len(counted))
         for at, (direction, exchange) in enumerate(recorded):
-            for _ in range(counted[at], exchange.runs):
+            for _ in range(counted[at], exchange.run_count):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
                     self.comm.record("halo", self.name, direction, peer, message.nbytes)
-            counted[at] = exchange.runs
+            counted[at] = exchange.run_count
 
 
 def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:

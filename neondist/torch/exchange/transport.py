@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...comm.large_counts import MOST, chunks
+from ...comm.large_counts import MAX_COUNT, chunk_slices
 from ...comm.transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport, closed_error
 from ...errors import LaunchError, RemoteError
 
@@ -37,14 +37,14 @@ PeerTensor = tuple[int, torch.Tensor]
 """Rank of the peer, and a tensor of bytes."""
 
 
-def world(most: int = MOST) -> TorchTransport:
+def world(max_count: int = MAX_COUNT) -> TorchTransport:
     """Return the transport over torch.distributed's default process group; collective.
 
     The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
 
     Parameters
     ----------
-    most : int
+    max_count : int
         As in `TorchTransport`.
 
     Raises
@@ -71,7 +71,7 @@ def world(most: int = MOST) -> TorchTransport:
                 f"torch.distributed does not start with {settings}: {error}; if gloo selects the wrong network"
                 " interface, set GLOO_SOCKET_IFNAME"
             ) from error
-    return TorchTransport(most=most)
+    return TorchTransport(max_count=max_count)
 
 
 def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
@@ -132,7 +132,7 @@ class TorchTransport(Transport):
     ----------
     group : torch.distributed.ProcessGroup, optional
         A group with a gloo backend for host arrays. Default: the default process group.
-    most : int
+    max_count : int
         Maximum number of bytes per message and of elements per reduction; larger ones are split.
 
     Raises
@@ -146,8 +146,8 @@ class TorchTransport(Transport):
         All ranks but this one.
     """
 
-    def __init__(self, group: Any = None, part: _Part | None = None, most: int = MOST) -> None:
-        self._group, self.most = dist.group.WORLD if group is None else group, most
+    def __init__(self, group: Any = None, part: _Part | None = None, max_count: int = MAX_COUNT) -> None:
+        self._group, self.max_count = dist.group.WORLD if group is None else group, max_count
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
             raise LaunchError(
@@ -160,7 +160,7 @@ class TorchTransport(Transport):
         self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
-        self.tensors = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
+        self.tensor_device_types = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
         self._whole = self.size == len(group_ranks)
 
     @property
@@ -176,7 +176,7 @@ class TorchTransport(Transport):
         places = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
         return self._part([place for _, place in places], self._next_number())
 
-    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+    def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, whose members are known without communication."""
         replica, tile = divmod(self.rank, tiles)
         number, places = self._next_number(), range(self.size)
@@ -192,9 +192,9 @@ class TorchTransport(Transport):
 
     def _part(self, places: Sequence[int], number: int) -> TorchTransport:
         part = _Part([self._ranks[place] for place in places], number, self._groups)
-        return TorchTransport(self.group, part, self.most)
+        return TorchTransport(self.group, part, self.max_count)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange directly from and into the arrays, or through buffers for non-contiguous boxes."""
         return _TorchExchange(self, sends, receives)
 
@@ -214,7 +214,7 @@ class TorchTransport(Transport):
             return
         if self._whole and str(tensor.dtype).removeprefix("torch.") in REDUCED:
             with self.remote_errors():
-                for part in tensor.view(-1).split(self.most):
+                for part in tensor.view(-1).split(self.max_count):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
             return
         rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
@@ -231,14 +231,14 @@ class TorchTransport(Transport):
         if not (self._whole and array.dtype.name in REDUCED):
             return _Reduction(self, flat, op, kind)
         with self.remote_errors():
-            parts = torch.from_numpy(flat).split(self.most)
+            parts = torch.from_numpy(flat).split(self.max_count)
             return _Works(self, [dist.all_reduce(part, REDUCE_OPS[op], self.group, async_op=True) for part in parts])
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks, stacked along a new first axis."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
         gathered[self.rank] = array
-        rows = [as_bytes(gathered[rank : rank + 1]) for rank in range(self.size)]
+        rows = [as_uint8_tensor(gathered[rank : rank + 1]) for rank in range(self.size)]
         self.swap([(peer, rows[self.rank]) for peer in self.peers], [(peer, rows[peer]) for peer in self.peers])
         return gathered
 
@@ -246,8 +246,8 @@ class TorchTransport(Transport):
         """Send an array to every rank, and return what every rank sent to this one, without pickling."""
         received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
         received[self.rank][...] = sends[self.rank]
-        leaving = [(peer, as_bytes(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
-        self.swap(leaving, [(peer, as_bytes(received[peer])) for peer in self.peers])
+        leaving = [(peer, as_uint8_tensor(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
+        self.swap(leaving, [(peer, as_uint8_tensor(received[peer])) for peer in self.peers])
         return received
 
     def allgather(self, value: Any) -> list[Any]:
@@ -268,7 +268,7 @@ class TorchTransport(Transport):
 
     def _broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace the array by that of rank `root`."""
-        data = as_bytes(array)
+        data = as_uint8_tensor(array)
         if self.rank == root:
             self.swap([(peer, data) for peer in self.peers], [])
         else:
@@ -290,7 +290,7 @@ class TorchTransport(Transport):
                 dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
                 for end, tensors in ends
                 for peer, data in tensors
-                for chunk in chunks(data.numel(), self.most)
+                for chunk in chunk_slices(data.numel(), self.max_count)
             ]
             # as one batch: nccl runs separate operations one after the other, and two ranks could deadlock
             return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
@@ -342,7 +342,9 @@ class _Reduction(Request):
 
     def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
         transport = self.transport
-        leaving, arriving = ([(peer, as_bytes(ends[peer])) for peer in transport.peers] for ends in (sends, receives))
+        leaving, arriving = (
+            [(peer, as_uint8_tensor(ends[peer])) for peer in transport.peers] for ends in (sends, receives)
+        )
         return transport.post(leaving, arriving, kind)
 
 
@@ -376,14 +378,14 @@ def _packed(cells: Any) -> tuple[Any, Any]:
     return cells, cells if fit else np.empty(cells.shape, cells.dtype)
 
 
-def as_bytes(array: np.ndarray) -> torch.Tensor:
+def as_uint8_tensor(array: np.ndarray) -> torch.Tensor:
     """Return the bytes of a contiguous array of any dtype; not a copy."""
     return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
 def bytes_of(data: Any) -> torch.Tensor:
     """Return the bytes of a contiguous array or tensor; not a copy."""
-    return data.view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else as_bytes(data)
+    return data.view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else as_uint8_tensor(data)
 
 
 def pickled(value: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 
 from ...comm import ProcessGrid
 from ...geometry import Box
-from ...plan.blocks import COPIES, OutputBlocks
+from ...plan.blocks import IMAGE_COPIES, OutputBlocks
 from ..capture.capture import lower_program
 from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
@@ -100,9 +100,9 @@ class ModuleBlocks(OutputBlocks):
     @cached_property
     def largest(self) -> int:
         """Most bytes that a block needs: values of the module, the image and the output."""
-        return max(peak + COPIES * ends for peak, ends, _ in self._costs)
+        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._costs)
 
-    def heaviest(self) -> str:
+    def layer_needing_most(self) -> str:
         """Return the step at which memory use peaks."""
         return max(self._costs)[2]
 

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...geometry import DimRequest, Range, Transfer
 from ...halo.fusion import Fusion
-from ...plan.planner import PASSES, best_cuts
-from ...system.machine import Figures
+from ...plan.planner import TRAINING_COST_FACTOR, cheapest_ranges
+from ...system.machine import MachineFigures
 from ..exchange.schemes import policy_of
 from ..ir.graph import Value
 from .blocked import at_least_one
@@ -26,7 +26,7 @@ def segments_of(search: Search) -> list[OperatorSegment]:
     for segment in segments:
         first = next(iter(segment.records.values()))
         policy = policy_of(first.where.module, search.schemes)
-        figures = policy.figures(search.mesh.size) if isinstance(policy, Fusion) else None
+        figures = policy.planner_figures(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
             starts |= _SegmentCuts(search, segment, figures).starts
     return search.segments(starts) if starts else segments
@@ -35,7 +35,7 @@ def segments_of(search: Search) -> list[OperatorSegment]:
 class _SegmentCuts:
     """The cheapest cuts of one potential segment."""
 
-    def __init__(self, search: Search, segment: OperatorSegment, figures: Figures) -> None:
+    def __init__(self, search: Search, segment: OperatorSegment, figures: MachineFigures) -> None:
         self.search, self.figures, self.numbers = search, figures, list(segment.records)
         self.windows = [at for at, number in enumerate(self.numbers) if segment.records[number].windows]
         self.flops = {number: _flops(record, search.program.values) for number, record in segment.records.items()}
@@ -45,7 +45,7 @@ class _SegmentCuts:
     @property
     def starts(self) -> set[int]:
         """Operators at which segments begin."""
-        return {self.numbers[self.windows[first]] for first, _ in best_cuts(self._cost, len(self.windows))}
+        return {self.numbers[self.windows[first]] for first, _ in cheapest_ranges(self._cost, len(self.windows))}
 
     def _cost(self, first: int, last: int) -> float:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
@@ -77,7 +77,7 @@ class _SegmentCuts:
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
-        return sending, PASSES * redundant / self.figures.speed
+        return sending, TRAINING_COST_FACTOR * redundant / self.figures.speed
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], ways: int) -> float:
         """Return the seconds in which the middle rank receives the cells of a value that it needs."""

@@ -117,7 +117,7 @@ class Runner:
         Generators of other ranks advance too, so that ranks with the same seed continue to shuffle alike.
         """
         world = self.comm.grid.world
-        draws = world.rank == 0 or not world.one_process  # virtual ranks share the generator
+        draws = world.rank == 0 or not world.shares_process  # virtual ranks share the generator
         number = world.bcast(int(torch.randint(2**62, ())) if draws else None)
         return torch.tensor(number, device=inputs[0].device if inputs else None)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...system.memory import words
+from ...system.memory import format_bytes
 from ..capture.capture import lower_program
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
@@ -32,7 +32,7 @@ from .in_blocks import Statistics, Traced, ids_of, paired
 from .program_lowering import OperatorRecord, Program, laid
 from .segments import KEY, OperatorSegment, SegmentBuilder
 
-COPIES = 4
+WEIGHT_COPIES = 4
 """of weights: values, gradients and optimiser state"""
 NAME = "blocks"
 """Name of the trunk's step."""
@@ -213,7 +213,7 @@ def fitted(
     UserError
         A pass does not fit in memory; names the operator that ends the trunk.
     """
-    weights = COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    weights = WEIGHT_COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     limit, training = memory - weights, module.training
     searched = Program(program, mesh, layouts, gather_at)
     needed = peak_bytes(searched.plan, training)
@@ -232,8 +232,8 @@ def fitted(
             break
         live += 1 + live // 3  # each norm costs another sweep
     shortage = (
-        f"a pass needs {words(needed + weights)}, but only {words(memory)} are available; use more ranks, or"
-        " give more memory"
+        f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} are available; use more ranks,"
+        " or give more memory"
     )
     if trunk.why is None:
         raise ConfigError(f"memory: {shortage}")

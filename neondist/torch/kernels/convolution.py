@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 
 from ...backends.compiled_conv import CompiledConvolution
-from ...backends.gomp import gomp_parallel
-from ...backends.rows import VECTOR
-from ...backends.windows import out_extent
+from ...backends.gomp import gomp_parallel_address
+from ...backends.rows import VECTOR_BYTES
+from ...backends.windows import output_extent
 from ..exchange.mesh_comm import CHANNELS_LAST, format_of
 from ..ir.graph import is_eager_float
 from ..ir.once import once_differentiable
 from . import volumes, winograd
 
 Ints = Sequence[int]
-_PYTORCH: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
-_CELLS = 256  # least number of outputs for a gain
-_SHARE = 1000  # most weights per output: they are reordered each time
-_TAPS = 512  # most cells of a depthwise window
+_FALLBACKS: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
+_MIN_OUTPUTS = 256  # least number of outputs for a gain
+_MAX_WEIGHTS_PER_OUTPUT = 1000  # most weights per output: they are reordered each time
+_MAX_DEPTHWISE_CELLS = 512  # most cells of a depthwise window
 
 
 def conv(
@@ -43,48 +43,51 @@ def conv(
 ) -> torch.Tensor:
     """Return the convolution, as F.conv1d, F.conv2d and F.conv3d."""
     options = tuple(stride), tuple(padding), tuple(dilation), groups
-    if _is_compiled(x, weight, *options) or _is_product(x, weight, *options):
+    if _should_use_compiled(x, weight, *options) or _is_matrix_product(x, weight, *options):
         y: torch.Tensor = _Convolution.apply(x, weight, bias, *options)
         return y
-    if format_of(x) != torch.contiguous_format and _is_plain(x, weight):  # oneDNN is slower there, and copies weights
+    # with channels last, oneDNN is slower and copies weights
+    if format_of(x) != torch.contiguous_format and _is_supported(x, weight):
         x = x.contiguous()
-    result: torch.Tensor = _PYTORCH[weight.dim() - 2](x, weight, bias, *options)
+    result: torch.Tensor = _FALLBACKS[weight.dim() - 2](x, weight, bias, *options)
     return result
 
 
-def _is_compiled(
+def _should_use_compiled(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
     """Return whether compiled kernels are available for a convolution, and measured to be faster."""
     outer, inner, *kernel = weight.shape
-    if not _is_plain(x, weight) or prod(kernel) == 1:
+    if not _is_supported(x, weight) or prod(kernel) == 1:
         return False
     padded = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
-    compiled, cells = _compiled(), len(x) * prod(out_extent(padded, kernel, stride, dilation))
-    if cells < _CELLS or weight.numel() > _SHARE * cells or outer * x.itemsize < VECTOR:
+    compiled, cells = _compiled_kernels(), len(x) * prod(output_extent(padded, kernel, stride, dilation))
+    if cells < _MIN_OUTPUTS or weight.numel() > _MAX_WEIGHTS_PER_OUTPUT * cells or outer * x.itemsize < VECTOR_BYTES:
         return False
     if groups > 1:
-        return hasattr(compiled, "depthwise") and inner == 1 and groups == outer and prod(kernel) <= _TAPS
+        return (
+            hasattr(compiled, "depthwise") and inner == 1 and groups == outer and prod(kernel) <= _MAX_DEPTHWISE_CELLS
+        )
     return hasattr(compiled, "weights") and max(dilation) == 1 < inner
 
 
-def _is_product(
+def _is_matrix_product(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
     """Return whether the convolution is a product of two matrices: windows of one cell over channels-last memory."""
     pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
-    return pointwise and _is_plain(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
+    return pointwise and _is_supported(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
 
 
-def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dim() in CHANNELS_LAST and x.numel() > 0 and is_eager_float(x, weight)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, dilation: Ints,
-        groups: int,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints,
+        dilation: Ints, groups: int,
     ) -> torch.Tensor:  # fmt: skip
         cells = x.movedim(1, -1)
         if any(padding):
@@ -92,16 +95,16 @@ class _Convolution(torch.autograd.Function):
         cells = cells.contiguous()
         ctx.save_for_backward(cells, weight)
         ctx.options = stride, padding, dilation, groups
-        out = out_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
+        out = output_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
         y = torch.empty((len(x), weight.shape[0], *out), dtype=x.dtype, memory_format=CHANNELS_LAST[x.dim()])
         results = y.movedim(1, -1)
         if prod(weight.shape[2:]) == 1:
-            factors, into = (_rows(cells), weight.flatten(1).t()), _rows(results)
+            factors, into = (_as_matrix(cells), weight.flatten(1).t()), _as_matrix(results)
             torch.mm(*factors, out=into) if bias is None else torch.addmm(bias, *factors, out=into)
         else:
             bias_array = None if bias is None else bias.detach().contiguous().numpy()
-            args = stride, dilation, groups, bias_array, _identity
-            _kernels(torch.get_num_threads()).conv_into(results.numpy(), cells.numpy(), _reordered(weight), *args)
+            args = stride, dilation, groups, bias_array, _copy_without_activation
+            _kernels(torch.get_num_threads()).conv_into(results.numpy(), cells.numpy(), _channels_last(weight), *args)
         return y
 
     @staticmethod
@@ -113,14 +116,14 @@ class _Convolution(torch.autograd.Function):
         dx = torch.empty_like(cells) if needed[0] else None
         if prod(weight.shape[2:]) == 1:
             if dx is not None:
-                torch.mm(_rows(slopes), weight.flatten(1), out=_rows(dx))
-            by_weight = (_rows(slopes).t() @ _rows(cells)).view(weight.shape) if needed[1] else None
-            by_bias = _rows(slopes).sum(0) if needed[2] else None
+                torch.mm(_as_matrix(slopes), weight.flatten(1), out=_as_matrix(dx))
+            by_weight = (_as_matrix(slopes).t() @ _as_matrix(cells)).view(weight.shape) if needed[1] else None
+            by_bias = _as_matrix(slopes).sum(0) if needed[2] else None
         else:
             dy, into = slopes.numpy(), None if dx is None else dx.numpy()
             sides = tuple((p, p) for p in padding)
             computed = _kernels(torch.get_num_threads()).conv_back_into(
-                into, cells.numpy(), dy, _reordered(weight), stride, dilation, groups,
+                into, cells.numpy(), dy, _channels_last(weight), stride, dilation, groups,
                 lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, needed[2],
             )  # fmt: skip
             by_weight, by_bias = (
@@ -135,24 +138,24 @@ class _Convolution(torch.autograd.Function):
         return dx, by_weight, by_bias, None, None, None, None
 
 
-def _identity(z: np.ndarray, y: np.ndarray) -> None:
+def _copy_without_activation(z: np.ndarray, y: np.ndarray) -> None:
     """Apply no activation."""
     if z is not y:
         y[...] = z
 
 
-def _rows(cells: torch.Tensor) -> torch.Tensor:
+def _as_matrix(cells: torch.Tensor) -> torch.Tensor:
     """Return channels-last cells as a matrix with one row per cell."""
     return cells.view(-1, cells.shape[-1])
 
 
-def _reordered(weight: torch.Tensor) -> np.ndarray:
+def _channels_last(weight: torch.Tensor) -> np.ndarray:
     """Return weights as (*kernel, inner, outer)."""
     return weight.detach().movedim((0, 1), (-1, -2)).contiguous().numpy()
 
 
 @cache
-def _compiled() -> Any:
+def _compiled_kernels() -> Any:
     """Return the compiled kernels; None: not available for this CPU, or not installed."""
     return _kernels(1).compiled if "AVX" in torch.backends.cpu.get_cpu_capability() else None
 
@@ -161,5 +164,5 @@ def _compiled() -> Any:
 def _kernels(threads: int) -> CompiledConvolution:
     kernels = CompiledConvolution()
     if threads > 1 and kernels.compiled is not None:
-        kernels.threads, kernels.start = threads, gomp_parallel()
+        kernels.threads, kernels.gomp_address = threads, gomp_parallel_address()
     return kernels

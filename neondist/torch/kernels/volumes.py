@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...backends.windows import out_extent, unreached
+from ...backends.windows import output_extent, unreached_cells
 from ..ir.graph import is_eager_float
 from ..ir.once import once_differentiable
 
 Ints = Sequence[int]
-_SMALL = 20480  # channels * planes * rows, up to which PyTorch uses its own kernel
-_CELLS, _TRANSPOSED_CELLS = 128, 1024  # measured: with fewer outputs of a channel, or inputs, oneDNN is no faster
-_NONE = (0, 0, 0)
+_MAX_FALLBACK_SIZE = 20480  # channels * planes * rows, up to which PyTorch uses its own kernel
+_MIN_OUTPUTS, _MIN_TRANSPOSED_INPUTS = 128, 1024  # measured: with fewer per channel, oneDNN is no faster
+_NO_OUTPUT_PADDING = (0, 0, 0)
 
 
 def conv3d(
@@ -33,9 +33,9 @@ def conv3d(
     groups: int,
 ) -> torch.Tensor:
     """Compute F.conv3d with the faster kernel."""
-    is_large = prod(out_extent(_padded(x, padding), weight.shape[2:], stride, dilation)) >= _CELLS
-    if is_large and prod(weight.shape[2:]) > 1 and _falls_back(x, weight, groups):
-        y: torch.Tensor = _Convolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
+    is_large = prod(output_extent(_padded_extent(x, padding), weight.shape[2:], stride, dilation)) >= _MIN_OUTPUTS
+    if is_large and prod(weight.shape[2:]) > 1 and _avoids_onednn(x, weight, groups):
+        y: torch.Tensor = _OneDnnConvolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
         return y
     return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
 
@@ -52,30 +52,30 @@ def conv_transpose3d(
 ) -> torch.Tensor:
     """Compute F.conv_transpose3d with the faster kernel: PyTorch's own where windows do not overlap."""
     overlap = any(k > s for k, s in zip(weight.shape[2:], stride, strict=True))
-    if overlap and prod(x.shape[2:]) >= _TRANSPOSED_CELLS and _falls_back(x, weight, groups):
+    if overlap and prod(x.shape[2:]) >= _MIN_TRANSPOSED_INPUTS and _avoids_onednn(x, weight, groups):
         options = tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation)
-        y: torch.Tensor = _Transposed.apply(x, weight, bias, *options)
+        y: torch.Tensor = _TransposedConvolution.apply(x, weight, bias, *options)
         return y
     return F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _falls_back(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+def _avoids_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Return whether PyTorch would use its own kernel although oneDNN supports the arguments."""
     return (
         x.dim() == 5
         and len(x) == groups == 1
-        and x.shape[1] * x.shape[2] * x.shape[3] <= _SMALL
+        and x.shape[1] * x.shape[2] * x.shape[3] <= _MAX_FALLBACK_SIZE
         and x.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and is_eager_float(x, weight)
     )
 
 
-def _padded(x: torch.Tensor, padding: Ints) -> list[int]:
+def _padded_extent(x: torch.Tensor, padding: Ints) -> list[int]:
     return [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
 
 
-class _Convolution(torch.autograd.Function):
+class _OneDnnConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, dilation: Ints
@@ -90,19 +90,19 @@ class _Convolution(torch.autograd.Function):
         (x, weight), (stride, padding, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
         dy, dx, dw = dy.contiguous(), None, None
         if needed[0]:
-            unseen = unreached(_padded(x, padding), weight.shape[2:], stride, dilation)
-            dx = _transposed(dy, weight, None, stride, padding, unseen, dilation)
+            unseen = unreached_cells(_padded_extent(x, padding), weight.shape[2:], stride, dilation)
+            dx = _transposed_convolution(dy, weight, None, stride, padding, unseen, dilation)
         if needed[1]:
-            dw = _sum_weights(x, dy, weight, stride, padding, dilation)
+            dw = _weight_gradient(x, dy, weight, stride, padding, dilation)
         return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None
 
 
-class _Transposed(torch.autograd.Function):
+class _TransposedConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Ints) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = options
-        return _transposed(x, weight, bias, *options)
+        return _transposed_convolution(x, weight, bias, *options)
 
     @staticmethod
     @once_differentiable
@@ -112,11 +112,11 @@ class _Transposed(torch.autograd.Function):
         if needed[0]:
             dx = torch.mkldnn_convolution(dy, weight, None, padding, stride, dilation, 1)
         if needed[1]:
-            dw = _sum_weights(dy, x, weight, stride, padding, dilation)
+            dw = _weight_gradient(dy, x, weight, stride, padding, dilation)
         return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None, None
 
 
-def _transposed(
+def _transposed_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, extras: Ints, dilation: Ints
 ) -> torch.Tensor:
     run = torch.ops.mkldnn._convolution_transpose_pointwise
@@ -124,7 +124,7 @@ def _transposed(
     return y
 
 
-def _sum_weights(
+def _weight_gradient(
     x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> torch.Tensor:
     """Return the gradient of the weights; the sample is split in two, for which PyTorch uses oneDNN."""
@@ -141,6 +141,6 @@ def _sum_weights(
         slopes[1:].narrow(dim, 0, 1).zero_()
     rest = [0 if at == axis else p for at, p in enumerate(padding)]
     _, gradient, _ = torch.ops.aten.convolution_backward(
-        slopes, windows, weight, None, stride, rest, dilation, False, _NONE, 1, [False, True, False]
+        slopes, windows, weight, None, stride, rest, dilation, False, _NO_OUTPUT_PADDING, 1, [False, True, False]
     )
     return gradient

@@ -18,11 +18,11 @@ from ..ir.graph import is_eager_float
 from ..ir.once import once_differentiable
 
 Pair = Sequence[int]
-_G = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
-_TO_WEIGHTS = torch.kron(_G, _G)  # (16, 9)
-_CHANNELS, _TILES = 128, 512  # measured: the smallest numbers with a gain
-_COVERED = 1.25  # measured: most cells of whole tiles per output with a gain; large for small outputs with dilation
-_AT_ONCE = 16 << 20  # bytes of transformed cells
+_WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
+_FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
+_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: the smallest numbers with a gain
+_MAX_CELLS_PER_OUTPUT = 1.25  # measured: of whole tiles, with a gain; large for small outputs with dilation
+_BATCH_BYTES = 16 << 20  # bytes of transformed cells
 
 
 def conv2d(
@@ -36,7 +36,7 @@ def conv2d(
 ) -> torch.Tensor:
     """Compute F.conv2d with the faster algorithm."""
     if _is_faster(x, weight, stride, padding, dilation, groups):
-        y: torch.Tensor = _Convolution.apply(x, weight, tuple(padding), tuple(dilation))
+        y: torch.Tensor = _WinogradConvolution.apply(x, weight, tuple(padding), tuple(dilation))
         return y if bias is None else y.add_(bias.view(-1, 1, 1))
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
@@ -44,44 +44,44 @@ def conv2d(
 def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> bool:
     return (
         weight.shape[2:] == (3, 3)
-        and min(weight.shape[:2]) >= _CHANNELS
+        and min(weight.shape[:2]) >= _MIN_CHANNELS
         and groups == max(stride) == 1
         and all(p <= 2 * d for p, d in zip(padding, dilation, strict=True))
         and x.dim() == 4
-        and _is_worth_tiles(len(x), _extents(x, padding, dilation), dilation)
+        and _fills_tiles(len(x), _output_extents(x, padding, dilation), dilation)
         and x.stride(-1) == 1
         and is_eager_float(x, weight)
     )
 
 
-def _is_worth_tiles(samples: int, extents: Pair, dilation: Pair) -> bool:
+def _fills_tiles(samples: int, extents: Pair, dilation: Pair) -> bool:
     """Return whether there are enough outputs, which fill most of their tiles."""
-    covered = prod(_tiled(n, d) for n, d in zip(extents, dilation, strict=True))
-    return samples * prod(extents) >= 4 * _TILES and covered <= _COVERED * prod(extents)
+    covered = prod(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
+    return samples * prod(extents) >= 4 * _MIN_TILES and covered <= _MAX_CELLS_PER_OUTPUT * prod(extents)
 
 
-class _Convolution(torch.autograd.Function):
+class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = padding, dilation
-        return _convolve(x, weight, padding, dilation)
+        return _winograd_convolution(x, weight, padding, dilation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, weight), (padding, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[:2]
         pads = [2 * d - p for p, d in zip(padding, dilation, strict=True)]
-        dx = _convolve(dy, weight.transpose(0, 1).flip(2, 3), pads, dilation) if needed[0] else None
-        return dx, _sum_weights(x, dy, padding, dilation) if needed[1] else None, None, None
+        dx = _winograd_convolution(dy, weight.transpose(0, 1).flip(2, 3), pads, dilation) if needed[0] else None
+        return dx, _weight_gradient(x, dy, padding, dilation) if needed[1] else None, None, None
 
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
-    extents = _extents(x, padding, dilation)
+def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
+    extents = _output_extents(x, padding, dilation)
     outer, inner = weight.shape[:2]
-    transformed = (_TO_WEIGHTS.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, outer, inner)
-    y = x.new_empty(len(x), outer, *(_tiled(n, d) for n, d in zip(extents, dilation, strict=True)))
-    tiles = _by_tiles(y, dilation)
+    transformed = (_FLAT_WEIGHT_TRANSFORM.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, outer, inner)
+    y = x.new_empty(len(x), outer, *(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
+    tiles = _view_as_tiles(y, dilation)
     for rows, cells in _row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
         out = tiles[:, :, rows]
         m = torch.bmm(transformed, cells).view(4, 4, *(out.shape[at] for at in (0, 1, 2, 4, 5, 7)))
@@ -93,11 +93,11 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pa
     return y[:, :, : extents[0], : extents[1]].contiguous()
 
 
-def _sum_weights(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
+def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
     """Return the gradient of the weights."""
     inner, outer = x.shape[1], dy.shape[1]
-    missing = [_tiled(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
-    tiles = _by_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
+    missing = [_round_up_to_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
+    tiles = _view_as_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
     total = x.new_zeros(16, outer, inner)
     for rows, cells in _row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
         y = tiles[:, :, rows]
@@ -109,20 +109,20 @@ def _sum_weights(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pai
             torch.add(a, b, out=target[1])
             torch.sub(a, b, out=target[2])
         total.baddbmm_(transformed.view(16, outer, -1), cells.transpose(1, 2))
-    return (total.view(16, -1).t() @ _TO_WEIGHTS.to(x.dtype)).view(outer, inner, 3, 3)
+    return (total.view(16, -1).t() @ _FLAT_WEIGHT_TRANSFORM.to(x.dtype)).view(outer, inner, 3, 3)
 
 
-def _extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]:
+def _output_extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]:
     """Return the numbers of rows and columns of outputs."""
     return [n + 2 * p - 2 * d for n, p, d in zip(x.shape[2:], padding, dilation, strict=True)]
 
 
-def _tiled(n: int, dilation: int) -> int:
+def _round_up_to_tiles(n: int, dilation: int) -> int:
     """Return the extent covered by whole tiles; their cells are `dilation` apart, so `dilation` tiles interlock."""
     return -(-n // (2 * dilation)) * 2 * dilation
 
 
-def _by_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
+def _view_as_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
     """Return y (N, C, H, W) as (C, N, rows, 2, dilation, columns, 2, dilation)."""
     return y.transpose(0, 1).unflatten(3, (-1, 2, dilation[1])).unflatten(2, (-1, 2, dilation[0]))
 
@@ -130,34 +130,34 @@ def _by_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
 def _row_batches(
     x: torch.Tensor, padding: Pair, dilation: Pair, outputs: Sequence[int], channels: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield batches of rows of tiles, as of `_by_tiles`, and their transformed cells B^T x B (16, C, tiles)."""
+    """Yield batches of rows of tiles, as of `_view_as_tiles`, and their transformed cells B^T x B (16, C, tiles)."""
     (down, across), (rows, columns) = dilation, (outputs[2], outputs[5])
     covered = 2 * down * rows, 2 * across * columns
     pads = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)
               for side in (p, all_ + 3 * d - n - p)]  # fmt: skip
     padded = F.pad(x, [*pads[2:], *pads[:2]]).transpose(0, 1)
     row = 16 * channels * len(x) * columns * down * across * x.element_size()
-    at_once = max(1, _AT_ONCE // row)
+    at_once = max(1, _BATCH_BYTES // row)
     for first in range(0, rows, at_once):
         last = min(first + at_once, rows)
         cells = padded[:, :, 2 * down * first : 2 * down * last + 3 * down]
         half = cells.new_empty(*cells.shape[:2], last - first, down, cells.shape[3])
         transformed = cells.new_empty(4, 4, *half.shape[:4], columns, across)
         for i, rows_out in enumerate(transformed):
-            _combine(_four(cells, 2, down), i, half)
+            _transform_row(_tile_cells(cells, 2, down), i, half)
             for j, target in enumerate(rows_out):
-                _combine(_four(half, 4, across), j, target)
+                _transform_row(_tile_cells(half, 4, across), j, target)
         yield slice(first, last), transformed.view(16, x.shape[1], -1)
 
 
-def _four(x: torch.Tensor, dim: int, dilation: int) -> list[torch.Tensor]:
+def _tile_cells(x: torch.Tensor, dim: int, dilation: int) -> list[torch.Tensor]:
     """Return the first to fourth cells of all tiles along a dimension."""
     n = x.shape[dim] - 3 * dilation
     parts = (x.narrow(dim, dilation * i, n).unflatten(dim, (-1, 2 * dilation)) for i in range(4))
     return [part.narrow(dim + 1, 0, dilation) for part in parts]
 
 
-def _combine(x: Sequence[torch.Tensor], row: int, out: torch.Tensor) -> None:
+def _transform_row(x: Sequence[torch.Tensor], row: int, out: torch.Tensor) -> None:
     """Write a row of B^T x."""
     a, b, minus = ((0, 2, True), (1, 2, False), (2, 1, True), (3, 1, True))[row]
     (torch.sub if minus else torch.add)(x[a], x[b], out=out)

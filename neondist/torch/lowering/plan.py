@@ -13,9 +13,9 @@ import torch
 
 from ...halo import scheme_text
 from ..ir.graph import PASS_THROUGH, Step, TorchGraph
-from .traffic import Account, Ranks, traffic_of
+from .traffic import Ranks, TrafficKey, traffic_of
 
-Traffic = dict[Account, int]
+Traffic = dict[TrafficKey, int]
 """Bytes by account."""
 
 
@@ -63,7 +63,7 @@ class TorchPlan(TorchGraph):
         """Return the bytes of messages that a rank sends in a training step, excluding reductions."""
         return sum(count for (kind, _, _), count in self.traffic(rank).items() if kind != "sum")
 
-    def reduced(self, rank: int) -> dict[str, int]:
+    def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'."""
         counts: Counter[str] = Counter()
         for (kind, name, _), count in self.traffic(rank).items():
@@ -105,7 +105,7 @@ class TorchPlan(TorchGraph):
         lines += [
             f"{name[-58:]:58s} {kind:14s} {sent:14,d} {back:14,d}" for (name, kind), (sent, back) in table.items()
         ]
-        summed = sum(self.reduced(self.rank).values())
+        summed = sum(self.reduction_bytes(self.rank).values())
         lines.append(
             f"{len(self.steps)} steps; in a training step rank {self.rank} sends {self.bytes(self.rank):,d} bytes and"
             f" contributes {summed:,d} to reductions"

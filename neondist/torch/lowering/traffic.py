@@ -14,7 +14,7 @@ from ..exchange.ring import Ring
 from ..ir.graph import GRADIENTS, WIDER, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
 
-Account = tuple[str, str, str]
+TrafficKey = tuple[str, str, str]
 """(kind, step, direction): kind 'halo', 'redistribution', 'ring' or 'sum', and 'forward' or 'backward'."""
 
 
@@ -63,7 +63,7 @@ class Ranks:
 
 def traffic_of(
     plan: TorchGraph, ranks: Sequence[int], trained: Collection[str] | None = None, inputs: bool = False
-) -> dict[Account, np.ndarray]:
+) -> dict[TrafficKey, np.ndarray]:
     """Return the bytes that ranks send, or contribute to sums, in a forward and a backward pass.
 
     Parameters
@@ -81,9 +81,9 @@ class _Traffic:
     def __init__(self, plan: TorchGraph, ranks: Ranks, trained: Collection[str], inputs: bool) -> None:
         self.plan, self.ranks, self.trained, self.inputs = plan, ranks, trained, inputs
 
-    def accounts(self) -> dict[Account, np.ndarray]:
+    def accounts(self) -> dict[TrafficKey, np.ndarray]:
         """Return all accounts."""
-        plan, accounts = self.plan, dict[Account, np.ndarray]()
+        plan, accounts = self.plan, dict[TrafficKey, np.ndarray]()
 
         def add(steps: Iterable[Step], direction: str) -> None:
             for step in steps:

@@ -14,17 +14,17 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ..capture.capture import capture_module, lower_program
-from ..capture.consistency import digest_of
-from ..capture.constants import Reads
+from ..capture.consistency import program_digest
+from ..capture.constants import ValueReads
 from ..capture.tracing import ordinary_tensors, user_frames
-from ..capture.watch import State, Watch
+from ..capture.watch import StateWatch, WatchedState
 from ..exchange.mesh_comm import MeshComm
 from ..execution.run import Runner
 from ..ir.errors import UnsupportedOperator, defined_at
 from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
 
-REMEMBERED = 16
+MAX_CACHED = 16
 """Maximum number of cached criteria, and of cached states and shapes of each."""
 _REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
 
@@ -34,10 +34,10 @@ class _CapturedCriterion:
     """A criterion, its runners by state and inputs, and the states in which it may be called directly."""
 
     criterion: Any
-    watch: Watch
-    state: State
+    watch: StateWatch
+    state: WatchedState
     runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    plain: dict[Any, State] = field(default_factory=dict)
+    directly_callable: dict[Any, WatchedState] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
         """Return self, bound to another criterion of the same code."""
@@ -54,22 +54,24 @@ class Criteria:
         self.comm = comm
         self._entries: dict[Hashable, _CapturedCriterion] = {}
 
-    def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
+    def can_call_directly(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether a criterion may be called directly for such tensors, its state unchanged."""
-        entry = self._entries.get(identity(criterion))
-        return entry is not None and entry.plain.get(_signature(output, target)) == entry.rebind(criterion).watch.key()
+        entry = self._entries.get(criterion_key(criterion))
+        if entry is None:
+            return False
+        return entry.directly_callable.get(_shapes_and_dtypes(output, target)) == entry.rebind(criterion).watch.key()
 
-    def note_plain(self, criterion: Any, output: Any, target: Any) -> None:
+    def allow_direct_call(self, criterion: Any, output: Any, target: Any) -> None:
         """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
-        entry = self._entries[identity(criterion)].rebind(criterion)
+        entry = self._entries[criterion_key(criterion)].rebind(criterion)
         state = entry.watch.key()
         if state != entry.state:  # it counts its calls
-            state = entry.watch.settle(entry.state)
+            state = entry.watch.key_after_forward(entry.state)
             entry.runners.update(
                 {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
             )
         if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
-            entry.plain[_signature(output, target)] = state
+            entry.directly_callable[_shapes_and_dtypes(output, target)] = state
 
     def clear(self) -> None:
         """Clear the cache."""
@@ -87,11 +89,11 @@ class Criteria:
             Indices of the leaves that are tensors.
         layouts : layouts of these tensors
         """
-        key = identity(criterion)
+        key = criterion_key(criterion)
         if key not in self._entries:
-            if len(self._entries) >= REMEMBERED:
+            if len(self._entries) >= MAX_CACHED:
                 del self._entries[next(iter(self._entries))]
-            watch = Watch(criterion)
+            watch = StateWatch(criterion)
             self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
         entry = self._entries[key].rebind(criterion)
         watch, runners = entry.watch, entry.runners
@@ -110,13 +112,13 @@ class Criteria:
                     plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, trained=closed)
             except UnsupportedOperator as error:
                 raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
-            check_number(plan, tree)
+            check_scalar(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
-            entry.state = before = watch.settle(before, Reads(names, others))
-            if len(runners) >= REMEMBERED:
+            entry.state = before = watch.key_after_forward(before, ValueReads(names, others))
+            if len(runners) >= MAX_CACHED:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = Runner(self.comm, plan), digest_of(plan, program), closed
+            runners[before, inputs] = Runner(self.comm, plan), program_digest(plan, program), closed
         return runners[before, inputs]
 
 
@@ -131,16 +133,16 @@ def _add_locations(program: Any, criterion: Any) -> None:
             node.meta["stack_trace"] = frame
 
 
-def _signature(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
+def _shapes_and_dtypes(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
     return output.shape, target.shape, output.dtype, target.dtype
 
 
-def owner_of(criterion: Any) -> nn.Module:
+def parameter_owner(criterion: Any) -> nn.Module:
     """Return the module that owns a criterion's parameters: itself, or an empty one for a function."""
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
-def check_number(plan: TorchPlan, tree: Any) -> None:
+def check_scalar(plan: TorchPlan, tree: Any) -> None:
     """Raise ConfigError unless a criterion returns a scalar."""
     (out, *others) = plan.outputs if plan.outputs else (None,)
     if others or not isinstance(out, int) or not tree.is_leaf():
@@ -153,10 +155,10 @@ def check_number(plan: TorchPlan, tree: Any) -> None:
         )
 
 
-def identity(criterion: Any) -> Hashable:
+def criterion_key(criterion: Any) -> Hashable:
     """Return a key shared by criteria with the same code, such as a lambda created in a loop."""
     if isinstance(criterion, functools.partial):
-        return functools.partial, identity(criterion.func)
+        return functools.partial, criterion_key(criterion.func)
     if isinstance(criterion, MethodType):
         return id(criterion.__self__), criterion.__func__
     return criterion.__code__ if isinstance(criterion, FunctionType) else id(criterion)

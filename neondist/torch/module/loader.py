@@ -46,13 +46,13 @@ class Loader:
     ) -> None:
         self.grid, self.epoch = grid, 0
         self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
-        self._positions = _Positions()
+        self._positions = _GivenBatches()
         collate = options.pop("collate_fn", None) or default_collate
-        samples = _Samples(dataset, seed, _extent(dataset), grid)
+        samples = _SeededSamples(dataset, seed, _image_extent(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
             samples,
             batch_sampler=self._positions,
-            collate_fn=_Collate(collate, grid, samples.extent),
+            collate_fn=_TilingCollate(collate, grid, samples.extent),
             generator=torch.Generator(),  # the default would draw from the global one
             **options,
         )
@@ -95,7 +95,7 @@ class Loader:
             self._last_epoch += 1
         return batches
 
-    def _mark_layouts(self, part: _Part, samples: int, own: int) -> Any:
+    def _mark_layouts(self, part: _BatchPart, samples: int, own: int) -> Any:
         """Return the tensors of a part, marked with the layout of the whole batch."""
         tiles = self.grid.tile_comm
         if tiles.size > 1:
@@ -113,7 +113,7 @@ class Loader:
         for at, sample_shape in enumerate(part.shapes):
             if sample_shape is not None:
                 leaves[at] = leaves[at][:own]
-                layout = _layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
+                layout = _batch_layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
@@ -196,7 +196,7 @@ def loader(
         raise ConfigError(f"loader: {error}") from error
 
 
-class _Part(NamedTuple):
+class _BatchPart(NamedTuple):
     """A rank's part of a batch, as read by a worker.
 
     Attributes
@@ -217,7 +217,7 @@ class _Part(NamedTuple):
     checksum: int
 
 
-class _Positions:
+class _GivenBatches:
     """A batch sampler of given batches."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class _Positions:
         return len(self.batches)
 
 
-class _Samples(Dataset[Any]):
+class _SeededSamples(Dataset[Any]):
     """A data set whose samples are read with generators seeded for each.
 
     Attributes
@@ -248,18 +248,18 @@ class _Samples(Dataset[Any]):
 
     def __getitem__(self, position: Position) -> Any:
         epoch, index = position
-        with _seeded(key(self.seed, "sample", epoch, index)):
+        with _seeded_generators(key(self.seed, "sample", epoch, index)):
             return self.dataset[index] if self._box is None else self.dataset.read(index, self._box)
 
 
-class _Collate:
+class _TilingCollate:
     """Collation of samples into a batch, reduced to this rank's tile."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], grid: ProcessGrid, extent: tuple[int, ...] | None) -> None:
         self.collate, self.extent = collate, extent
         self.shape, self.rank = grid.shape, grid.rank
 
-    def __call__(self, samples: list[Any]) -> _Part:
+    def __call__(self, samples: list[Any]) -> _BatchPart:
         leaves, tree = pytree.tree_flatten(self.collate(samples))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
@@ -283,10 +283,10 @@ class _Collate:
                         lo, hi = mesh.atom(leaf.shape[dim], axis).range(place)
                         leaf = leaf.narrow(dim, lo, hi - lo)
                     leaves[at] = leaf.contiguous()
-        return _Part(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
+        return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
 
 
-def _extent(dataset: Any) -> tuple[int, ...] | None:
+def _image_extent(dataset: Any) -> tuple[int, ...] | None:
     """Return the spatial extents of the images of a data set that reads boxes; None if it reads whole images."""
     if not hasattr(dataset, "read"):
         return None
@@ -299,7 +299,7 @@ def _extent(dataset: Any) -> tuple[int, ...] | None:
         ) from None
 
 
-def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
+def _batch_layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
     """Return the layout of a batch: the last `spatial` axes tiled, the first split over replicas."""
     middle = len(shape) - spatial
     cells = [(mesh.atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
@@ -307,7 +307,7 @@ def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
 
 
 @contextmanager
-def _seeded(number: int) -> Iterator[None]:
+def _seeded_generators(number: int) -> Iterator[None]:
     """Context that seeds the generators of torch, NumPy and Python, and restores them."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

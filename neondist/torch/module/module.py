@@ -17,10 +17,17 @@ from ...comm.agree import all_or_none
 from ...errors import ConfigError, ShapeError, UserError
 from ...halo import Phase
 from ..capture.capture import capture_module, device_of
-from ..capture.checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
-from ..capture.consistency import bits_of, check_drift, digest_of, versions
+from ..capture.checks import (
+    BackwardCheck,
+    check_module,
+    check_parameters,
+    check_tensor,
+    checksum_of,
+    requires_grad_facts,
+)
+from ..capture.consistency import as_bytes_tensor, check_drift, program_digest, version_counters
 from ..capture.tracing import ordinary_tensors
-from ..capture.watch import Watch
+from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.execution import Execution
 from ..execution.run import Runner
@@ -29,9 +36,9 @@ from ..ir.graph import autocast
 from ..ir.layout import Layout, NeededRanges, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients, has_single_sample_norm
 from ..lowering.plan import TorchPlan
-from .criteria import Criteria, owner_of
+from .criteria import Criteria, parameter_owner
 
-REMEMBERED = 64
+MAX_CACHED = 64
 """Maximum number of cached states of a module."""
 
 
@@ -95,34 +102,35 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self._compiler = grid, compiler
-        self._captured_within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._capture_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._shapes, self._dtypes = tuple(shapes), list(dtypes)
-        self._runners: dict[Any, _CompiledState] = {}
+        self._compiled_states: dict[Any, _CompiledState] = {}
         self._current: tuple[Any, _CompiledState] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
-        self._deferred: dict[int, list[torch.Tensor] | None] = {}
+        self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
-        count = grid.kept[DistributedModule] = grid.kept.get(DistributedModule, 0) + 1
-        self._name = f"number {count} of those on this grid"  # the same on every rank: all distribute in one order
-        self.backward_check = BackwardCheck(grid, {"the model": self._name})
+        count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
+        # the same on every rank: all distribute in one order
+        self._check_name = f"number {count} of those on this grid"
+        self.backward_check = BackwardCheck(grid, {"the model": self._check_name})
         with all_or_none(grid.world):
             check_module(module)
-            self._watch = Watch(module)
+            self._watch = StateWatch(module)
             self.execution = Execution.of(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             self.tiling, self._criteria = Tiling(self.comm, self._shapes), Criteria(self.comm)
-            self._runner()
+            self._compiled_state()
         self.comm.connect(device_of(module))
-        self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
+        self._check_weights({"the module's steps": self._compiled_state().digest, "example_shape": self._shapes})
 
     # Public interface.
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
-        self._resize(self._shapes_of(tiles))
+        self._set_input_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
-            state, prepared = self._prepare()
+            state, prepared = self._state_and_program()
             self._check_tiles(tiles, prepared)
             # the plan keys random numbers, so that they are the same on every grid
             if prepared.runner.plan.key is None and not prepared.in_parts:
@@ -130,12 +138,12 @@ class DistributedModule(nn.Module):
         error, facts = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
         try:
-            prepared = self._runner()
+            prepared = self._compiled_state()
             parameters, buffers = self._watch.tensors()
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
-            changes = versions([*parameters.values(), *buffers.values()])
+            changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(changes):
                 changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
         except UserError as problem:
@@ -159,7 +167,7 @@ class DistributedModule(nn.Module):
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
-                self._runners[self._shapes, self._watch.settle(state)] = prepared
+                self._compiled_states[self._shapes, self._watch.key_after_forward(state)] = prepared
             prepared.changes = self._watch.key() != state
         return self._note_layouts(outputs, prepared.layouts)
 
@@ -181,12 +189,12 @@ class DistributedModule(nn.Module):
             Whether passes on this rank's tiles record their gradient contributions in the returned lists.
         """
         gradients: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
-        self._deferred.update(gradients if recorded else dict.fromkeys(gradients))
+        self._deferred_gradients.update(gradients if recorded else dict.fromkeys(gradients))
         return list(gradients.values())
 
-    def capture_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def set_capture_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture the module within the contexts that this callable returns."""
-        self._captured_within = context
+        self._capture_context = context
 
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
@@ -195,7 +203,7 @@ class DistributedModule(nn.Module):
         leaves cells of other tiles unfilled, raises a HaloError that names it. Messages are delayed at random.
         """
         self.comm.guard(seed)
-        self._runners.clear()
+        self._compiled_states.clear()
         self._current = None
         self._criteria.clear()
 
@@ -223,12 +231,12 @@ class DistributedModule(nn.Module):
     @property
     def plan(self) -> TorchPlan:
         """The compiled plan for the module's current mode."""
-        return self._runner().runner.plan
+        return self._compiled_state().runner.plan
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
         """Global shapes of the tensor outputs."""
-        return [shape_of(layout) for layout in self._outputs()]
+        return [shape_of(layout) for layout in self._output_layouts()]
 
     # Scatter and gather.
 
@@ -243,11 +251,11 @@ class DistributedModule(nn.Module):
             Position of the input.
         """
         check_tensor("image", image)
-        self._resize((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
+        self._set_input_shapes((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
             self.grid.note_replicated(name, checksum_of(image))
-        overlaps = self._runner().overlaps if self.execution.reads_wide else ()
+        overlaps = self._compiled_state().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
@@ -258,12 +266,12 @@ class DistributedModule(nn.Module):
         """
         # on one rank, targets are whole in every state of the module
         current = self._current if self.grid.size == 1 else None
-        targets = (self._runner() if current is None else current[1]).targets
+        targets = (self._compiled_state() if current is None else current[1]).targets
 
         def part(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
             if shape not in targets:
-                targets[shape] = self.tiling.target(shape, self._outputs())
+                targets[shape] = self.tiling.target(shape, self._output_layouts())
             return self.tiling.part(leaf, targets[shape])
 
         for tensor in pytree.tree_leaves(target):
@@ -276,9 +284,9 @@ class DistributedModule(nn.Module):
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        facts = {"the model": self._name, "tensors that the model did not return": self.tiling.unknown(tiles)}
+        facts = {"the model": self._check_name, "tensors that the model did not return": self.tiling.unknown(tiles)}
         self.grid.check("gather", facts | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
-        layouts = self.tiling.layouts_of(tiles, self._outputs)
+        layouts = self.tiling.layouts_of(tiles, self._output_layouts)
         remaining = iter(layouts)
         wholes = [self.tiling.gathered(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(wholes, tree)
@@ -295,7 +303,7 @@ class DistributedModule(nn.Module):
             This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of them.
         """
         is_pair = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-        if is_pair and self.grid.size == 1 and self._criteria.is_plain(criterion, output, target):
+        if is_pair and self.grid.size == 1 and self._criteria.can_call_directly(criterion, output, target):
             return criterion(output, target)
         leaves, spec = pytree.tree_flatten((output, target))
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
@@ -303,8 +311,8 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in positions]
         unknown = self.tiling.unknown(tensors)
         if unknown:  # all ranks must agree on their layouts
-            self.grid.check("loss", {"the model": self._name, "tensors that the model did not return": unknown})
-        layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
+            self.grid.check("loss", {"the model": self._check_name, "tensors that the model did not return": unknown})
+        layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
         error, digest = None, ""
         try:
             inner, digest, closure = self._criteria.runner(criterion, leaves, positions, spec, layouts)
@@ -312,18 +320,18 @@ class DistributedModule(nn.Module):
             error = problem
         if self.grid.size > 1 or error:
             name = getattr(criterion, "__qualname__", type(criterion).__name__)
-            facts = {"the model": self._name, "the criterion": f"{name} ({digest})"}
-            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **gradients_of("tensor", tensors)}
+            facts = {"the model": self._check_name, "the criterion": f"{name} ({digest})"}
+            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_facts("tensor", tensors)}
             self.grid.check("loss", facts | gradients, error)
         if self.grid.size == 1 and inner.plan.key is None:
             loss = criterion(output, target)
-            self._criteria.note_plain(criterion, output, target)
+            self._criteria.allow_direct_call(criterion, output, target)
             return loss
         # only now: virtual ranks share the criterion, whose tensors are replaced while PyTorch traces it
-        owner = owner_of(criterion)
+        owner = parameter_owner(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named | closure, buffers)[0]
+        loss = inner([self.backward_check.alias_for_loss(tensor) for tensor in tensors], named | closure, buffers)[0]
         self.backward_check.watch_loss(loss)
         return loss
 
@@ -344,7 +352,7 @@ class DistributedModule(nn.Module):
         expected, channels = self._shapes[index], slice(1, 2 if self.comm.mesh.spatial else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
-    def _shapes_of(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous ones."""
         shapes = list(self._shapes)
         for index, tile in enumerate(tiles[: len(shapes)]):
@@ -353,46 +361,46 @@ class DistributedModule(nn.Module):
                 shapes[index] = shape
         return tuple(shapes)
 
-    def _resize(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def _set_input_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         """Set the global shapes of the inputs."""
         if shapes != self._shapes:
             self._shapes, self._current = shapes, None
             self.tiling.resize(shapes)
 
-    def _runner(self) -> _CompiledState:
-        return self._prepare()[1]
+    def _compiled_state(self) -> _CompiledState:
+        return self._state_and_program()[1]
 
-    def _prepare(self) -> tuple[Any, _CompiledState]:
+    def _state_and_program(self) -> tuple[Any, _CompiledState]:
         """Return the module's current state and its compiled program."""
-        with self._captured_within(), ordinary_tensors():
+        with self._capture_context(), ordinary_tensors():
             return self._compile_state()
 
     def _compile_state(self) -> tuple[Any, _CompiledState]:
         state = self._watch.key()
         if self._current is not None and state == self._current[0]:  # avoids hashing, slow in small steps
             return self._current
-        if (self._shapes, state) not in self._runners:
+        if (self._shapes, state) not in self._compiled_states:
             dtypes = self._input_dtypes()
             program = capture_module(self.module, list(zip(self._shapes, dtypes, strict=True)))
             location = self.comm.mesh, self.grid.rank, self.tiling.inputs
             plan, tree, lowering = self.execution.lower(program, *location, self.module)
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-            digest = digest_of(plan, program)
+            digest = program_digest(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
-            runner, single_sample = Runner(self.comm, plan, self._deferred), has_single_sample_norm(plan)
+            runner, single_sample = Runner(self.comm, plan, self._deferred_gradients), has_single_sample_norm(plan)
             prepared = _CompiledState(runner, tree, layouts, digest, in_parts, dtypes, overlaps, single_sample)
-            state = self._watch.settle(state, program.reads)
-            if len(self._runners) >= REMEMBERED:
-                del self._runners[next(iter(self._runners))]
-            self._runners[self._shapes, state] = prepared
-        self._current = state, self._runners[self._shapes, state]
+            state = self._watch.key_after_forward(state, program.reads)
+            if len(self._compiled_states) >= MAX_CACHED:
+                del self._compiled_states[next(iter(self._compiled_states))]
+            self._compiled_states[self._shapes, state] = prepared
+        self._current = state, self._compiled_states[self._shapes, state]
         return self._current
 
-    def _outputs(self) -> list[Layout]:
-        return [layout for layout in self._runner().layouts if layout is not None]
+    def _output_layouts(self) -> list[Layout]:
+        return [layout for layout in self._compiled_state().layouts if layout is not None]
 
     def _input_dtypes(self) -> list[torch.dtype]:
         floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
@@ -425,20 +433,20 @@ class DistributedModule(nn.Module):
         """Return the facts that determine the messages of a pass, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
-            "the model": self._name,
+            "the model": self._check_name,
             "the mode": "train()" if self.training else "eval()",
             "the captured program": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "autocast": autocast(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
             "the list of parameters that require gradients": trained,
-        } | gradients_of("input", tiles)
+        } | requires_grad_facts("input", tiles)
 
     def _check_weights(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all have the same facts and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        self._versions = versions([*parameters.values(), *buffers.values()])
+        self._versions = version_counters([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
         own = {name: str(value) for name, value in facts.items()}
@@ -446,7 +454,7 @@ class DistributedModule(nn.Module):
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # no values yet
-                checksum = zlib.crc32(bits_of(tensor).cpu().numpy().data)
+                checksum = zlib.crc32(as_bytes_tensor(tensor).cpu().numpy().data)
             own[name] = f"{tuple(tensor.shape)} {checksum}"
         all_facts = self.grid.world.allgather(own)
         for rank, other in enumerate(all_facts):

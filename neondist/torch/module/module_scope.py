@@ -18,7 +18,7 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ..ir.errors import defined_at
 from .distributing import distribute
-from .module import REMEMBERED, DistributedModule
+from .module import MAX_CACHED, DistributedModule
 from .tiled_output import ScatteredInput, TiledOutput
 
 
@@ -32,10 +32,10 @@ class ModuleScope:
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
-        self._is_part: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._is_submodule: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._distributed: dict[Any, DistributedModule] = {}
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._thread, self._running, self._replaced = threading.get_ident(), False, False
+        self._thread, self._running, self._calls_replaced = threading.get_ident(), False, False
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -43,9 +43,9 @@ class ModuleScope:
 
         def note(module: nn.Module, name: str, value: Any) -> None:
             if threading.get_ident() == self._thread and not self._running:  # virtual ranks create their own
-                self._is_part.setdefault(module, False)
+                self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
-                    self._is_part[value] = True
+                    self._is_submodule[value] = True
 
         with ExitStack() as registered:
             for register in (
@@ -58,7 +58,7 @@ class ModuleScope:
     @property
     def models(self) -> list[nn.Module]:
         """Modules with parameters that are not submodules of another, in order of creation."""
-        return [module for module, part in self._is_part.items() if not part and list(module.parameters())]
+        return [module for module, part in self._is_submodule.items() if not part and list(module.parameters())]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -75,7 +75,7 @@ class ModuleScope:
         """Context that distributes calls of these modules and refuses those of trained modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
-            if not self._replaced or threading.get_ident() != self._thread or module in self._is_part:
+            if not self._calls_replaced or threading.get_ident() != self._thread or module in self._is_submodule:
                 return
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 raise ConfigError(
@@ -97,14 +97,14 @@ class ModuleScope:
 
         `torch.distributed.fsdp.fully_shard` replaces classes, too; here only while the function runs.
         """
-        before, self._replaced = self._replaced, replaced
-        modules = list(self._is_part) if before != replaced else []
+        before, self._calls_replaced = self._calls_replaced, replaced
+        modules = list(self._is_submodule) if before != replaced else []
         for module in modules:
             self._change_class(module, replaced)
         try:
             yield
         finally:
-            self._replaced = before
+            self._calls_replaced = before
             for module in modules:
                 self._change_class(module, before)
 
@@ -128,10 +128,10 @@ class ModuleScope:
             plain = not kwargs and len(positions) == len(args) == len(leaves)
             model = self._distributed_module(module, leaves, positions, None if plain else spec)
             model.training = module.training
-            outputs = model(*(_tile(model, leaves[i], index) for index, i in enumerate(positions)))
+            outputs = model(*(_scatter_input(model, leaves[i], index) for index, i in enumerate(positions)))
         if self.grid.size == 1:
             return outputs
-        return pytree.tree_map(lambda output: _tiled(model, output), outputs)
+        return pytree.tree_map(lambda output: _as_tiled_output(model, output), outputs)
 
     def _distributed_module(
         self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any
@@ -141,11 +141,11 @@ class ModuleScope:
         shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
         key = id(module), spec, others, tuple(shapes), tuple(dtypes)
         if key not in self._distributed:
-            if len(self._distributed) >= REMEMBERED:
+            if len(self._distributed) >= MAX_CACHED:
                 del self._distributed[next(iter(self._distributed))]
-            target = module if spec is None else _Call(module, leaves, positions, spec)
+            target = module if spec is None else _TensorArguments(module, leaves, positions, spec)
             model = distribute(target, shapes, self.grid, dtype=dtypes)
-            model.capture_within(partial(self._replace_calls, False))  # a loss may recapture a changed module
+            model.set_capture_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
             self._distributed[key] = model
         return self._distributed[key]
 
@@ -164,7 +164,7 @@ class _DistributedCall(nn.Module):
         return self.scope.call(self, args, kwargs)
 
 
-class _Call(nn.Module):
+class _TensorArguments(nn.Module):
     """A module as a function of the tensors among its arguments."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Any], at: Sequence[int], spec: Any) -> None:
@@ -181,12 +181,12 @@ class _Call(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _tile(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Tensor:
+def _scatter_input(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Tensor:
     if whole.requires_grad and torch.is_grad_enabled() and model.grid.size > 1:
         return ScatteredInput.apply(whole, model.tiling, model.tiling.inputs[index])
     return model.scatter(whole, index)
 
 
-def _tiled(model: DistributedModule, output: Any) -> Any:
+def _as_tiled_output(model: DistributedModule, output: Any) -> Any:
     layout = model.tiling.layout_of(output) if isinstance(output, torch.Tensor) else None
     return output if layout is None else TiledOutput(model, output, layout)

@@ -19,8 +19,8 @@ from ...layers import Parameter
 from ...parallel import AllReduce, GradientSync, Parameters, ParameterShard
 from ...plan import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder, as_strategy
-from ...strategies.shares import Share
-from .weights import as_array, slots_of
+from ...strategies.shares import ParameterShare
+from .weights import as_array, optimizer_state_tensors
 
 MODULE = "module"
 """Layer name of a module's arrays in checkpoints and strategies."""
@@ -40,7 +40,9 @@ def describe_parameters(
     The number of rows of a sparse parameter that a sample uses is unknown in advance: at most all of them.
     """
     return {
-        f"{MODULE}/{name}": Parameter(tuple(tensor.shape), sparse=tensor.shape[0] if tensor in sparse else 0)
+        f"{MODULE}/{name}": Parameter(
+            tuple(tensor.shape), max_rows_per_sample=tensor.shape[0] if tensor in sparse else 0
+        )
         for name, tensor in tensors.items()
     }
 
@@ -68,7 +70,7 @@ class ModuleParameters(Parameters):
         The module's parameters by name, on the CPU and of one dtype.
     grid : ProcessGrid
     sync : type of GradientSync
-    shares : mapping of str to Share, optional
+    shares : mapping of str to ParameterShare, optional
     compressors : mapping of str to str, optional
     sparse : set of torch.nn.Parameter, optional
         Tables of which only changed rows are sent, with their ids.
@@ -77,7 +79,7 @@ class ModuleParameters(Parameters):
     ----------
     tensors : dict of str to torch.nn.Parameter
         The module's parameters.
-    shards : dict of str to (ParameterShard, Share or None)
+    shards : dict of str to (ParameterShard, ParameterShare or None)
     updated : dict of str to torch.nn.Parameter
         Parameters for this rank's optimiser: the module's own, or views of the parts that this rank owns.
 
@@ -92,7 +94,7 @@ class ModuleParameters(Parameters):
         tensors: Mapping[str, nn.Parameter],
         grid: ProcessGrid,
         sync: type[GradientSync] = AllReduce,
-        shares: Mapping[str, Share] | None = None,
+        shares: Mapping[str, ParameterShare] | None = None,
         compressors: Mapping[str, str] | None = None,
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
@@ -109,7 +111,7 @@ class ModuleParameters(Parameters):
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views: dict[str, torch.Tensor] = {}
-        arrays = zip(self.trained, self._shares, self.cut(self.values), self.cut(self.grads), strict=True)
+        arrays = zip(self.trained, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True)
         for shard, share, value, gradient in arrays:
             tensor = self.tensors[shard.name] = tensors[shard.name]
             value[...] = as_array(tensor)
@@ -119,7 +121,7 @@ class ModuleParameters(Parameters):
         self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
         spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._complete, name, spans[name]))
+            tensor.register_post_accumulate_grad_hook(partial(self._move_and_announce, name, spans[name]))
             for name, tensor in self.tensors.items()
         ]
 
@@ -128,38 +130,38 @@ class ModuleParameters(Parameters):
         for hook in self._hooks:
             hook.remove()
 
-    def begin_gradients(self) -> None:
+    def reset_gradients(self) -> None:
         """Reset all gradients to None."""
-        self.sync.begin()
+        self.sync.begin_step()
         for tensor in self.tensors.values():
             tensor.grad = None
 
-    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
         """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale; collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
-        super().sum_gradients(for_update, scale)
+        super().sum_gradients(for_update, loss_scale)
         for name, (_, share) in self.shards.items():
             if share is not None:
                 has_gradient = self.tensors[name].grad is not None
                 self.updated[name].grad = self.part(share, self._views[name]) if has_gradient else None
 
-    def set_aside(self) -> np.ndarray | None:
+    def take_gradient_sums(self) -> np.ndarray | None:
         """Return the sums of earlier passes, None if there are none, and zero the gradients."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:
-                self._move(name)
+                self._move_gradient(name)
             self.tensors[name].grad = self._views[name]
         sums = self.grads.copy() if names else None
         self.grads[...] = 0
         return sums
 
-    def broadcast(self) -> None:
+    def broadcast_from_owners(self) -> None:
         """Receive the values that this rank does not own from their owners; collective."""
         self.version += 1
-        self.owners.broadcast(self.values[self.owned :])
+        self.owners.broadcast_from_owners(self.values[self.owned_start :])
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -167,36 +169,36 @@ class ModuleParameters(Parameters):
 
         Of sparse parameters only changed rows are sent.
         """
-        before = self.owners.rows(self.values[self.owned :])
+        before = self.owners.copy_sparse_rows(self.values[self.owned_start :])
         yield
         self.version += 1
-        self.owners.broadcast(self.values[self.owned :], before)
+        self.owners.broadcast_from_owners(self.values[self.owned_start :], before)
 
-    def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
+    def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state of `updated` as arrays: parts of parameter shape, and others whole."""
         slots = []
-        for full_name, tensor in slots_of(self.updated, optimizer).items():
+        for full_name, tensor in optimizer_state_tensors(self.updated, optimizer).items():
             name, _, slot = full_name.rpartition("/")
             shard, share = self.shards[name]
             array = as_array(tensor)
             if tensor.shape == self.updated[name].shape:
-                slots.append((shard.slot(slot, share), array))
+                slots.append((shard.slot_shard(slot, share), array))
             else:
                 slots.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
         return slots
 
-    def _complete(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
+    def _move_and_announce(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
         """Move a complete gradient into the flat buffer."""
-        self._move(name)
-        self.sync.ready(span)
+        self._move_gradient(name)
+        self.sync.mark_ready(span)
 
-    def _move(self, name: str) -> None:
+    def _move_gradient(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
-    def part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, share: ParameterShare, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole tensor, such as a gradient, that this rank owns; a view of it."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
 

@@ -16,12 +16,12 @@ from ..ir.once import once_differentiable
 from ..rules.loss import hidden_weight
 from .module import DistributedModule
 
-LOSSES = frozenset(
+TILED_LOSSES = frozenset(
     (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss,
      F.mse_loss, F.nll_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss)
 )  # fmt: skip
 """Functions of (output, target) that can be computed on tiles; torch.nn's loss modules call them."""
-_METADATA = frozenset(
+_METADATA_ATTRIBUTES = frozenset(
     (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
      torch.is_floating_point,
      *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
@@ -62,7 +62,7 @@ class TiledOutput(torch.Tensor):
         """Return the whole tensor, with its gradient; collective at the first call."""
         if self._gathered is None:
             self.model.grid.check("gather")
-            tile = self.model.backward_check.from_loss(self.part)
+            tile = self.model.backward_check.alias_for_loss(self.part)
             self._gathered = self.model.tiling.gathered(tile, self.cut, differentiable=True)
         return self._gathered
 
@@ -75,12 +75,12 @@ class TiledOutput(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a loss on tiles, and everything else on whole tensors."""
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is F.l1_loss and (weight := hidden_weight()) is not None:
             kwargs["weight"] = weight
-        if func in LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
+        if func in TILED_LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
             return loss
         return func(*_whole(args), **_whole(kwargs))
 

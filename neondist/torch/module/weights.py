@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from ...comm import SingleTransport, agree, all_or_none
-from ...comm.agree import CALL, check_alike
+from ...comm.agree import CALL_FACT, check_alike
 from ...errors import ConfigError, DataError
 from ...geometry import Box
-from ...io.checkpoint import Piece, WeightMatch, scatter
-from ...io.checkpoint.weights import MOST
-from ...io.files import replacing
+from ...io.checkpoint import ArrayPart, WeightMatch, scatter_from_root
+from ...io.checkpoint.weights import MAX_LISTED_NAMES
+from ...io.files import atomic_replacement
 from .module import DistributedModule
-from .weights_file import opened_weights, safetensors
+from .weights_file import open_weights, safetensors
 
-OPTIMIZER = "optimizer/"
+OPTIMIZER_PREFIX = "optimizer/"
 """Prefix of the names of an optimiser's tensors."""
-_AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtypes that NumPy or HDF5 lack
+_STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtypes that NumPy or HDF5 lack
 
 
 def save_weights(
@@ -50,14 +50,14 @@ def save_weights(
         On every rank: OutputError if the file cannot be written; ConfigError if an entry is not a tensor.
     """
     world = _world(model)
-    check_alike(world, {CALL: "save_weights", "path": path, "optimizer": optimizer is not None})
+    check_alike(world, {CALL_FACT: "save_weights", "path": path, "optimizer": optimizer is not None})
     with all_or_none(world):
-        tensors = kept_tensors(model, optimizer)
+        tensors = state_tensors(model, optimizer)
         if world.rank == 0:
             copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
             metadata = {name: json.dumps(fact) for name, fact in facts.items()}
             content = safetensors().torch.save(copies, metadata or None)
-            with replacing(Path(path)) as file:
+            with atomic_replacement(Path(path)) as file:
                 file.write(content)
 
 
@@ -80,25 +80,25 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         On every rank, with the model unchanged: the file is missing or damaged, or names or shapes differ.
     """
     world, path = _world(model), Path(path)
-    check_alike(world, {CALL: "load_weights", "path": path, "optimizer": optimizer is not None})
+    check_alike(world, {CALL_FACT: "load_weights", "path": path, "optimizer": optimizer is not None})
     with ExitStack() as stack:
         file, header = None, None
         with all_or_none(world):
             if world.rank == 0:
-                file = stack.enter_context(opened_weights(path))
+                file = stack.enter_context(open_weights(path))
                 header = file.shapes, file.facts
         shapes, facts = world.bcast(header)
         if optimizer is None:
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER_PREFIX)}
         with all_or_none(world):
             if optimizer is not None:
-                slot_names = (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER))
-                begin_slots(dict(model.named_parameters()), optimizer, slot_names)
-            tensors = kept_tensors(model, optimizer)
-            check_fit(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+                slot_names = (name[len(OPTIMIZER_PREFIX) :] for name in shapes if name.startswith(OPTIMIZER_PREFIX))
+                create_optimizer_state(dict(model.named_parameters()), optimizer, slot_names)
+            tensors = state_tensors(model, optimizer)
+            check_names_and_shapes(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
         arrays = {name: as_array(tensor) for name, tensor in fresh.items()}
-        pieces = [Piece(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+        pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
 
         @lru_cache(1)
         def tensor_of(name: str) -> np.ndarray:
@@ -113,7 +113,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
         error: Exception | None = None
         try:
-            scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+            scatter_from_root(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
         except DataError as problem:
             error = problem
         except Exception as problem:  # the file has changed meanwhile
@@ -125,17 +125,19 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     return dict(facts)
 
 
-def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a module's and an optimizer's state by name, without copying."""
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
-    slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
-    return tensors | {OPTIMIZER + name: value for name, value in slots.items()}
+    slots = {} if optimizer is None else optimizer_state_tensors(dict(model.named_parameters()), optimizer)
+    return tensors | {OPTIMIZER_PREFIX + name: value for name, value in slots.items()}
 
 
-def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_state_tensors(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """Return an optimiser's state tensors by 'PARAMETER/SLOT', without copying."""
     slots: dict[str, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
@@ -155,13 +157,15 @@ def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Opti
     return slots
 
 
-def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+def create_optimizer_state(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]
+) -> None:
     """Make an optimiser create its state of parameters, by a first step; the parameters are restored.
 
     Parameters
     ----------
     names : iterable of str
-        Slots as named by `slots_of`; their values are to be overwritten.
+        Slots as named by `optimizer_state_tensors`; their values are to be overwritten.
     """
     owners = {name.rpartition("/")[0] for name in names}
     if not owners:
@@ -180,17 +184,19 @@ def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.O
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor's memory as a NumPy array; dtypes that NumPy lacks as their bits."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return tensor.view(_AS_PLAIN.get(tensor.dtype, tensor.dtype)).numpy()
+    return tensor.view(_STORAGE_DTYPES.get(tensor.dtype, tensor.dtype)).numpy()
 
 
-def check_fit(path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_names_and_shapes(
+    path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise DataError, listing the first differences, unless a file has the names and shapes of a model."""
     both = [name for name in expected if name in stored]
     misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
     missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
     result = WeightMatch(both, missing, sorted(left), misfits)
     if result.unused or not result.complete:
-        differences = result.differences(MOST)
+        differences = result.describe_differences(MAX_LISTED_NAMES)
         remedy = "name a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
         if prefix and {*stored} == {prefix + name for name in expected}:

@@ -16,7 +16,7 @@ import torch
 from ...errors import DataError, MissingPackageError, UserError
 from ...io.regular_file import check_regular, open_regular
 
-OF_TORCH = (".pt", ".pth", ".ckpt", ".bin")
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Suffixes of files written by torch.save."""
 _STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 """Keys under which training scripts commonly save a state_dict beside other data."""
@@ -60,7 +60,7 @@ class StateDict:
 
 
 @contextmanager
-def opened_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
+def open_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
     """Open a weights file, in the format of its suffix: .pt, .pth, .ckpt and .bin are PyTorch's, others safetensors.
 
     Raises
@@ -68,12 +68,12 @@ def opened_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
     DataError
         The file is missing or damaged, or contains anything but tensors by name.
     """
-    if path.suffix.lower() in OF_TORCH:
-        yield StateDict(_state_dict(path))
+    if path.suffix.lower() in TORCH_SUFFIXES:
+        yield StateDict(_read_state_dict(path))
         return
     with _open_safetensors(path) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        yield SafeTensors(file, shapes, _facts(file.metadata()))
+        yield SafeTensors(file, shapes, _parse_facts(file.metadata()))
 
 
 def safetensors() -> Any:
@@ -98,7 +98,7 @@ def _open_safetensors(path: Path) -> Any:
         raise DataError(f"{path}: is not a safetensors file ({error}); name a file written by save_weights") from error
 
 
-def _state_dict(path: Path) -> dict[str, torch.Tensor]:
+def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     """Return the only state_dict of a file, at top level or under a key such as 'model' or 'state_dict'."""
     try:
         with open_regular(path) as file:
@@ -117,10 +117,10 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: is damaged, or was not written by torch.save ({type(error).__name__}: {error}); restore it from a"
             " copy, or name another file"
         ) from error
-    if _is_state(content):
+    if _is_state_dict(content):
         return dict(content)
     keys = list(content) if isinstance(content, Mapping) else []
-    states = [key for key in keys if key in _STATE_KEYS and _is_state(content[key])]
+    states = [key for key in keys if key in _STATE_KEYS and _is_state_dict(content[key])]
     if len(states) == 1:
         return dict(content[states[0]])
     if states:
@@ -130,7 +130,7 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
     raise DataError(f"{path}: {problem}; write one with torch.save(module.state_dict(), FILE)")
 
 
-def _is_state(value: Any) -> bool:
+def _is_state_dict(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -149,7 +149,7 @@ def _describe(content: Any, keys: list[Any]) -> str:
     return f"a {type(content).__name__}{named}"
 
 
-def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+def _parse_facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the facts stored by `save_weights`; strings of other programs that are not JSON stay strings."""
     facts: dict[str, Any] = {}
     for name, text in (metadata or {}).items():

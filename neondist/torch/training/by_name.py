@@ -14,7 +14,7 @@ from ...costs.labels import is_dense
 from ...errors import ConfigError, UserError
 from ...optim import Schedule, Scheduled
 from ...registry import Registered, suggest
-from ...registry.functions import Function
+from ...registry.functions import NamedFunction
 from ..ir.registry import TRACING
 
 REFUSED = "Optimizer", "LBFGS", "SparseAdam"
@@ -47,10 +47,10 @@ class TorchLoss(Registered):
         self.criterion: Any = functools.partial(loss, **options) if options else loss
         self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
 
-    def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
+    def check_output_shape(self, output_shape: tuple[int, ...], classes: int | None) -> None:
         """Do nothing; PyTorch checks its own losses."""
 
-    def cells(self, output_shape: tuple[int, ...]) -> int:
+    def terms_per_sample(self, output_shape: tuple[int, ...]) -> int:
         """Return 1: the loss is already a mean."""
         return 1
 
@@ -144,7 +144,7 @@ def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any
 
 def unwrap(function: Any) -> Any:
     """Return the callable behind a function named in a file."""
-    return function.call if isinstance(function, Function) else function
+    return function.call if isinstance(function, NamedFunction) else function
 
 
 def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:

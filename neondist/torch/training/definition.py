@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...data.records import Feed
+from ...data.records import FeedFunction
 from ...errors import ConfigError
 from ...metrics import Metric
 from .by_name import TorchLoss, TorchOptimizer
@@ -70,14 +70,16 @@ class ModelDefinition:
         assert self.factory is not None
         return TorchModel(self.factory, loss=TorchLoss(self._criterion()), optimizer=self._optimiser(), seed=seed)
 
-    def feed(self) -> Feed:
+    def feed(self) -> FeedFunction:
         """Return the function that maps records to features and labels."""
         function = self._feed
         assert function is not None
         arity = len(inspect.signature(function).parameters)
         if arity > 2:  # ElasticDL's third argument: metadata of the reader
-            return Feed(_rename(function, lambda records, mode: function(records, mode, None)), self._place(function))
-        return Feed(function, self._place(function))
+            return FeedFunction(
+                _rename(function, lambda records, mode: function(records, mode, None)), self._place(function)
+            )
+        return FeedFunction(function, self._place(function))
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of eval_metrics_fn."""
@@ -177,7 +179,7 @@ class _FunctionMetric(Metric):
     def __init__(self, name: str, function: Callable[..., Any], place: str) -> None:
         self.name, self._function, self._place = name, function, place
 
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+    def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the function's value times the number of samples, and that number."""
         if not len(y):
             return 0.0, 0.0

@@ -12,12 +12,12 @@ import torch
 from ...comm import all_or_none
 from ...errors import ConfigError
 from ...geometry import part_range
-from ...io.checkpoint.sync_state import GROUP as SYNCHRONISATION
+from ...io.checkpoint.sync_state import SYNC_GROUP as SYNCHRONISATION
 from ...parallel import Flag, ParameterShard, SyncState
 from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
 from ..module.parameters import ModuleParameters, plan_parameters, sparse_tables
-from ..module.weights import as_array, begin_slots
+from ..module.weights import as_array, create_optimizer_state
 from .by_name import TorchOptimizer
 
 _NUMBERS = bool, int, float, str, tuple
@@ -70,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
             sparse = sparse_tables(model)
             planned = plan_parameters(tensors, grid.shape, strategy, sparse)
-            if planned.partitioned and not inner.elementwise:
+            if planned.splits_parameters and not inner.elementwise:
                 raise ConfigError(f"strategy: {inner.constructor.__name__} updates whole parameters, not parts of them")
             self.parameters = ModuleParameters(
                 tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
@@ -152,15 +152,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._overflow is not None:
             groups[-1]["params"].pop()
         result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
-        sync = {sync_state.name: self._gather_state(sync_state) for sync_state in self.parameters.compressed.state()}
+        sync = {
+            sync_state.name: self._gather_state(sync_state) for sync_state in self.parameters.compressed.sync_states()
+        }
         return result | ({SYNCHRONISATION: sync} if sync else {})
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
         """Return the optimiser state of this rank's parts; creates the slots in `names`, 'PARAMETER/SLOT'."""
         if self._overflow is not None:
             self._overflow.grad = None  # not updated by the step that creates slots
-        begin_slots(self.parameters.updated, self.optimizer, names)
-        return self.parameters.slots_kept_by(self.optimizer)
+        create_optimizer_state(self.parameters.updated, self.optimizer, names)
+        return self.parameters.optimizer_slots(self.optimizer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
@@ -169,9 +171,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = {}
         for name, slots in saved.items():
             (shard, share), parameter = parameters.shards[name], parameters.updated[name]
-            part, slot_values = shard.slot("", share), self.optimizer.state[parameter]
+            part, slot_values = shard.slot_shard("", share), self.optimizer.state[parameter]
             state[self._order.index(name)] = {
-                slot: torch.from_numpy(np.array(part.part_of(as_array(value))))
+                slot: torch.from_numpy(np.array(part.own_part_of(as_array(value))))
                 if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
                 for slot, value in slots.items()
@@ -181,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        for sync_state in self.parameters.compressed.state():
+        for sync_state in self.parameters.compressed.sync_states():
             self._restore(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,8 +225,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self._in_backward:
             self._in_backward = True
-            self._sums = self.parameters.set_aside()
-            self.parameters.sync.begin()
+            self._sums = self.parameters.take_gradient_sums()
+            self.parameters.sync.begin_step()
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
         parts = contributions[:]
         contributions.clear()

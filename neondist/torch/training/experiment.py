@@ -21,13 +21,13 @@ from ...halo import ExchangePolicy, GlobalArray
 from ...io.output import WEIGHTS
 from ...layers import Parameter
 from ...models import TrainableModel
-from ...parallel import SYNCS, ParameterShard
+from ...parallel import SYNC_CLASSES, ParameterShard
 from ...plan import GRADIENTS, LOSS
 from ...registry.ranges import Count, Index
 from ...runtime.observers.ledger import Ledger, ledger
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
-from ...system.memory import as_bytes, share_of
+from ...system.memory import network_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.blocks import ModuleBlocks, TracedImage
 from ..execution.execution import Execution
@@ -35,7 +35,7 @@ from ..ir.layout import axes_of
 from ..module.distributing import distribute
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE, ModuleParameters, sparse_tables
-from ..module.weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
+from ..module.weights import as_array, create_optimizer_state, load_weights, save_weights, state_tensors
 from .by_name import TorchLoss, TorchOptimizer, unwrap
 from .factory import Factory
 from .feeding import apply_feed, channels_first
@@ -119,10 +119,10 @@ class TorchModel(TrainableModel):
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
-        self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
+        self.step, self.uncounted_steps, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
-        self._sync = SYNCS[sync]
+        self._sync = SYNC_CLASSES[sync]
         self._guard: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
@@ -131,7 +131,7 @@ class TorchModel(TrainableModel):
     def __str__(self) -> str:
         return f"TorchModel {getattr(unwrap(self._arguments['factory']), '__name__', '')}"
 
-    def execute(
+    def configure_execution(
         self,
         accumulate: int | None = None,
         sync: str | None = None,
@@ -142,9 +142,9 @@ class TorchModel(TrainableModel):
     ) -> None:
         """Set how a step is executed; micro-batches, which apply only to neondist layers, are rejected."""
         self.recompute = self.recompute if recompute is None else recompute
-        self.memory = self.memory if memory is None else as_bytes("memory", memory)
+        self.memory = self.memory if memory is None else parse_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
-        self._sync = self._sync if sync is None else SYNCS[sync]
+        self._sync = self._sync if sync is None else SYNC_CLASSES[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if accumulate is not None:
             raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
@@ -167,7 +167,7 @@ class TorchModel(TrainableModel):
             self._plans[input_shape, grid, batch] = self._create_plan(input_shape, grid, batch)
         return self._plans[input_shape, grid, batch]
 
-    def within(self, plan: ModulePlan) -> ModulePlan:
+    def fit_to_memory(self, plan: ModulePlan) -> ModulePlan:
         """Return the plan of a training step that fits in `memory`.
 
         Raises
@@ -272,7 +272,7 @@ class TorchModel(TrainableModel):
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
-    def cost_of_cells(self) -> CellLoss:
+    def per_cell_cost(self) -> CellLoss:
         """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
@@ -281,7 +281,7 @@ class TorchModel(TrainableModel):
         return CellLoss(self.cost)
 
     @property
-    def built(self) -> ModuleParameters:
+    def built_parameters(self) -> ModuleParameters:
         """The parameters; ConfigError before `build`."""
         if self.parameters is None:
             raise ConfigError("TorchModel is not built yet; call model.build(input_shape, batch_size) first")
@@ -292,7 +292,7 @@ class TorchModel(TrainableModel):
         """Border schemes by module path."""
         return parse_schemes(self.scheme, dict(self.module.named_modules()), self.recompute)
 
-    def guard(self, seed: int) -> None:
+    def enable_guards(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""
         self._guard = seed
         for model in self._models.values():
@@ -305,16 +305,16 @@ class TorchModel(TrainableModel):
         with torch.no_grad(), self._about(), self._seeded(), compute_in(self.precision, self.module):
             return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
-        begin_slots(self.built.updated, self.torch_optimizer, names)
-        arrays = {name: as_array(tensor) for name, tensor in kept_tensors(self.module).items()}
+        create_optimizer_state(self.built_parameters.updated, self.torch_optimizer, names)
+        arrays = {name: as_array(tensor) for name, tensor in state_tensors(self.module).items()}
         shards = {
             name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
         }
         kept = [(shards[name], array) for name, array in arrays.items()]
-        return {"model": kept, "optimizer": self.built.slots_kept_by(self.torch_optimizer)}
+        return {"model": kept, "optimizer": self.built_parameters.optimizer_slots(self.torch_optimizer)}
 
     def export(self, folder: Path) -> None:
         """Write the weights as a state_dict, weights.safetensors; collective."""
@@ -355,12 +355,12 @@ class TorchModel(TrainableModel):
         self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
     ) -> ModulePlan:
         module, shape = self.module, (batch, *self._sample_shape(input_shape))
-        memory = None if limit is None else share_of(limit, grid.size)
+        memory = None if limit is None else network_bytes_per_rank(limit, grid.size)
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         args = program, execution, shape, input_shape, grid
         plan = ModulePlan.of(module, *args, self.optimizer, self.dtype, self.strategy, limit, self.precision)
-        if plan.parameters.partitioned and not self.optimizer.elementwise:
+        if plan.parameters.splits_parameters and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
                 " choose one without partitions, such as PSLoadBalancing"
@@ -416,7 +416,7 @@ class TorchModel(TrainableModel):
     @contextmanager
     def _seeded(self) -> Iterator[None]:
         """Seed random numbers by seed and step, and restore the global generator afterwards."""
-        if self.grid.rank and self.grid.world.one_process:
+        if self.grid.rank and self.grid.world.shares_process:
             yield
             return
         with torch.random.fork_rng(devices=[]):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ...halo import GlobalArray
-from ...models.targets import slices_in
+from ...models.targets import own_slices_in_tile
 from .by_name import call_checked
 
 
@@ -80,5 +80,5 @@ def _own(images: GlobalArray, labels: Any) -> Any:
     """Return labels cropped to this rank's own cells, given those of all cells that it reads."""
     if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
         return labels
-    index: tuple[Any, ...] = (..., *slices_in(images, images.grid.tile_box(images.extent)))
+    index: tuple[Any, ...] = (..., *own_slices_in_tile(images, images.grid.tile_box(images.extent)))
     return labels[index]

@@ -44,7 +44,7 @@ def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np
 class CellLoss:
     """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and its divisor."""
 
-    weighted = True
+    has_weighted_mean = True
 
     def __init__(self, loss: TorchLoss) -> None:
         self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
@@ -55,11 +55,11 @@ class CellLoss:
         self._sum = copy(loss.criterion)
         self._sum.reduction = "sum"
 
-    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 0: nothing is summed over a sample first."""
         return 0
 
-    def value(self, y: np.ndarray, targets: np.ndarray, total: Any = None) -> float:
+    def local_sum(self, y: np.ndarray, targets: np.ndarray, sum_over_tiles: Any = None) -> float:
         """Return the sum; NaN for labels that `metric_targets` could not convert."""
         if targets.dtype.kind == "f" and np.isnan(targets).any():
             return float("nan")
@@ -70,7 +70,7 @@ class CellLoss:
                 is_dense(y.shape, targets, self.ignore_index)
             raise
 
-    def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
+    def local_denominator(self, shape: Sequence[int], targets: np.ndarray) -> float:
         """Return the total weight of the labels that are not ignored; without classes, the number of elements."""
         if self.ignore_index is None:
             return float(prod(shape))

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...geometry import GridShape, Overlapping, Partition
 from ...layers import Parameter
 from ...plan import report
-from ...plan.blocks import COPIES
+from ...plan.blocks import IMAGE_COPIES
 from ...plan.model_plan import Workload
 from ...plan.parameters import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder
@@ -76,7 +76,7 @@ class ModulePlan:
     note: str
     wide_tiles: Partition | None
     streams = False
-    label_cells = ()
+    label_extent = ()
 
     @classmethod
     def of(
@@ -115,10 +115,10 @@ class ModulePlan:
         return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, note, wide)
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes of a rank in a forward pass without gradients, including weights, images and outputs."""
         values = self.steps.inputs[0], self.output.id
-        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in values)
+        return self.weights + self.steps.peak()[0] + IMAGE_COPIES * sum(self.steps.values[end].nbytes for end in values)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class ModulePlan:
         return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
 
     @property
-    def first_window(self) -> None:
+    def first_windowed_layer(self) -> None:
         """None: a module has no layers whose views could be drawn."""
 
     @property
@@ -146,11 +146,11 @@ class ModulePlan:
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)
 
-    def outline(self) -> list[str]:
+    def agreed_facts(self) -> list[str]:
         """Return the facts, one per line, that must be the same on all ranks, other than the strategy."""
         return [f"module: {self.steps.digest}"]
 
-    def each_needs(self) -> Iterator[tuple[str, int]]:
+    def memory_by_layer(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each step, and the bytes of its inputs and outputs on rank 0."""
         for step in self.steps.steps:
             yield step.name, sum(self.steps.values[value].nbytes for value in (*step.inputs, *step.outputs))
@@ -159,19 +159,19 @@ class ModulePlan:
         """Return the bytes of halos, and of keys and values in rings, that a rank sends in a training step."""
         return sum(count for (kind, _, _), count in self._traffic(rank).items() if kind in ("halo", "ring"))
 
-    def reduced(self, rank: int) -> dict[str, int]:
+    def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
 
         Excludes the loss.
         """
-        counts = Counter({GRADIENTS: self.parameters.reduced(rank)})
+        counts = Counter({GRADIENTS: self.parameters.reduction_bytes(rank)})
         for (kind, name, _), count in self._traffic(rank).items():
             counts[name] += count * (kind == "sum")
         return {name: count for name, count in counts.items() if count}
 
-    def redistributed(self, rank: int) -> dict[str, int]:
+    def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
-        counts = Counter({GRADIENTS: self.parameters.redistributed(rank)})
+        counts = Counter({GRADIENTS: self.parameters.redistribution_bytes(rank)})
         for (kind, name, _), count in self._traffic(rank).items():
             counts[name] += count * (kind == "redistribution")
         return {name: count for name, count in counts.items() if count}
@@ -206,7 +206,7 @@ class ModulePlan:
         return steps + self.parameters.memory(rank)
 
     @property
-    def trained_in(self) -> int:
+    def max_training_memory(self) -> int:
         """Bytes in training of the rank that needs most."""
         return self.memory(self.all_costs.fullest)
 
@@ -220,20 +220,22 @@ class ModulePlan:
         messages = (len(kinds) - sums) * neighbours
         return Workload(total.flops, moved, messages, total.sent_most, sums, total.summed, self.parameters)
 
-    def moved(self, rank: int = 0) -> int:
+    def memory_traffic(self, rank: int = 0) -> int:
         """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
-        return self.all_costs.moved() + self.parameters.moved(rank)
+        return self.all_costs.moved() + self.parameters.memory_traffic(rank)
 
     def table(self) -> Any:
         """Return a rich table of modules, with notes and a legend."""
         costs = self.costs()
-        total, sums, sent = self.all_costs.total, self.parameters.reduced(0), self.parameters.redistributed(0)
+        total, parameters = self.all_costs.total, self.parameters
+        sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
-        notes.append(f"planned peak: {report.size(self.trained_in)}, for parameters, optimiser, values and gradients")
+        peak = report.format_size(self.max_training_memory)
+        notes.append(f"planned peak: {peak}, for parameters, optimiser, values and gradients")
         if sums:
-            notes.append(f"gradient reduction: {report.size(sums)} per rank and step")
+            notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
         if sent:
-            notes.append(f"gradients to owners and values back: {report.size(sent)} sent per rank and step")
+            notes.append(f"gradients to owners and values back: {report.format_size(sent)} sent per rank and step")
         if self.all_costs.uncounted:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
             notes.append(f"flops without those of {names}, which could not be counted")
@@ -243,7 +245,7 @@ class ModulePlan:
     def describe(self) -> str:
         """Return the table as plain text, with the grid above."""
         head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.as_text(head, self.table())
+        return report.render_text(head, self.table())
 
     @cached_property
     def _training(self) -> TrainingMemory:
@@ -261,7 +263,7 @@ class ModulePlan:
     def _shape(self, row: str) -> str:
         names = {name for name, label in self._rows.items() if label == row}
         shape = output_shape_of(self.steps, names)
-        return "-" if shape is None else report.by(shape) or "1"
+        return "-" if shape is None else report.join_extents(shape) or "1"
 
 
 def _wide_tiles(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:

@@ -70,7 +70,7 @@ class OwnerSteps:
         """Restore the whole parameters, with the values of their owners."""
         if optimizer in self._adopted and not self._of_parts:
             self._replace(optimizer, self._wholes)
-            self.parameters.broadcast()
+            self.parameters.broadcast_from_owners()
 
     @contextmanager
     def parts_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -143,7 +143,7 @@ class OwnerSteps:
         shard, share = self.parameters.shards[self._names[id(part)]]
         if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
             return value
-        return torch.from_numpy(shard.slot(slot, share).gather(as_array(value)))
+        return torch.from_numpy(shard.slot_shard(slot, share).gather(as_array(value)))
 
     @staticmethod
     def _has(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> bool:

@@ -16,7 +16,7 @@ from ...models import ScriptModel
 from ...parallel import ParameterShard
 from ..module.module_scope import ModuleScope
 from ..module.parameters import MODULE
-from ..module.weights import as_array, begin_slots, kept_tensors, slots_of
+from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .owner_steps import OwnerSteps
 from .script import ModuleScript
 
@@ -67,18 +67,18 @@ class ScopeScript(ModuleScript):
     def __str__(self) -> str:
         return type(self.model).__name__
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the model's state and this rank's parts of the optimiser's."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
-        weights = self._whole(kept_tensors(self.model))
+        weights = self._whole(state_tensors(self.model))
         if self.owners is None:
             tensors = dict(self.model.named_parameters())
-            begin_slots(tensors, self.optimizer, names)
-            return {"model": weights, "optimizer": self._whole(slots_of(tensors, self.optimizer))}
+            create_optimizer_state(tensors, self.optimizer, names)
+            return {"model": weights, "optimizer": self._whole(optimizer_state_tensors(tensors, self.optimizer))}
         parameters = self.owners.parameters
         with self.owners.parts_of(self.optimizer):
-            begin_slots(parameters.updated, self.optimizer, names)
-        return {"model": weights, "optimizer": parameters.slots_kept_by(self.optimizer)}
+            create_optimizer_state(parameters.updated, self.optimizer, names)
+        return {"model": weights, "optimizer": parameters.optimizer_slots(self.optimizer)}
 
 
 def _living(kind: type) -> list[Any]:

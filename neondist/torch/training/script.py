@@ -11,13 +11,13 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...io.checkpoint import from_plain, to_plain
-from ...io.checkpoint.texts import require_integer, require_type
+from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...layers import Parameter
 from ...models import ScriptModel
 from ...parallel import ParameterShard, SyncState
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE
-from ..module.weights import as_array, begin_slots, kept_tensors, slots_of
+from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .distributed_optimizer import DistributedOptimizer
 
 
@@ -77,7 +77,7 @@ class ModuleScript(ScriptModel):
     def __str__(self) -> str:
         return type(self.module.module).__name__
 
-    def check_trains(self) -> None:
+    def check_checkpointable(self) -> None:
         """Raise ConfigError if there is no optimiser."""
         if self.optimizer is None:
             raise ConfigError(
@@ -85,20 +85,20 @@ class ModuleScript(ScriptModel):
                 " give [module, optimizer]"
             )
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         """Count a step and read the flags of all ranks, which arrive with the gradients of a divided optimiser."""
         if self.divided is None:
-            super().count()
+            super().count_step()
         else:
-            self.sync.flags.reduced[:] = self.sync.header
+            self.sync.flags.rank_counts[:] = self.sync.header
             self.step += 1
 
     @property
     def sync_states(self) -> Sequence[SyncState]:
         """Persistent state of gradient synchronisation."""
-        return () if self.divided is None else self.divided.compressed.state()
+        return () if self.divided is None else self.divided.compressed.sync_states()
 
-    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the state of the module and of the optimiser, named as in a TorchModel."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
         slot_arrays: list[tuple[ParameterShard, Any]] = []
@@ -106,9 +106,9 @@ class ModuleScript(ScriptModel):
             slot_arrays = self.optimizer.slots(names)
         elif self.optimizer is not None:
             tensors = dict(self.module.named_parameters())
-            begin_slots(tensors, self.optimizer, names)
-            slot_arrays = self._whole(slots_of(tensors, self.optimizer))
-        return {"model": self._whole(kept_tensors(self.module)), "optimizer": slot_arrays}
+            create_optimizer_state(tensors, self.optimizer, names)
+            slot_arrays = self._whole(optimizer_state_tensors(tensors, self.optimizer))
+        return {"model": self._whole(state_tensors(self.module)), "optimizer": slot_arrays}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
@@ -122,21 +122,21 @@ class ModuleScript(ScriptModel):
             "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
         }
 
-    def take_settings(self, settings: Mapping[str, Any]) -> None:
+    def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore the result of `settings`; additional ranks take the random state of the last one."""
-        groups = require_type("'groups'", settings.get("groups"), list)
+        groups = require_json_type("'groups'", settings.get("groups"), list)
         if len(groups) != len(self._groups):
             raise ValueError(f"has {len(groups)} parameter groups, the optimizer {len(self._groups)}")
         for group, saved_group in zip(self._groups, groups, strict=True):
-            saved = from_plain(group, require_type("a group of parameters", saved_group, dict))
+            saved = from_plain(group, require_json_type("a group of parameters", saved_group, dict))
             group.update({name: value for name, value in saved.items() if name != "params"})
-        self.counted.step = require_integer("'forwards'", settings.get("forwards"))
-        random = require_type("'random'", settings.get("random"), dict)
-        states, ranks = (require_type(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
-        at = require_integer("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
+        self.counted.step = require_json_integer("'forwards'", settings.get("forwards"))
+        random = require_json_type("'random'", settings.get("random"), dict)
+        states, ranks = (require_json_type(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
+        at = require_json_integer("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
         if at >= len(states):
             raise ValueError("'random' has no state for this rank")
-        state = bytearray(base64.b64decode(require_type("a random state", states[at], str), validate=True))
+        state = bytearray(base64.b64decode(require_json_type("a random state", states[at], str), validate=True))
         try:
             torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
         except (RuntimeError, TypeError, ValueError) as error:

@@ -32,11 +32,11 @@ def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]
 class ModuleStep(TrainStep):
     """Training step of a TorchModel."""
 
-    owner: Any  # a TorchModel, whose module imports this one
+    trainable: Any  # a TorchModel, whose module imports this one
 
-    def save_state(self) -> Callable[[], None]:
+    def save_for_rollback(self) -> Callable[[], None]:
         """Save the module's buffers, and return a function that restores them."""
-        buffers = list(self.owner.module.buffers())
+        buffers = list(self.trainable.module.buffers())
         kept = [buffer.clone() for buffer in buffers]
 
         def restore() -> None:
@@ -46,27 +46,28 @@ class ModuleStep(TrainStep):
 
         return restore
 
-    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Run forward and backward, and synchronise the gradients."""
-        owner, parameters = self.owner, self.owner.built
-        parameters.begin_gradients()
-        with owner.grid.observers.during("cost"):
-            _, loss = owner.loss_of(x, targets, batch)
+        trainable, parameters = self.trainable, self.trainable.built_parameters
+        parameters.reset_gradients()
+        with trainable.grid.observers.during("cost"):
+            _, loss = trainable.loss_of(x, targets, batch)
             self.finite = bool(loss.isfinite())
-            parameters.sync.note(self.finite)
+            parameters.sync.record_finiteness(self.finite)
             (loss * self.loss_scale).backward()
-        parameters.sum_gradients(for_update=True, scale=self.loss_scale)
+        parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
         return parameters.read_flags(loss.detach().numpy().reshape(1))
 
-    def locate(self, x: Any, targets: Any, batch: int) -> str:
+    def locate_nonfinite(self, x: Any, targets: Any, batch: int) -> str:
         """Return the name of the first non-finite gradient on any rank; collective."""
         bad = {"the loss": not self.finite}
-        for name, tensor in self.owner.built.tensors.items():
+        for name, tensor in self.trainable.built_parameters.tensors.items():
             bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
-        return first_nonfinite(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
+        return first_nonfinite(self.trainable.grid.world, bad) or "the sum of the gradients over all ranks"
 
-    def update(self) -> None:
+    def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others."""
-        with self.owner.built.updating(), TRACING:  # optimisers behave differently while another thread traces
-            self.owner.set_rates()
-            self.owner.torch_optimizer.step()
+        # optimisers behave differently while another thread traces
+        with self.trainable.built_parameters.updating(), TRACING:
+            self.trainable.set_rates()
+            self.trainable.torch_optimizer.step()

@@ -14,19 +14,26 @@ from ...arrays.precision import LossScaler
 from ...comm import Transport
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
-from ...io.checkpoint import Piece, open_checkpoint, restore_sync, scheme_memory, sync_pieces, write
+from ...io.checkpoint import (
+    ArrayPart,
+    open_checkpoint,
+    restore_sync_state,
+    scheme_memory,
+    sync_state_parts,
+    write_checkpoint,
+)
 from ...io.checkpoint.read import CheckpointReader
-from ...io.checkpoint.texts import LARGEST, parse_json, require_integer, require_type
+from ...io.checkpoint.texts import MAX_EXACT_INTEGER, parse_json, require_json_integer, require_json_type
 from ...parallel import SyncState
 from ...registry import suggest
-from ...registry.ranges import integer, real
+from ...registry.ranges import require_integer, require_real
 from ...version import __version__
-from ..state import Record, Totals, TrainState
+from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Progress of a run, independent of its grid.
 
     Attributes
@@ -46,23 +53,23 @@ class Progress:
     seen: int = 0
     samples: int = 0
     seed: int = 0
-    totals: Totals = field(default_factory=Totals)
+    totals: EpochTotals = field(default_factory=EpochTotals)
     history: list[Record] = field(default_factory=list)
     uncounted: int | None = None
     loss_scale: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, run: TrainState) -> Progress:
+    def from_run(cls, run: TrainState) -> RunProgress:
         """Return the progress of a run; collective."""
         totals = run.totals
-        sent, summed = totals.moved(run.grid)
-        sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
-        samples, model, seed = run.samples, run.model, run.model.seed or 0
+        sent, summed = totals.bytes_of_all_ranks(run.grid)
+        sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
+        samples, model, seed = run.epoch_size, run.model, run.model.seed or 0
         counts = run.epoch, run.step, run.samples_seen, samples, seed
-        scaler = model.whole.loss_scaler
-        return cls(*counts, sums, list(run.history), model.uncounted, None if scaler is None else scaler.state())
+        scaler = model.whole_model.loss_scaler
+        return cls(*counts, sums, list(run.history), model.uncounted_steps, None if scaler is None else scaler.state())
 
-    def put(self, run: TrainState) -> None:
+    def apply_to(self, run: TrainState) -> None:
         """Set the position of `run` to this progress.
 
         Raises
@@ -76,14 +83,14 @@ class Progress:
                 f" other random numbers; set seed: {self.seed}"
             )
         if self.seen:
-            run.check_samples(self.samples)
+            run.check_epoch_samples(self.samples)
         run.model.seed = self.seed
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
         uncounted = (ends or [0])[-1] if self.uncounted is None else self.uncounted
-        run.model.uncounted = min(uncounted, self.step)
-        scaler = run.model.whole.loss_scaler
+        run.model.uncounted_steps = min(uncounted, self.step)
+        scaler = run.model.whole_model.loss_scaler
         if scaler is not None and self.loss_scale is not None:
             scaler.load(self.loss_scale)
 
@@ -92,64 +99,64 @@ class Progress:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
+    def from_json(cls, text: str) -> RunProgress:
         """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
         names = {field_.name for field_ in fields(cls)}
         if not names - {"uncounted", "loss_scale"} <= set(values) <= names:
             raise ValueError("its fields differ")
-        totals = require_type("'totals'", values["totals"], dict)
-        if set(totals) != {field_.name for field_ in fields(Totals)}:
+        totals = require_json_type("'totals'", values["totals"], dict)
+        if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
             raise ValueError("'totals' has unexpected fields")
         for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
             if name != "uncounted" or values.get(name) is not None:
-                require_integer(f"'{name}'", values[name])
+                require_json_integer(f"'{name}'", values[name])
         for name, value in totals.items():
             if name in ("loss", "seconds"):
-                _number(f"totals.{name}", value)
+                _require_finite_number(f"totals.{name}", value)
             else:
-                require_integer(f"'totals.{name}'", value)
+                require_json_integer(f"'totals.{name}'", value)
         if (values.get("uncounted") or 0) > values["step"]:
             raise ValueError("'uncounted' exceeds 'step'")
         if values.get("loss_scale") is not None:
-            LossScaler().load(require_type("'loss_scale'", values["loss_scale"], dict))
+            LossScaler().load(require_json_type("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' exceeds the samples of an epoch")
-        history = [_record(record) for record in require_type("'history'", values["history"], list)]
-        return cls(**values | {"totals": Totals(**totals), "history": history})
+        history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
+        return cls(**values | {"totals": EpochTotals(**totals), "history": history})
 
 
-def _number(name: str, value: Any) -> None:
+def _require_finite_number(name: str, value: Any) -> None:
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"'{name}' is not a finite number")
 
 
-def _record(record: Any) -> Record:
+def _parse_record(record: Any) -> Record:
     """Validate an epoch's record as read by the loop and its hooks, and return it; an empty mean is NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record has unexpected fields")
     for name, value in record.items():
         if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
-            require_integer(f"'{name}' of an epoch's record", value)
+            require_json_integer(f"'{name}' of an epoch's record", value)
         elif name == "stage":
-            require_type("'stage' of an epoch's record", value, str)
+            require_json_type("'stage' of an epoch's record", value, str)
         else:
-            _numbers(name, value)
-    return Record.of(record)
+            _require_numbers(name, value)
+    return Record.upgrade(record)
 
 
-def _numbers(name: str, value: Any, depth: int = 0) -> None:
+def _require_numbers(name: str, value: Any, depth: int = 0) -> None:
     """Validate a value of a record: a number, a list, a table, or a mapping of numbers."""
     if type(value) in (list, dict) and depth < 2:
         for item in value.values() if type(value) is dict else value:
-            _numbers(name, item, depth + 1)
+            _require_numbers(name, item, depth + 1)
     elif value is not None and type(value) not in (int, float):
         raise ValueError(f"'{name}' of an epoch's record is not a number")
-    elif type(value) is int and abs(value) >= LARGEST:
+    elif type(value) is int and abs(value) >= MAX_EXACT_INTEGER:
         raise ValueError(f"'{name}' of an epoch's record is too large")
 
 
-KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
+SCHEDULE_KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ class CheckpointSchedule:
     keep: int = 1
 
     @classmethod
-    def of(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
+    def from_fields(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
         """Parse the field `checkpoint` of an experiment; ConfigError if it is invalid."""
         if not isinstance(fields, Mapping | None):
             raise ConfigError(
@@ -180,21 +187,23 @@ class CheckpointSchedule:
             )
         values = {key: value for key, value in (fields or {}).items() if value is not None}
         for key in values:
-            if key not in KEYS:
-                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), KEYS)}")
-        numbers = {key: integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"}
+            if key not in SCHEDULE_KEYS:
+                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), SCHEDULE_KEYS)}")
+        numbers = {
+            key: require_integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"
+        }
         minutes = values.get("every_minutes")
         if minutes is not None:
-            minutes = real("checkpoint: every_minutes", minutes, 0.0, open_low=True)
+            minutes = require_real("checkpoint: every_minutes", minutes, 0.0, exclude_low=True)
         if not any(key.startswith("every") for key in values):
             numbers["every_epochs"] = 1
         return cls(every_minutes=minutes, **numbers)
 
-    def after_step(self, step: int, before: int) -> bool:
-        """Return whether one is due after `step` steps; `before`: the step of the previous query."""
-        return self.every_steps is not None and step // self.every_steps > before // self.every_steps
+    def is_due_after_step(self, step: int, previous_step: int) -> bool:
+        """Return whether one is due after `step` steps; `previous_step`: the step of the previous query."""
+        return self.every_steps is not None and step // self.every_steps > previous_step // self.every_steps
 
-    def after_epoch(self, epoch: int) -> bool:
+    def is_due_after_epoch(self, epoch: int) -> bool:
         """Return whether one is due after `epoch` epochs."""
         return self.every_epochs is not None and epoch % self.every_epochs == 0
 
@@ -208,32 +217,33 @@ class Checkpoint(Hook):
         Path of the newest checkpoint. Rank 0 writes it and receives the parts of other ranks in blocks.
     schedule : CheckpointSchedule, optional
         Default every epoch.
-    resolved : str, optional
+    yaml_text : str, optional
         Text of the experiment, kept in the file.
     """
 
-    def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, resolved: str | None = None) -> None:
-        self.path, self.schedule, self.resolved = path, schedule or CheckpointSchedule.of(None), resolved
-        self.written = (-1, -1, -1)
-        self.last, self.last_step = time.monotonic(), 0
+    def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, yaml_text: str | None = None) -> None:
+        self.path, self.yaml_text = path, yaml_text
+        self.schedule = schedule or CheckpointSchedule.from_fields(None)
+        self.written_position = (-1, -1, -1)
+        self.last_time, self.last_step = time.monotonic(), 0
 
     def before_run(self, run: TrainState) -> None:
         """Write a first checkpoint, to detect an unwritable folder now and not after an epoch."""
-        self.written, self.last, self.last_step = _place(run), time.monotonic(), run.step
+        self.written_position, self.last_time, self.last_step = _position(run), time.monotonic(), run.step
         if run.step == 0:
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint if one is due within the epoch."""
-        is_epoch_end, previous, self.last_step = run.samples_seen >= run.samples, self.last_step, run.step
-        if not (is_epoch_end and self.schedule.after_epoch(run.epoch + 1)) and (
-            self.schedule.after_step(run.step, previous) or self._is_minute_due(run)
+        is_epoch_end, previous, self.last_step = run.samples_seen >= run.epoch_size, self.last_step, run.step
+        if not (is_epoch_end and self.schedule.is_due_after_epoch(run.epoch + 1)) and (
+            self.schedule.is_due_after_step(run.step, previous) or self._is_minute_due(run)
         ):
             self.save(run)
 
     def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint if one is due."""
-        if self.schedule.after_epoch(run.epoch):
+        if self.schedule.is_due_after_epoch(run.epoch):
             self.save(run)
 
     def after_run(self, run: TrainState) -> None:
@@ -253,39 +263,41 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the previous one is kept.
         """
-        write(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
-        self.written, self.last = _place(run), time.monotonic()
+        write_checkpoint(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
+        self.written_position, self.last_time = _position(run), time.monotonic()
 
     def is_written(self, run: TrainState) -> bool:
         """Whether the last checkpoint is of this step."""
-        return self.written == _place(run)
+        return self.written_position == _position(run)
 
-    def contents(self, run: TrainState) -> tuple[list[Piece], dict[str, str]]:
+    def contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
         """Return the arrays and texts of a checkpoint of this step; collective."""
         texts = {
-            "position": Progress.of(run).to_json(),
-            **run.texts(),
-            "experiment": self.resolved or "",
+            "position": RunProgress.from_run(run).to_json(),
+            **run.checkpoint_texts(),
+            "experiment": self.yaml_text or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        remembered = scheme_memory.collect_memory(run.model.whole.exchanged, _owner(run), world)
+        remembered = scheme_memory.collect_scheme_memory(
+            run.model.whole_model.exchanged_arrays, _scheme_owner(run), world
+        )
         if remembered.text:
-            texts[scheme_memory.REMEMBERED] = remembered.text
-        return [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)], texts
+            texts[scheme_memory.MEMORY_TEXT_NAME] = remembered.text
+        return [*_array_parts(run), *remembered.pieces, *sync_state_parts(_sync_states(run), world)], texts
 
     def _is_minute_due(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock; collective."""
         limit = self.schedule.every_minutes
-        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
+        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_time >= 60 * limit))
 
 
-def restore(path: Path, run: TrainState, root: int = 0, otherwise: str = "run without --resume") -> None:
+def restore(path: Path, run: TrainState, root: int = 0, remedy: str = "run without --resume") -> None:
     """Restore `run` from a file that the rank `root` reads; collective.
 
     Parameters
     ----------
-    otherwise : str
+    remedy : str
         Remedy in the message if the file does not match.
 
     Raises
@@ -294,51 +306,54 @@ def restore(path: Path, run: TrainState, root: int = 0, otherwise: str = "run wi
         On every rank, if the file is missing, damaged, or belongs to another model or seed.
     """
     with open_checkpoint(path, run.grid.world, root) as file:
-        progress = _progress(file)
-        for group, arrays in run.model.kept_arrays(file.facts.group("optimizer")).items():
+        progress = read_progress(file)
+        for group, arrays in run.model.checkpoint_arrays(file.facts.group("optimizer")).items():
             expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
-            _compare(path, file.facts.group(group), expected, otherwise)
+            _require_same_shapes(path, file.facts.group(group), expected, remedy)
         try:
-            progress.put(run)
-            run.take_texts(file.facts.texts)
+            progress.apply_to(run)
+            run.restore_texts(file.facts.texts)
         except (DataError, ValueError) as problem:
-            raise DataError(f"{path}: {problem}, or {otherwise}") from None
-        file.fill(_pieces(run))
-        if note := scheme_memory.restore_memory(file, run.model.whole.exchanged, _owner(run), run.grid.world):
-            run.notes.append(note)
-        if note := restore_sync(file, _sync_states(run), run.grid.world):
-            run.notes.append(note)
+            raise DataError(f"{path}: {problem}, or {remedy}") from None
+        file.fill(_array_parts(run))
+        if note := scheme_memory.restore_scheme_memory(
+            file, run.model.whole_model.exchanged_arrays, _scheme_owner(run), run.grid.world
+        ):
+            run.start_messages.append(note)
+        if note := restore_sync_state(file, _sync_states(run), run.grid.world):
+            run.start_messages.append(note)
 
 
-def step_of(path: Path, world: Transport) -> int:
+def read_step(path: Path, world: Transport) -> int:
     """Return the step of a checkpoint, -1 if it is missing or damaged; collective."""
     try:
         with open_checkpoint(path, world) as file:
-            return _progress(file).step
+            return read_progress(file).step
     except DataError:
         return -1
 
 
-def _progress(file: CheckpointReader) -> Progress:
+def read_progress(file: CheckpointReader) -> RunProgress:
+    """Return the progress of the run that wrote a checkpoint; DataError if the file has none."""
     try:
-        return Progress.from_json(file.facts.texts["position"])
+        return RunProgress.from_json(file.facts.texts["position"])
     except (KeyError, ValueError) as problem:
         path = file.facts.path
         raise DataError(f"{path}: does not record the progress of its run ({problem}); name another file") from None
 
 
-def _pieces(run: TrainState) -> list[Piece]:
-    return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
+def _array_parts(run: TrainState) -> list[ArrayPart]:
+    return [ArrayPart.of(*each, group) for group, arrays in run.model.checkpoint_arrays().items() for each in arrays]
 
 
 def _sync_states(run: TrainState) -> list[SyncState]:
     """Return the states of gradient synchronisation that persist across steps."""
-    return run.model.whole.sync_states
+    return run.model.whole_model.sync_states
 
 
-def _owner(run: TrainState) -> str:
+def _scheme_owner(run: TrainState) -> str:
     """Return a text that must match for border schemes to resume from their stored arrays."""
-    schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole.schemes.items()}
+    schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole_model.schemes.items()}
     different = sorted(set(schemes.values()))
     text = different[0] if len(different) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
     shape = run.grid.shape
@@ -346,12 +361,12 @@ def _owner(run: TrainState) -> str:
     return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {text}"
 
 
-def _place(run: TrainState) -> tuple[int, int, int]:
+def _position(run: TrainState) -> tuple[int, int, int]:
     return run.step, run.epoch, run.samples_seen
 
 
-def _compare(
-    path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], otherwise: str
+def _require_same_shapes(
+    path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], remedy: str
 ) -> None:
     """Raise DataError if the file and the model differ in names or shapes."""
     for name in sorted({*stored, *expected}):
@@ -359,5 +374,5 @@ def _compare(
         if actual != shape:
             raise DataError(
                 f"{path}: belongs to another model: it has {actual} for '{name}', but the model has {shape}; resume"
-                f" with the experiment that wrote it, or {otherwise}"
+                f" with the experiment that wrote it, or {remedy}"
             )

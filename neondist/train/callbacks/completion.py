@@ -32,5 +32,5 @@ class CompletionMark(Hook):
 
     def on_stop(self, run: TrainState) -> None:
         """Write the marker if the run is complete."""
-        if run.stop is not None and run.stop.code == 0:
+        if run.stop is not None and run.stop.exit_code == 0:
             self.after_run(run)

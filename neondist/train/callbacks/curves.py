@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ...comm import all_or_none
-from ...io.files import can_draw, write_figure
-from ..page import SPLIT_COLOURS, axis_range, is_number
+from ...io.files import has_matplotlib, write_figure
+from ..page import SPLIT_COLOURS, axis_range, is_finite
 from ..state import Record, TrainState
 from .hook import Hook
 from .progress import is_metric
 
 _MARKERS = {"train": "o", "validation": "^", "test": "s"}
-_MOST = 4
+_MAX_METRIC_PANELS = 4
 """Largest number of panels for metrics, in addition to loss and error."""
 
 
@@ -38,7 +38,7 @@ class Curves(Hook):
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
-        if run.first_rank and run.history and can_draw():
+        if run.first_rank and run.history and has_matplotlib():
             draw_curves(run.history, self.path)
 
 
@@ -46,27 +46,27 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
     """Plot the losses of `history`, of any version, and the errors and metrics, if any."""
     from matplotlib.figure import Figure
 
-    history = [Record.of(record) for record in history]
-    last, error = history[-1], history[-1].selected("error")
+    history = [Record.upgrade(record) for record in history]
+    last, error = history[-1], history[-1].selection_value("error")
     classes = error is not None
     names = (name for record in history for name, value in record.items() if is_metric(name, value))
-    metrics = list(dict.fromkeys(name.removeprefix("validation_") for name in names))[:_MOST]
+    metrics = list(dict.fromkeys(name.removeprefix("validation_") for name in names))[:_MAX_METRIC_PANELS]
     panels = 1 + classes + len(metrics)
     figure = Figure(figsize=(5 * panels, 4), layout="constrained")
     loss, *rest = figure.subplots(1, panels, squeeze=False)[0]
     others, chosen = rest[:classes], rest[classes:]
     loss.set(title="Loss", ylabel="mean loss per sample")
     for name in _MARKERS:
-        _line(loss, history, f"{name}_loss", name)
+        _plot_line(loss, history, f"{name}_loss", name)
         for axes in others:
-            _line(axes, history, f"{name}_error", name, factor=100)
+            _plot_line(axes, history, f"{name}_error", name, factor=100)
     for axes in others:
-        title = f"{last.selection.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
+        title = f"{last.selection_split.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
         axes.set(title=title, ylabel="wrong answers (%)")
     for axes, name in zip(chosen, metrics, strict=True):
         axes.set(title=name)
-        _line(axes, history, f"validation_{name}", "validation")
-        _line(axes, history, name, "test")
+        _plot_line(axes, history, f"validation_{name}", "validation")
+        _plot_line(axes, history, name, "test")
     for axes in (loss, *others, *chosen):
         if axes.get_lines():
             axes.legend()
@@ -86,8 +86,8 @@ def _set_limits(axes: Any) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
-    points = [(r["epoch"], factor * r[key]) for r in history if is_number(r.get(key))]
+def _plot_line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
+    points = [(r["epoch"], factor * r[key]) for r in history if is_finite(r.get(key))]
     marker = _MARKERS[split] if len(points) <= 40 else None  # more markers would hide the line
     if points:
         axes.plot(*zip(*points, strict=True), color=SPLIT_COLOURS[split], marker=marker, label=split)

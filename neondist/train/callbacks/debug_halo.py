@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...models import TrainableModel
-from ...registry.arguments import checked
+from ...registry.arguments import type_checked
 from ..state import TrainState
 from .hook import Hook
 
@@ -28,14 +28,14 @@ class DebugHalo(Hook):
 
     joins_pretraining = True
 
-    @checked
+    @type_checked
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def guard(self, model: TrainableModel) -> None:
         """Guard all layers of a built model, before its first step."""
-        model.guard(self.seed)
+        model.enable_guards(self.seed)
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
-        self.guard(run.model.whole)
+        self.guard(run.model.whole_model)

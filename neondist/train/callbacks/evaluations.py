@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...comm import all_or_none
-from ...io.files import append, write_text
+from ...io.files import append_text, write_text
 from ...io.output import EVALUATIONS
 from ...metrics import Metric
 from ...terminal.console import say
-from ..loop import judge
-from ..state import TrainState, without_nan
+from ..loop import evaluate_splits
+from ..state import TrainState, replace_nonfinite
 from .hook import Hook
 
 
@@ -40,10 +40,10 @@ class Evaluations(Hook):
         """Evaluate if it is due."""
         if run.step % self.steps:
             return
-        with run.model.whole.averaged():
-            results = {name: without_nan(value) for name, value in judge(run, self.metrics).items()}
+        with run.model.whole_model.averaged_weights():
+            results = {name: replace_nonfinite(value) for name, value in evaluate_splits(run, self.metrics).items()}
         with all_or_none(run.grid.world):
             if run.first_rank:
-                append(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
+                append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
                 numbers = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
                 say(f"step {run.step}: {', '.join(numbers)}")

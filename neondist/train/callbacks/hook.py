@@ -47,7 +47,7 @@ class Hook:
 
 
 @contextmanager
-def opened(hooks: Sequence[Hook]) -> Iterator[None]:
+def open_hooks(hooks: Sequence[Hook]) -> Iterator[None]:
     """Open hooks, and close them when the block is left."""
     with ExitStack() as stack:
         for hook in hooks:

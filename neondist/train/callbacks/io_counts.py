@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def moved(processes: Iterable[int]) -> int:
+def disk_bytes(processes: Iterable[int]) -> int:
     """Return the bytes that processes have read from and written to disks; 0 if the system does not report them.
 
     Terminal output is not counted: a progress bar moves even without progress.
@@ -23,7 +23,7 @@ def moved(processes: Iterable[int]) -> int:
     return total
 
 
-def written(folder: Path | None) -> list[tuple[str, int, int]]:
+def file_states(folder: Path | None) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of the files in a folder."""
     files = []
     with suppress(OSError):

@@ -9,9 +9,9 @@ from ..state import TrainState
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ...services.training import WorkerPlace
+    from ...services.training import WorkerAssignment
 
-JOB = "job"
+JOB_KEY = "job"
 """Key of the figures in a record."""
 
 
@@ -22,19 +22,19 @@ class JobFigures(Hook):
 
     Parameters
     ----------
-    worker : WorkerPlace
+    worker : WorkerAssignment
     """
 
-    def __init__(self, worker: WorkerPlace) -> None:
+    def __init__(self, worker: WorkerAssignment) -> None:
         self._worker = worker
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the figures to the record."""
-        figures = self._ask() if run.first_rank else None
+        figures = self._query_master() if run.first_rank else None
         if figures := run.grid.world.bcast(figures):
-            run.history[-1][JOB] = figures
+            run.history[-1][JOB_KEY] = figures
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _query_master(self) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC
 
         try:

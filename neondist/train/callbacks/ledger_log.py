@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 from ...comm import all_or_none
 from ...errors import DataError
-from ...io.files import append, reason, write_text
+from ...io.files import append_text, short_reason, write_text
 from ...io.regular_file import open_regular
 from ...runtime.observers.ledger import Ledger
 from ..state import TrainState
 from .hook import Hook
 
-Key: TypeAlias = tuple[str, str, str, int | str]
+LedgerKey: TypeAlias = tuple[str, str, str, int | str]
 
 
 class LedgerLog(Hook):
@@ -33,50 +33,51 @@ class LedgerLog(Hook):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.before: Ledger = Counter()
-        self.trained: Ledger = Counter()
+        self.epoch_start: Ledger = Counter()
+        self.training_end: Ledger = Counter()
 
     def before_run(self, run: TrainState) -> None:
         """Rewrite the file with the lines of the epochs that the run continues from."""
-        self.before = self.trained = run.model.whole.ledger()
+        self.epoch_start = self.training_end = run.model.whole_model.ledger()
         with all_or_none(run.grid.world):
             if run.first_rank:
-                lines = _lines(self.path) if run.epoch else []
-                write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
+                lines = _read_lines(self.path) if run.epoch else []
+                write_text(self.path, "".join(f"{line}\n" for line in lines if _read_epoch(line) <= run.epoch))
 
     def after_step(self, run: TrainState) -> None:
         """Record the ledger at the end of training, before the evaluation."""
         if run.samples_seen == len(run.dataset.train):
-            self.trained = run.model.whole.ledger()
+            self.training_end = run.model.whole_model.ledger()
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines; collective."""
-        now = run.model.whole.ledger()
-        own_entries = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
-        self.before = now
+        now = run.model.whole_model.ledger()
+        training, evaluation = self.training_end - self.epoch_start, now - self.training_end
+        own_entries = [*_entries("training", training), *_entries("evaluation", evaluation)]
+        self.epoch_start = now
         entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
             if run.first_rank:
                 by_rank = enumerate(entries_by_rank)
                 records = ({"epoch": run.epoch, "rank": at, **entry} for at, entries in by_rank for entry in entries)
-                append(self.path, "".join(json.dumps(record) + "\n" for record in records))
+                append_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
+def _entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry per layer, direction and receiver, summed over message sizes."""
-    messages: Counter[Key] = Counter()
-    sent: Counter[Key] = Counter()
+    messages: Counter[LedgerKey] = Counter()
+    sent: Counter[LedgerKey] = Counter()
     for account, count in ledger.items():
         messages[account[:4]] += count
         sent[account[:4]] += count * account.nbytes
     return [
-        {"pass": during, **dict(zip(("kind", "layer", "direction", "peer"), key, strict=True))}
+        {"pass": pass_name, **dict(zip(("kind", "layer", "direction", "peer"), key, strict=True))}
         | {"messages": count, "bytes": sent[key]}
         for key, count in messages.items()
     ]
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     """Return the lines of the earlier run; DataError if the file exists and cannot be read."""
     try:
         with open_regular(path) as file:
@@ -84,10 +85,11 @@ def _lines(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); check its permissions, or remove it") from error
+        problem = f"cannot be read ({short_reason(error)}); check its permissions, or remove it"
+        raise DataError(f"{path}: {problem}") from error
 
 
-def _epoch(line: str) -> float:
+def _read_epoch(line: str) -> float:
     try:
         return int(json.loads(line)["epoch"])
     except (ValueError, KeyError, TypeError):

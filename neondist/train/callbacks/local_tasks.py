@@ -9,7 +9,7 @@ from ...services import Task, TaskQueue
 from ..state import TrainState
 from .hook import Hook
 
-_LEASE = 1e9
+_LEASE_SECONDS = 1e9
 """Lease in seconds; the only worker is this process."""
 
 
@@ -39,7 +39,7 @@ class LocalTasks(Hook):
                 path.unlink()
         samples, epoch = len(run.dataset.train), run.epoch
         self.queue = TaskQueue(
-            self.folder / TASKS, samples, self.records_per_task, run.epochs, run.model.seed, lease=_LEASE,
+            self.folder / TASKS, samples, self.records_per_task, run.epochs, run.model.seed, lease=_LEASE_SECONDS,
             source=self.source,
         )  # fmt: skip
         credits = [(past, 0, samples) for past in range(epoch)]
@@ -48,7 +48,7 @@ class LocalTasks(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Credit the batch."""
-        self._credit(run.epoch, run.samples_seen)
+        self._credit_samples(run.epoch, run.samples_seen)
 
     def after_run(self, run: TrainState) -> None:
         """Close the queue and complete its file."""
@@ -63,7 +63,7 @@ class LocalTasks(Hook):
         if self.queue is not None:
             self.queue.close()
 
-    def _credit(self, epoch: int, seen: int) -> None:
+    def _credit_samples(self, epoch: int, seen: int) -> None:
         assert self.queue is not None
         while self._task is None or (self._task.epoch, self._task.end) < (epoch, seen):
             if self._task is not None:

@@ -13,7 +13,7 @@ import yaml
 from ...comm import all_or_none
 from ...errors import ConfigError, MissingPackageError
 from ...registry import Registered
-from ..state import Record, TrainState, without_nan
+from ..state import Record, TrainState, replace_nonfinite
 from .hook import Hook
 
 
@@ -26,50 +26,50 @@ class Logger(Registered, Hook):
         Output folder; default: in the folder of the run.
     """
 
-    module: str
+    package: str
     name: str
     experiment: str | None = None
     #: the number of a record that is shown as the step
-    axis: str = "epoch"
+    step_field: str = "epoch"
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = self.place = None if folder is None else Path(folder)
+        self.folder = self.output_folder = None if folder is None else Path(folder)
 
-    def within(self, folder: Path | None, experiment: str | None = None) -> None:
+    def set_run_folder(self, folder: Path | None, experiment: str | None = None) -> None:
         """Set the run's folder and its YAML; ConfigError if there is no folder to write to."""
         self.experiment = experiment
-        self.place = self.folder or (None if folder is None else folder / self.name)
-        if self.place is None:
+        self.output_folder = self.folder or (None if folder is None else folder / self.name)
+        if self.output_folder is None:
             raise ConfigError(
-                f"{type(self).__name__}: folder: the run has no output folder; give output, or a folder here"
+                f"{type(self).__name__}: folder: the run has no output folder; give --output, or a folder here"
             )
 
-    def check(self) -> None:
+    def check_installed(self) -> None:
         """Raise MissingPackageError if the package is not installed."""
         try:
-            import_module(self.module)
+            import_module(self.package)
         except ImportError:
             logger = type(self).__name__
-            raise MissingPackageError(f"{logger} needs {self.module}: pip install 'neondist[loggers]'") from None
+            raise MissingPackageError(f"{logger} needs {self.package}: pip install 'neondist[loggers]'") from None
 
     def before_run(self, run: TrainState) -> None:
         """Open the log, and write the epochs that the run continues from."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                self.begin(run)
+                self.open_log(run)
                 for record in run.history:
-                    self.write(record)
+                    self.write_record(record)
 
     def after_epoch(self, run: TrainState) -> None:
         """Write the epoch's numbers."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                self.write(run.history[-1])
+                self.write_record(run.history[-1])
 
     def after_run(self, run: TrainState) -> None:
         """Let go of the files."""
         if run.first_rank:
-            self.end()
+            self.close_log()
 
     def on_stop(self, run: TrainState) -> None:
         """Let go of the files."""
@@ -80,15 +80,15 @@ class Logger(Registered, Hook):
         self.after_run(run)
 
     @abstractmethod
-    def begin(self, run: TrainState) -> None:
+    def open_log(self, run: TrainState) -> None:
         """Reopen the files."""
 
     @abstractmethod
-    def write(self, record: Record) -> None:
+    def write_record(self, record: Record) -> None:
         """Write the numbers of an epoch."""
 
     @abstractmethod
-    def end(self) -> None:
+    def close_log(self) -> None:
         """Close the files."""
 
 
@@ -101,27 +101,27 @@ class TensorBoard(Logger):
         Default: 'tensorboard' in the folder of the run.
     """
 
-    module, name = "tensorboardX", "tensorboard"
+    package, name = "tensorboardX", "tensorboard"
     writer: Any = None
 
-    def begin(self, run: TrainState) -> None:
+    def open_log(self, run: TrainState) -> None:
         """Open a new event file; later epochs of an earlier file are hidden."""
-        self.writer = import_module(self.module).SummaryWriter(str(self.place), purge_step=0)
+        self.writer = import_module(self.package).SummaryWriter(str(self.output_folder), purge_step=0)
 
-    def write(self, record: Record) -> None:
+    def write_record(self, record: Record) -> None:
         """Log all values."""
-        for name, value in numbers(record):
-            self.writer.add_scalar(name, value, record[self.axis])
+        for name, value in finite_numbers(record):
+            self.writer.add_scalar(name, value, record[self.step_field])
         self.writer.flush()
 
-    def end(self) -> None:
+    def close_log(self) -> None:
         """Close the file."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
 
 
-STORE = "mlflow.db"
+STORE_FILE = "mlflow.db"
 
 
 class MLflow(Logger):
@@ -135,42 +135,43 @@ class MLflow(Logger):
         Folder of the store, mlflow.db. Default: 'mlflow' in the folder of the run.
     """
 
-    module, name = "mlflow", "mlflow"
+    package, name = "mlflow", "mlflow"
     client: Any = None
 
-    def begin(self, run: TrainState) -> None:
+    def open_log(self, run: TrainState) -> None:
         """Start a new run, with the fields of the experiment as its parameters."""
-        assert self.place is not None
-        self.place.mkdir(parents=True, exist_ok=True)
-        self.client = import_module(self.module).MlflowClient(tracking_uri=f"sqlite:///{self.place.resolve() / STORE}")
-        self.number = self.client.create_run("0", run_name=self.place.resolve().parent.name).info.run_id
-        for name, value in parameters(self.experiment or ""):
-            self.client.log_param(self.number, name[:250], value[:500])
+        assert self.output_folder is not None
+        self.output_folder.mkdir(parents=True, exist_ok=True)
+        store = self.output_folder.resolve() / STORE_FILE
+        self.client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{store}")
+        self.run_id = self.client.create_run("0", run_name=self.output_folder.resolve().parent.name).info.run_id
+        for name, value in experiment_parameters(self.experiment or ""):
+            self.client.log_param(self.run_id, name[:250], value[:500])
 
-    def write(self, record: Record) -> None:
+    def write_record(self, record: Record) -> None:
         """Log all values."""
-        for name, value in numbers(record):
-            self.client.log_metric(self.number, name, value, step=record[self.axis])
+        for name, value in finite_numbers(record):
+            self.client.log_metric(self.run_id, name, value, step=record[self.step_field])
 
-    def end(self) -> None:
+    def close_log(self) -> None:
         """End the run."""
         if self.client is not None:
-            self.client.set_terminated(self.number)
+            self.client.set_terminated(self.run_id)
             self.client = None
 
 
-def parameters(experiment: str) -> Iterator[tuple[str, str]]:
+def experiment_parameters(experiment: str) -> Iterator[tuple[str, str]]:
     """Yield the fields of an experiment in YAML by their paths, as in `--set`; for objects, their tags."""
     root = yaml.compose(experiment, Loader=yaml.SafeLoader)
-    return iter(()) if root is None else _fields(root, "")
+    return iter(()) if root is None else _flatten_fields(root, "")
 
 
-def _fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
+def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
     if node.tag.startswith("!") and not isinstance(node, yaml.ScalarNode):
         yield path or "experiment", node.tag[1:]
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _fields(value, f"{path}.{key.value}".lstrip("."))
+            yield from _flatten_fields(value, f"{path}.{key.value}".lstrip("."))
     elif isinstance(node, yaml.ScalarNode):
         if node.value != "null":
             yield path, node.value
@@ -178,13 +179,13 @@ def _fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
         yield path, ", ".join(item.value for item in node.value)
     else:
         for at, item in enumerate(node.value):
-            yield from _fields(item, f"{path}.{at}")
+            yield from _flatten_fields(item, f"{path}.{at}")
 
 
-def numbers(record: Record) -> Iterator[tuple[str, float]]:
+def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
     """Yield all finite numbers of a record by name, including those in lists and mappings."""
     for name, value in record.items():
-        for path, number in _flatten(name, without_nan(value)):
+        for path, number in _flatten(name, replace_nonfinite(value)):
             if name != "epoch" and type(number) in (int, float):
                 yield path, number
 

@@ -15,9 +15,9 @@ from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
 
-_WORDS = {"train": "training"}
-_LONGER = {ReconstructionError.name: "reconstruction error"}
-_KNOWN = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
+_SPLIT_TITLES = {"train": "training"}
+_TITLES = {ReconstructionError.name: "reconstruction error"}
+_STANDARD = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
 """Fields that every epoch's line has."""
 
 
@@ -36,26 +36,26 @@ class ProgressBar(Hook):
         self.file = file
         self.bar: Any = None
         self.task: Any = None
-        self.start, self.first = 0.0, 0
+        self.start_time, self.first_sample = 0.0, 0
 
     def before_run(self, run: TrainState) -> None:
         """Print the headline and show the bar."""
         if not run.first_rank:
             return
-        for text in (*run.notes, headline(run)):
+        for text in (*run.start_messages, headline(run)):
             self._print(run, text)
         if run.epoch >= run.epochs:
             self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
-        elif (console := terminal(self.file)) is not None:
+        elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
-        self.start, self.first = time.perf_counter(), run.samples_seen
+        self.start_time, self.first_sample = time.perf_counter(), run.samples_seen
 
     def after_step(self, run: TrainState) -> None:
         """Update the bar; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
-            self._print(run, f"step {run.step} skipped: not finite: {run.model.whole.nonfinite_monitor.where}")
+            self._print(run, f"step {run.step} skipped: not finite: {run.model.whole_model.nonfinite_monitor.where}")
         if self.bar is not None:
-            speed = (run.samples_seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
+            speed = (run.samples_seen - self.first_sample) / max(time.perf_counter() - self.start_time, 1e-9)
             self.bar.update(
                 self.task, completed=run.samples_seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
             )
@@ -63,8 +63,8 @@ class ProgressBar(Hook):
     def after_epoch(self, run: TrainState) -> None:
         """Print the epoch's line."""
         if run.first_rank:
-            self._print(run, summary(run.history[-1], run.epochs))
-            self.start, self.first = time.perf_counter(), 0
+            self._print(run, epoch_line(run.history[-1], run.epochs))
+            self.start_time, self.first_sample = time.perf_counter(), 0
 
     def on_stop(self, run: TrainState) -> None:
         """Close the bar, and print where and why the run stopped."""
@@ -107,7 +107,7 @@ class ProgressBar(Hook):
             say(text, self.file)
 
 
-def terminal(file: IO[str] | None = None) -> Any:
+def terminal_console(file: IO[str] | None = None) -> Any:
     """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
     if not (sys.stdout if file is None else file).isatty():
         return None
@@ -126,7 +126,7 @@ def headline(run: TrainState) -> str:
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
     done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
-    *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
+    *others, last = [f"{len(split)} {_SPLIT_TITLES.get(name, name)}" for name, split in run.dataset.splits.items()]
     samples = f"{', '.join(others)} and {last}" if others else last
     precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining need not have one
     products = "" if precision == FLOAT32 else f" in {precision.name}"
@@ -136,12 +136,12 @@ def headline(run: TrainState) -> str:
     )
 
 
-def is_metric(name: str, value: Any) -> bool:
+def is_metric(name: str, value: object) -> bool:
     """Return whether a value of a record is a number of a requested metric."""
-    return name not in _KNOWN and type(value) is float and not math.isnan(value)
+    return name not in _STANDARD and type(value) is float and not math.isnan(value)
 
 
-def summary(record: Record, epochs: int) -> str:
+def epoch_line(record: Record, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
     parts = [
         f"epoch {record['epoch']}/{epochs}",
@@ -151,7 +151,7 @@ def summary(record: Record, epochs: int) -> str:
             for name in SPLITS
             if record.get(key := f"{name}_error") is not None
         ),
-        *(f"{_LONGER.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
+        *(f"{_TITLES.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),

@@ -12,22 +12,22 @@ from typing import Literal
 from ...comm import Transport, all_or_none
 from ...errors import DataError, OutputError
 from ...io.checkpoint import SnapshotStore
-from ...io.files import append
+from ...io.files import append_text
 from ...io.generation_log import format_event, read_run_key
 from ...io.output import GENERATIONS
 from ...parallel import Flag
 from ...terminal.console import say
 from ..state import TrainState
-from .checkpoint import Checkpoint, restore, step_of
+from .checkpoint import Checkpoint, read_step, restore
 from .hook import Hook
 
-SHARE = 0.02
+MAX_TIME_SHARE = 0.02
 """Largest fraction of a run's time for automatic snapshots."""
-_EACH, _SPEED = 0.01, 5e8
+_SECONDS_GUESS, _SPEED_GUESS = 0.01, 5e8
 """Initial estimates of a snapshot's seconds and bytes per second."""
 
 
-def open_store(folder: Path, world: Transport) -> SnapshotStore | None:
+def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
     """Return the snapshot store of a supervised run; collective."""
     key = ""
     with all_or_none(world):
@@ -61,47 +61,48 @@ class Snapshots(Hook):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.store, self.every, self.checkpoint, self.clock = store, every, checkpoint, clock
-        self.on_disk = False
-        self.began, self.spent, self.cost = 0.0, 0.0, math.inf
+        self.writes_to_disk = False
+        self.start_time, self.seconds_spent, self.snapshot_seconds = 0.0, 0.0, math.inf
 
     def before_run(self, run: TrainState) -> None:
         """Begin to count time."""
-        size = run.model.whole.compiled.parameters.memory(run.grid.rank)
-        self.began, self.spent, self.cost = self.clock(), 0.0, _EACH + size / _SPEED
+        size = run.model.whole_model.compiled.parameters.memory(run.grid.rank)
+        self.start_time, self.seconds_spent = self.clock(), 0.0
+        self.snapshot_seconds = _SECONDS_GUESS + size / _SPEED_GUESS
 
     def after_step(self, run: TrainState) -> None:
         """Write a snapshot if one is due; rank 0 announces it one step ahead in the gradient reduction."""
         flags = run.model.sync.flags
         if self.every == "auto":
-            due = flags.ranks(Flag.SNAPSHOT) > 0
+            due = flags.count_ranks(Flag.SNAPSHOT) > 0
         else:
             due = self.every is not None and run.step % self.every == 0
         if due and run.stop is None and not self.checkpoint.is_written(run):
             self.save(run)
         if self.every == "auto" and run.first_rank:
-            flags.mine[Flag.SNAPSHOT] = self.affordable
+            flags.own_flags[Flag.SNAPSHOT] = self.is_affordable
 
     @property
-    def affordable(self) -> bool:
+    def is_affordable(self) -> bool:
         """Whether one more snapshot stays within the share of time."""
-        return self.spent + self.cost <= SHARE * (self.clock() - self.began)
+        return self.seconds_spent + self.snapshot_seconds <= MAX_TIME_SHARE * (self.clock() - self.start_time)
 
     def save(self, run: TrainState) -> None:
         """Write a snapshot now; collective."""
         start = self.clock()
-        if not self.on_disk:
+        if not self.writes_to_disk:
             try:
                 self.store.write(*self.checkpoint.contents(run), run.step)
             except OutputError as error:
-                self.on_disk = True
+                self.writes_to_disk = True
                 if run.first_rank:
                     why = str(error).partition(";")[0]
                     say(f"no snapshots in memory, but checkpoints on disk at the same interval: {why}")
-                    _log(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
-        if self.on_disk:
+                    _log_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
+        if self.writes_to_disk:
             self.checkpoint.save(run)
-        self.cost = self.clock() - start
-        self.spent += self.cost
+        self.snapshot_seconds = self.clock() - start
+        self.seconds_spent += self.snapshot_seconds
 
     def after_run(self, run: TrainState) -> None:
         """Remove the snapshots: the last checkpoint is on disk."""
@@ -121,28 +122,28 @@ def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> 
         On every rank, as `restore`, if neither can be used.
     """
     snapshots = store.steps() if store is not None else []
-    on_disk = step_of(path, run.grid.world) if snapshots else -1
+    on_disk = read_step(path, run.grid.world) if snapshots else -1
     for step, root in snapshots:
         if store is None or step <= on_disk:
             break
         try:
             restore(store.path(step), run, root)
         except DataError as problem:
-            run.notes.append(f"a snapshot is unusable: {problem}")
+            run.start_messages.append(f"a snapshot is unusable: {problem}")
             continue
-        _note_resume(path.parent, run, "a snapshot")
+        _record_resume(path.parent, run, "a snapshot")
         return
     restore(path, run)
-    _note_resume(path.parent, run, path.name)
+    _record_resume(path.parent, run, path.name)
 
 
-def _note_resume(folder: Path, run: TrainState, source: str) -> None:
+def _record_resume(folder: Path, run: TrainState, source: str) -> None:
     if run.first_rank and (folder / GENERATIONS).exists():
-        _log(folder, "resume", step=run.step, source=source)
+        _log_event(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
-        run.notes.append(f"continues at step {run.step}, from {source}")
+        run.start_messages.append(f"continues at step {run.step}, from {source}")
 
 
-def _log(folder: Path, event: str, **fields: object) -> None:
+def _log_event(folder: Path, event: str, **fields: object) -> None:
     with suppress(OutputError):  # the run matters more
-        append(folder / GENERATIONS, format_event(event, **fields))
+        append_text(folder / GENERATIONS, format_event(event, **fields))

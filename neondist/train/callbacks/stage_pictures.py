@@ -12,16 +12,16 @@ import numpy as np
 from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...data import Split
-from ...io.files import can_draw, write_figure
+from ...io.files import has_matplotlib, write_figure
 from ...layers import Sequential
 from ...models import Autoencoder, optimal_stimulus
 from ..state import TrainState
 from .hook import Hook
 
-Rows = list[np.ndarray]
-Blocks = dict[tuple[int, ...], np.ndarray]
+PictureRows = list[np.ndarray]
+FilterBlocks = dict[tuple[int, ...], np.ndarray]
 
-SAMPLES, UNITS, FILTERS, PIXELS = 10, 24, 384, 256
+MAX_IMAGES, MAX_UNITS, MAX_FILTERS, MAX_PIXELS = 10, 24, 384, 256
 """Limits of images, units and filters in a picture, and of an image's height and width in pixels."""
 
 
@@ -45,14 +45,14 @@ class StagePictures(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Gather the pictures from their tiles and draw them; collective."""
-        split, shape = run.dataset.selection, run.dataset.sample_shape
+        split, shape = run.dataset.selection_split, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
-            pictures, cells, optimal = reconstructions(stage, split), filters(stage), stimuli(stage, split)
+            pictures, cells, optimal = (reconstruct(stage, split), select_filters(stage), compute_stimuli(stage, split))
             with all_or_none(run.grid.world):
-                if run.first_rank and can_draw():
+                if run.first_rank and has_matplotlib():
                     self._draw(stage, pictures, cells, list(optimal.reshape(3, -1, *optimal.shape[1:])))
 
-    def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, optimal: Rows) -> None:
+    def _draw(self, stage: Autoencoder, pictures: PictureRows, cells: FilterBlocks, optimal: PictureRows) -> None:
         name, number = stage.name, stage.number
         if pictures[0].shape[-1] in (1, 3):
             title = f"Input of '{name}', its reconstruction, and the difference"
@@ -64,23 +64,23 @@ class StagePictures(Hook):
             draw_rows(self.folder / f"stimuli_{number}.png", optimal, title)
 
 
-def reconstructions(stage: Autoencoder, split: Split) -> Rows:
+def reconstruct(stage: Autoencoder, split: Split) -> PictureRows:
     """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
-    x = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
+    x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
     box = stage.output.own
-    inputs, residuals = (_whole(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
+    inputs, residuals = (_assemble_images(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
     return [inputs, inputs + residuals, residuals]
 
 
-def filters(stage: Autoencoder) -> Blocks:
+def select_filters(stage: Autoencoder) -> FilterBlocks:
     """Return filters (*kernel, C, out_channels) at positions spread over the output, by position; collective.
 
     With shared filters a position is that of a block.
     """
-    weights, shard, grid = to_host(stage.layer.params["weights"]), stage.shard, stage.grid
+    weights, shard, grid = to_host(stage.layer.params["weights"]), stage.weights_shard, stage.grid
     shape = shard.parameter.shape
-    side = max(1, int((FILTERS / shape[-1]) ** 0.5))
+    side = max(1, int((MAX_FILTERS / shape[-1]) ** 0.5))
     positions = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
     lo = shard.box.lo
     own_filters = {}
@@ -89,29 +89,29 @@ def filters(stage: Autoencoder) -> Blocks:
             at = (row - lo[0], col - lo[1])
             if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
                 own_filters[row, col] = weights[at].copy()
-    blocks: Blocks = {}
+    blocks: FilterBlocks = {}
     for part in grid.world.allgather(own_filters):
         blocks.update(part)
     return dict(sorted(blocks.items()))
 
 
-def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
+def compute_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
-    model = stage.whole
+    model = stage.whole_model
     *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
-    cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
+    cells = [np.unravel_index(i * prod(extent) // MAX_UNITS, extent) for i in range(MAX_UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
-    images = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
+    images = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     own = model.input.owned(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
-    return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)
+    return _assemble_images(model.grid, tiles, model.input.own.lo, model.input_shape)
 
 
-def _whole(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+def _assemble_images(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large; collective."""
-    tiles, step = to_host(tiles), -(-max(shape[:2]) // PIXELS)
+    tiles, step = to_host(tiles), -(-max(shape[:2]) // MAX_PIXELS)
     start = [-(-at // step) for at in lo]
     piece = None
     if grid.replica == 0:
@@ -124,13 +124,13 @@ def _whole(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int
     return whole
 
 
-SEAM = 1.0  # the white between pictures
+SEAM_VALUE = 1.0  # the white between pictures
 
 
 def draw_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
     """Write rows of pictures (n, h, w, C) of equal size; each row has one scale, centred at 0."""
-    lines = [_stack([_scaled(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
-    _write(path, np.concatenate(lines), title)
+    lines = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
+    _write_figure(path, np.concatenate(lines), title)
 
 
 def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
@@ -138,34 +138,34 @@ def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title:
     rows = sorted({place[0] for place in blocks})
     lines = []
     for row in rows:
-        line = [_block(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
-        lines.append(np.concatenate([_framed(block, 2) for block in line], axis=1))
-    _write(path, np.concatenate(lines), title)
+        line = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
+        lines.append(np.concatenate([_add_seam(block, 2) for block in line], axis=1))
+    _write_figure(path, np.concatenate(lines), title)
 
 
-def _block(pictures: np.ndarray) -> np.ndarray:
+def _arrange_in_square(pictures: np.ndarray) -> np.ndarray:
     """Arrange n pictures in a block that is as square as possible."""
-    tiles = [_scaled(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
+    tiles = [_scale_to_rgb(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
     wide = -(-len(tiles) // max(1, int(len(tiles) ** 0.5)))
     tiles += [np.ones_like(tiles[0])] * (-len(tiles) % wide)
-    return np.concatenate([_stack(tiles[at : at + wide], 1) for at in range(0, len(tiles), wide)])
+    return np.concatenate([_join_in_row(tiles[at : at + wide], 1) for at in range(0, len(tiles), wide)])
 
 
-def _scaled(picture: np.ndarray, most: float) -> np.ndarray:
+def _scale_to_rgb(picture: np.ndarray, largest_magnitude: float) -> np.ndarray:
     """Scale a picture to (h, w, 3) in [0, 1], with 0 at 0.5."""
-    grey = 0.5 + 0.5 * picture / most if most > 0 else np.full(picture.shape, 0.5)
+    grey = 0.5 + 0.5 * picture / largest_magnitude if largest_magnitude > 0 else np.full(picture.shape, 0.5)
     return np.broadcast_to(grey, (*picture.shape[:2], 3))
 
 
-def _stack(pictures: Sequence[np.ndarray], seam: int) -> np.ndarray:
-    return np.concatenate([_framed(p, seam) for p in pictures], axis=1)
+def _join_in_row(pictures: Sequence[np.ndarray], seam: int) -> np.ndarray:
+    return np.concatenate([_add_seam(p, seam) for p in pictures], axis=1)
 
 
-def _framed(picture: np.ndarray, seam: int) -> np.ndarray:
-    return np.pad(picture, ((0, seam), (0, seam), (0, 0)), constant_values=SEAM)
+def _add_seam(picture: np.ndarray, seam: int) -> np.ndarray:
+    return np.pad(picture, ((0, seam), (0, seam), (0, 0)), constant_values=SEAM_VALUE)
 
 
-def _write(path: Path, pixels: np.ndarray, title: str) -> None:
+def _write_figure(path: Path, pixels: np.ndarray, title: str) -> None:
     from matplotlib.figure import Figure
 
     height, width = pixels.shape[:2]

@@ -11,7 +11,7 @@ from ...system.signals import Signals
 from ..state import Stop, TrainState
 from .hook import Hook
 
-SIGNALS = {"SIGTERM": Flag.SIGTERM, "SIGUSR1": Flag.SIGUSR1}
+FLAG_BY_SIGNAL = {"SIGTERM": Flag.SIGTERM, "SIGUSR1": Flag.SIGUSR1}
 
 
 class StopOnSignal(Hook):
@@ -32,31 +32,31 @@ class StopOnSignal(Hook):
     joins_pretraining = True
 
     def __init__(self, signals: Signals | None = None, remedy: str = "--resume continues from here") -> None:
-        self.signals, self.own, self.remedy = signals or Signals(), signals is None, remedy
+        self.signals, self.owns_handlers, self.remedy = signals or Signals(), signals is None, remedy
         self.run: TrainState | None = None
 
     def open(self) -> None:
         """Install the handlers."""
-        if self.own:
-            self.signals.listen()
+        if self.owns_handlers:
+            self.signals.install_handlers()
 
     def close(self) -> None:
         """Restore the previous handlers."""
-        if self.own:
-            self.signals.restore()
+        if self.owns_handlers:
+            self.signals.restore_handlers()
 
     def before_run(self, run: TrainState) -> None:
         """Subscribe to signals; stop before the first step if a rank has received one."""
-        self.run, self.signals.cleans_up = run, True
-        self.signals.join(self._set_flag)
+        self.run, self.signals.needs_cleanup = run, True
+        self.signals.add_listener(self._set_flag)
         received = [name for names in run.grid.world.allgather(tuple(self.signals.received)) for name in names]
         if received and run.stop is None and run.epoch < run.epochs:
             run.stop = Stop(f"received {received[0]}; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
         """Stop if a rank has received a signal."""
-        for name, flag in SIGNALS.items():
-            if run.stop is None and run.model.sync.flags.ranks(flag):
+        for name, flag in FLAG_BY_SIGNAL.items():
+            if run.stop is None and run.model.sync.flags.count_ranks(flag):
                 run.stop = Stop(f"received {name}; {self.remedy}")
 
     def after_run(self, run: TrainState) -> None:
@@ -75,10 +75,10 @@ class StopOnSignal(Hook):
 
     def _set_flag(self, name: str) -> None:
         if self.run is not None:
-            self.run.model.sync.flags.mine[SIGNALS[name]] = 1
+            self.run.model.sync.flags.own_flags[FLAG_BY_SIGNAL[name]] = 1
 
 
-DISK = 100e6
+DISK_BYTES_PER_SECOND = 100e6
 """Initial estimate of bytes per second when writing a checkpoint."""
 
 
@@ -104,44 +104,44 @@ class TimeLimit(Hook):
 
     def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
         self.seconds, self.clock = seconds, clock
-        self.end = (clock() if started is None else started) + seconds
-        self.steps: deque[float] = deque(maxlen=100)
-        self.last, self.evaluation, self.saving, self.after_pause = 0.0, 0.0, 0.0, False
+        self.deadline = (clock() if started is None else started) + seconds
+        self.step_seconds: deque[float] = deque(maxlen=100)
+        self.last_time, self.evaluation_seconds, self.checkpoint_seconds, self.after_pause = 0.0, 0.0, 0.0, False
 
     def before_run(self, run: TrainState) -> None:
         """Start the clock."""
-        self.last, self.after_pause = self.clock(), False
+        self.last_time, self.after_pause = self.clock(), False
 
     def after_step(self, run: TrainState) -> None:
         """Stop if rank 0 announced it in this step; announce it if the limit is close."""
-        took = self._took()
+        took = self._measure_interval()
         if self.after_pause:
-            self.saving, self.after_pause = max(self.saving, took), False
+            self.checkpoint_seconds, self.after_pause = max(self.checkpoint_seconds, took), False
         else:
-            self.steps.append(took)
-        if run.stop is None and run.model.sync.flags.ranks(Flag.TIME):
+            self.step_seconds.append(took)
+        if run.stop is None and run.model.sync.flags.count_ranks(Flag.TIME):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
-        elif run.first_rank and self.last + self.needed(run) > self.end:
-            run.model.sync.flags.mine[Flag.TIME] = 1
+        elif run.first_rank and self.last_time + self.reserve_seconds(run) > self.deadline:
+            run.model.sync.flags.own_flags[Flag.TIME] = 1
 
     def after_epoch(self, run: TrainState) -> None:
         """Measure the evaluation; the time until the next step is mostly the checkpoint."""
-        self.evaluation, self.after_pause = max(self.evaluation, self._took()), True
+        self.evaluation_seconds, self.after_pause = max(self.evaluation_seconds, self._measure_interval()), True
 
-    def needed(self, run: TrainState) -> float:
+    def reserve_seconds(self, run: TrainState) -> float:
         """Return the seconds to reserve for stopping the run."""
-        step = max(self.steps, default=self.saving)
-        saving, between = self.saving or _saving(run), 0.0
+        step = max(self.step_seconds, default=self.checkpoint_seconds)
+        saving, between = self.checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
         if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
             evaluated = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
-            between = saving + (self.evaluation or step * -(-evaluated // run.batch_size))
+            between = saving + (self.evaluation_seconds or step * -(-evaluated // run.batch_size))
         return 1.0 + 2 * step + between + saving
 
-    def _took(self) -> float:
-        previous, self.last = self.last, self.clock()
-        return self.last - previous
+    def _measure_interval(self) -> float:
+        previous, self.last_time = self.last_time, self.clock()
+        return self.last_time - previous
 
 
-def _saving(run: TrainState) -> float:
+def _estimate_checkpoint_seconds(run: TrainState) -> float:
     """Return an estimate of the seconds of a checkpoint."""
-    return float(run.model.whole.compiled.parameters.memory(run.grid.rank) / DISK)
+    return float(run.model.whole_model.compiled.parameters.memory(run.grid.rank) / DISK_BYTES_PER_SECOND)

@@ -11,14 +11,14 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...data import Dataset
 from ...geometry import Box
-from ...io.files import can_draw, write_figure
+from ...io.files import has_matplotlib, write_figure
 from ...plan import LayerPlan
 from ...terminal.console import counted
 from ..state import TrainState
 from .hook import Hook
-from .thinned import pasted, shown, step_for
+from .subsampling import assemble_images, sampled_slices, subsampling_step
 
-PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
+MAX_PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
 
 
 class TilesPicture(Hook):
@@ -52,12 +52,12 @@ class TilesPicture(Hook):
             return
         self._drawn = True
         shape, grid = run.dataset.sample_shape, run.grid
-        if len(shape) != 3 or len(run.dataset.splits) == 1 or not len(run.dataset.selection):
+        if len(shape) != 3 or len(run.dataset.splits) == 1 or not len(run.dataset.selection_split):
             return
-        image = collect(run.dataset, grid, run.model.dtype, run.model.whole.input.own)
+        image = gather_first_image(run.dataset, grid, run.model.dtype, run.model.whole_model.input.own)
         with all_or_none(grid.world):
-            if run.first_rank and can_draw():
-                layer = run.model.whole.compiled.first_window
+            if run.first_rank and has_matplotlib():
+                layer = run.model.whole_model.compiled.first_windowed_layer
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()
                 views = tiles if layer is None else layer.views
@@ -65,25 +65,25 @@ class TilesPicture(Hook):
                 draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
 
 
-_ROWS = 256  # rows per read
+ROWS_PER_READ = 256  # rows per read
 
 
-def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
-    """Gather the first image of `dataset.selection` on every rank, subsampled if large, (h, w, C); collective.
+def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
+    """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C); collective.
 
     `box`: cells of this rank's data set, its tile or more.
     """
     *extent, channels = dataset.sample_shape
-    step = step_for(extent, PIXELS)
+    step = subsampling_step(extent, MAX_PIXELS)
     piece = np.zeros((0, 0, 0, channels))
     if grid.replica == 0:
-        top, left = shown(box, step)
-        cells, (rows, cols) = dataset.selection.lazily([0], dtype), box.shape
-        band = -(-_ROWS // step) * step  # the image may not fit into memory
+        top, left = sampled_slices(box, step)
+        cells, (rows, cols) = dataset.selection_split.lazy_images([0], dtype), box.shape
+        band = -(-ROWS_PER_READ // step) * step  # the image may not fit into memory
         bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
         read = [cells.read([rows_of, slice(0, cols)])[:, ::step, left].astype(np.float64) for rows_of in bands]
         piece = np.concatenate(read, axis=1)
-    return pasted(grid, box, extent, step, piece, 0)[0]
+    return assemble_images(grid, box, extent, step, piece, 0)[0]
 
 
 def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
@@ -95,8 +95,8 @@ def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: Lay
     return f"{text}{copies}, and what each rank sees for the layer '{layer.name}' (kernel {kernel})"
 
 
-HALO, PADDING, SEAM = "tab:orange", "0.85", "tab:red"
-MOST = 36  # more tiles than this would be too small to read
+HALO_COLOUR, PADDING_COLOUR, SEAM_COLOUR = "tab:orange", "0.85", "tab:red"
+MAX_TILES = 36  # more tiles than this would be too small to read
 
 
 def draw_tiles(
@@ -121,35 +121,35 @@ def draw_tiles(
     """
     from matplotlib.figure import Figure
 
-    rows, cols = parts if len(tiles) <= MOST else (0, 0)
-    frames = [framed(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
+    rows, cols = parts if len(tiles) <= MAX_TILES else (0, 0)
+    frames = [hull_of_tile_and_view(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
     cells = [max((shape[axis] for shape in frames), default=1) for axis in (0, 1)]
-    width, height = _inches(rows, cols, cells)
+    width, height = _panels_size(rows, cols, cells)
     figure: Any = Figure(figsize=(4.6 + width, 1.3 + max(4.6, height)), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
     left, right = figure.subfigures(1, 2, width_ratios=(4.6, width))
-    pixels = _pixels(image)
+    pixels = _to_pixels(image)
     whole = left.subplots()
-    _show(whole, pixels, extent)
+    _show_image(whole, pixels, extent)
     whole.set_title(f"the image and its seams ({counted(len(tiles), 'tile')})", fontsize=10)
     for rank, tile in enumerate(tiles):
-        _frame(whole, tile, color=SEAM, linewidth=2)
-        _label(whole, rank, tile)
-    _bare(whole)
+        _outline_box(whole, tile, color=SEAM_COLOUR, linewidth=2)
+        _label_tile(whole, rank, tile)
+    _hide_ticks(whole)
     if rows:
         _draw_views(right.subplots(rows, cols, squeeze=False), pixels, extent, tiles, views, cells)
-    _legend(figure)
+    _add_legend(figure)
     write_figure(path, figure, dpi=110)
 
 
-def framed(tile: Box, view: Box) -> Box:
+def hull_of_tile_and_view(tile: Box, view: Box) -> Box:
     """Return the hull of a tile and its view, without empty ones."""
     if tile.empty or view.empty:
         return view if tile.empty else tile
     return tile.hull(view)
 
 
-def strips(outer: Box, inner: Box) -> Iterator[Box]:
+def split_outside_box(outer: Box, inner: Box) -> Iterator[Box]:
     """Yield the parts of a 2-D box that lie outside another: above, below, left, right."""
     inner = outer.intersect(inner)
     if inner.empty:
@@ -162,7 +162,7 @@ def strips(outer: Box, inner: Box) -> Iterator[Box]:
     yield Box((inner.lo[0], inner.hi[1]), (inner.hi[0], right))
 
 
-def _inches(rows: int, cols: int, cells: Sequence[int]) -> tuple[float, float]:
+def _panels_size(rows: int, cols: int, cells: Sequence[int]) -> tuple[float, float]:
     """Return the total width and height of the panels in a common scale, with space for titles."""
     if not rows * cols * min(cells):
         return 2.5, 0.0
@@ -179,26 +179,26 @@ def _draw_views(
     cells: Sequence[int],
 ) -> None:
     for rank, (axes, tile, view) in enumerate(zip(panels.flat, tiles, views, strict=True)):
-        axes.set_title(f"rank {rank}\ntile {_by(tile)}, view {_by(view)}", fontsize=8)
-        shown = framed(tile, view)
-        _bare(axes)
+        axes.set_title(f"rank {rank}\ntile {_format_shape(tile)}, view {_format_shape(view)}", fontsize=8)
+        shown = hull_of_tile_and_view(tile, view)
+        _hide_ticks(axes)
         if shown.empty:
             axes.text(0.5, 0.5, "no cells", ha="center", va="center", transform=axes.transAxes, color="0.5")
             axes.set_frame_on(False)
             continue
-        _fill(axes, view, facecolor=PADDING, edgecolor="0.6", hatch="////", linewidth=0)
-        _show(axes, pixels, extent, clip=shown)
-        for strip in strips(view.intersect(Box.of(extent)), tile):
+        _fill_box(axes, view, facecolor=PADDING_COLOUR, edgecolor="0.6", hatch="////", linewidth=0)
+        _show_image(axes, pixels, extent, clip=shown)
+        for strip in split_outside_box(view.intersect(Box.of(extent)), tile):
             if not strip.empty:
-                _fill(axes, strip, facecolor=HALO, alpha=0.55, linewidth=0, zorder=3)
-        _frame(axes, tile, color=SEAM, linewidth=1.5)
+                _fill_box(axes, strip, facecolor=HALO_COLOUR, alpha=0.55, linewidth=0, zorder=3)
+        _outline_box(axes, tile, color=SEAM_COLOUR, linewidth=1.5)
         middle = [(lo + hi) / 2 for lo, hi in shown.axes()]
         tall, wide = (0.52 * n for n in cells)  # the same scale for all tiles
         axes.set(xlim=(middle[1] - wide, middle[1] + wide), ylim=(middle[0] + tall, middle[0] - tall))
         axes.set_frame_on(False)
 
 
-def _pixels(image: np.ndarray) -> np.ndarray:
+def _to_pixels(image: np.ndarray) -> np.ndarray:
     """Return an image as grey or colour in [0, 1]."""
     image = image if image.shape[-1] in (1, 3) else image.mean(axis=-1, keepdims=True)
     low, high = float(image.min(initial=np.inf)), float(image.max(initial=-np.inf))
@@ -206,7 +206,7 @@ def _pixels(image: np.ndarray) -> np.ndarray:
     return np.broadcast_to(scaled, (*image.shape[:2], 3))
 
 
-def _show(axes: Any, pixels: np.ndarray, extent: Sequence[int], clip: Box | None = None) -> None:
+def _show_image(axes: Any, pixels: np.ndarray, extent: Sequence[int], clip: Box | None = None) -> None:
     """Show the image in cell coordinates: cell i covers [i, i + 1)."""
     shown = axes.imshow(pixels, extent=(0, extent[1], extent[0], 0), interpolation="nearest", zorder=2)
     if clip is not None:
@@ -220,37 +220,37 @@ def _rectangle(box: Box, **style: Any) -> Any:
     return Rectangle((box.lo[1], box.lo[0]), width, height, **style)
 
 
-def _fill(axes: Any, box: Box, **style: Any) -> None:
+def _fill_box(axes: Any, box: Box, **style: Any) -> None:
     axes.add_patch(_rectangle(box, **style))
 
 
-def _frame(axes: Any, box: Box, **style: Any) -> None:
+def _outline_box(axes: Any, box: Box, **style: Any) -> None:
     if not box.empty:
         axes.add_patch(_rectangle(box, fill=False, zorder=4, **style))
 
 
-def _label(axes: Any, rank: int, tile: Box) -> None:
+def _label_tile(axes: Any, rank: int, tile: Box) -> None:
     if not tile.empty:
         row, col = ((lo + hi) / 2 for lo, hi in tile.axes())
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
-        axes.text(col, row, str(rank), ha="center", va="center", color=SEAM, fontsize=9, bbox=box, zorder=5)
+        axes.text(col, row, str(rank), ha="center", va="center", color=SEAM_COLOUR, fontsize=9, bbox=box, zorder=5)
 
 
-def _bare(axes: Any) -> None:
+def _hide_ticks(axes: Any) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
 
 
-def _by(box: Box) -> str:
+def _format_shape(box: Box) -> str:
     return "×".join(map(str, box.shape))
 
 
-def _legend(figure: Any) -> None:
+def _add_legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(fill=False, edgecolor=SEAM, label="cells that the rank owns"),
-        Patch(facecolor=HALO, alpha=0.55, label="halo: cells that other ranks send"),
-        Patch(facecolor=PADDING, edgecolor="0.6", hatch="////", label="padding: outside the image"),
+        Patch(fill=False, edgecolor=SEAM_COLOUR, label="cells that the rank owns"),
+        Patch(facecolor=HALO_COLOUR, alpha=0.55, label="halo: cells that other ranks send"),
+        Patch(facecolor=PADDING_COLOUR, edgecolor="0.6", hatch="////", label="padding: outside the image"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...comm import ProcessGrid, Transport
-from ...runtime.observers.whereabouts import Whereabouts, calls
+from ...runtime.observers.whereabouts import Whereabouts, innermost_calls
 from ..state import TrainState
 from .hook import Hook
-from .io_counts import is_stopped, moved, written
+from .io_counts import disk_bytes, file_states, is_stopped
 
 
-def end(world: Transport | None, patience: float) -> None:
+def end_job(world: Transport | None, patience: float) -> None:
     """End the job from a thread, after a grace period for reports of other ranks."""
     time.sleep(min(30.0, max(2.0, patience)))
     last = threading.Timer(5, os._exit, [1])  # in case MPI itself hangs
@@ -57,7 +57,7 @@ class Watchdog(Hook):
     def __init__(
         self,
         timeout: float = 600.0,
-        end: Callable[[Transport | None, float], None] = end,
+        end: Callable[[Transport | None, float], None] = end_job,
         report: Callable[[str], None] | None = None,
         whole_process: bool = False,
         rank: int = 0,
@@ -65,59 +65,59 @@ class Watchdog(Hook):
         folder: Path | None = None,
     ) -> None:
         self.timeout, self.end = timeout, end
-        self.report = report or _to_stderr
+        self.report = report or _write_stderr
         self.whole_process, self.rank, self.size, self.folder = whole_process, rank, size, folder
-        self.done: threading.Event | None = None
-        self.watched = 0
+        self.stop_event: threading.Event | None = None
+        self.thread_id = 0
         self.world: Transport | None = None
         self.peers: dict[int, int] = {}
-        self.work: Whereabouts | None = None
+        self.whereabouts: Whereabouts | None = None
         self.run: TrainState | None = None
 
     def open(self) -> None:
         """Start watching the calling thread, with `whole_process`."""
         if self.whole_process:
-            self._begin()
+            self._start_thread()
 
-    def _begin(self) -> None:
-        if self.done is None:
-            self.done, self.watched = threading.Event(), threading.get_ident()
-            threading.Thread(target=self._watch, args=(self.done,), name="watchdog", daemon=True).start()
+    def _start_thread(self) -> None:
+        if self.stop_event is None:
+            self.stop_event, self.thread_id = threading.Event(), threading.get_ident()
+            threading.Thread(target=self._watch, args=(self.stop_event,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching, unless `whole_process`."""
         if not self.whole_process:
-            self.stop()
+            self.stop_watching()
 
-    def stop(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching."""
-        if self.done is not None:
-            self.done.set()
-            self.done = None
-        self._leave()
+        if self.stop_event is not None:
+            self.stop_event.set()
+            self.stop_event = None
+        self._stop_observing()
 
-    def join(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
+    def set_ranks(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
         """Set the ranks: host and process ID of each, and this host's name."""
         self.world, self.rank, self.size = world, world.rank, world.size
         self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
 
-    def observe(self, grid: ProcessGrid) -> None:
+    def observe_grid(self, grid: ProcessGrid) -> None:
         """Observe the passes on a grid."""
-        self._leave()
+        self._stop_observing()
         self.world, self.rank, self.size = grid.world, grid.rank, grid.size
-        self.work = Whereabouts(grid)
-        grid.observers.add(self.work)
+        self.whereabouts = Whereabouts(grid)
+        grid.observers.add(self.whereabouts)
 
-    def _leave(self) -> None:
-        if self.work is not None:
-            self.work.grid.observers.remove(self.work)
-            self.work = None
+    def _stop_observing(self) -> None:
+        if self.whereabouts is not None:
+            self.whereabouts.grid.observers.remove(self.whereabouts)
+            self.whereabouts = None
 
     def before_run(self, run: TrainState) -> None:
         """Watch the run."""
-        self.observe(run.grid)
+        self.observe_grid(run.grid)
         self.run = run
-        self._begin()
+        self._start_thread()
 
     def after_run(self, run: TrainState) -> None:
         """Forget the run."""
@@ -134,26 +134,27 @@ class Watchdog(Hook):
         while not done.wait(tick):
             now = time.monotonic()
             idle, last = idle + min(now - last, 2 * tick), now
-            bytes_moved = moved([os.getpid(), *self.peers.values()])
-            activity = (self._progress(), bytes_moved, written(self.folder))
+            disk_traffic = disk_bytes([os.getpid(), *self.peers.values()])
+            activity = (self._progress_marker(), disk_traffic, file_states(self.folder))
             if activity != previous:
                 previous, idle = activity, 0.0
             elif idle > self.timeout:
-                self.report(self._text())
+                self.report(self._report_text())
                 return self.end(self.world, self.timeout / 4)
 
-    def _progress(self) -> tuple[int, str]:
+    def _progress_marker(self) -> tuple[int, str]:
         """Return the number of passes and, outside of runs, the position in the code."""
-        work = self.work
-        return 0 if work is None else work.begun, calls(self.watched) if self.run is None else ""
+        work = self.whereabouts
+        return 0 if work is None else work.event_count, innermost_calls(self.thread_id) if self.run is None else ""
 
-    def _text(self) -> str:
+    def _report_text(self) -> str:
         place = "outside of steps" if self.run is None else f"step {self.run.step + 1}"
         head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
-        activity, waits = ("", False) if (work := self.work) is None else (str(work), work.waits)
+        activity, waits = ("", False) if (work := self.whereabouts) is None else (str(work), work.is_waiting)
         lines = [f"{head}: {activity}" if activity else head]
         if not waits:
-            lines = [f"{lines[0]}, most recent call first:", calls(self.watched) or "  none: its thread has ended"]
+            calls = innermost_calls(self.thread_id) or "  none: its thread has ended"
+            lines = [f"{lines[0]}, most recent call first:", calls]
         lines += [
             f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.peers.items()
@@ -162,6 +163,6 @@ class Watchdog(Hook):
         return "".join(line + "\n" for line in lines)
 
 
-def _to_stderr(text: str) -> None:
+def _write_stderr(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()

@@ -9,24 +9,24 @@ import numpy as np
 
 from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
-from ...costs.labels import without_ignored
-from ...costs.mean import mean_of, parts_of, weighted, weights_of
+from ...costs.labels import mask_ignored
+from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
 from ...data import Split
 from ...errors import ConfigError
 from ...geometry import Box
-from ...io.files import replacing
-from ...metrics.classes import as_classes
+from ...io.files import atomic_replacement
+from ...metrics.classes import scores_and_labels
 from ...models import Trainable
 from ..loop import evaluate_batches
 from ..state import TrainState
 from .hook import Hook
-from .thinned import pasted, shown, step_for
+from .subsampling import assemble_images, sampled_slices, subsampling_step
 
-MOST, PIXELS = 12, 96
+MAX_SAMPLES, MAX_PIXELS = 12, 96
 
 
 class WorstSamples(Hook):
-    """Write the worst samples of `dataset.selection`, on rank 0, when all epochs are complete.
+    """Write the worst samples of `dataset.selection_split`, on rank 0, when all epochs are complete.
 
     Only for images and volumes (middle slice), and not for a PyTorch loss that is not a mean over cells.
     """
@@ -37,17 +37,17 @@ class WorstSamples(Hook):
     def after_run(self, run: TrainState) -> None:
         """Evaluate the split sample by sample and write the file; collective."""
         model = run.model
-        if len(run.dataset.splits) == 1 or model is not model.whole:
+        if len(run.dataset.splits) == 1 or model is not model.whole_model:
             return
-        with model.whole.averaged():
-            samples = worst_samples(model, run.dataset.selection, run.batch_size)
+        with model.whole_model.averaged_weights():
+            samples = worst_samples(model, run.dataset.selection_split, run.batch_size)
         with all_or_none(run.grid.world):
             if samples and run.first_rank:
-                with replacing(self.path) as file:
+                with atomic_replacement(self.path) as file:
                     np.savez_compressed(file, **samples)  # type: ignore[arg-type]
 
 
-def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int = PIXELS) -> dict[str, np.ndarray]:
+def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int = MAX_PIXELS) -> dict[str, np.ndarray]:
     """Return the samples of a split with the largest losses, and small pictures of them, on every rank; collective.
 
     Returns
@@ -56,31 +56,31 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
         'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...).
         Empty for samples that are not images or volumes, and for a PyTorch loss that is not a mean over cells.
     """
-    if len(model.whole.input.extent) not in (2, 3) or not len(split):
+    if len(model.whole_model.input.extent) not in (2, 3) or not len(split):
         return {}
     try:
-        cost = model.whole.cost_of_cells()
+        cost = model.whole_model.per_cell_cost()
     except ConfigError:
         return {}
-    losses = losses_of(model, cost, split, batch_size)
+    losses = sample_losses(model, cost, split, batch_size)
     order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
-    worst = order[: min(MOST, batch_size)]
+    worst = order[: min(MAX_SAMPLES, batch_size)]
     return {**_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst]}
 
 
-def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
+def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
     """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
     parts = parts_of(cost)
-    sums = np.zeros((len(parts) + len(weighted(cost)), len(split)))
+    sums = np.zeros((len(parts) + len(weighted_parts(cost)), len(split)))
     for numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
         for at, number in enumerate(numbers):
             sample = y[at : at + 1], targets[at : at + 1]
-            costs = [float(part.value(*sample, model.output.total)) for _, part in parts]
-            sums[:, number] = [*costs, *weights_of(cost, sample[0].shape, sample[1])]
+            costs = [float(part.local_sum(*sample, model.output.total)) for _, part in parts]
+            sums[:, number] = [*costs, *local_denominators(cost, sample[0].shape, sample[1])]
     sums = model.output.total(sums, replicas=True)
     costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
     means = (
-        mean_of(cost, *sums_, 1, model.output_shape) if sums_[1].any() or not sums_[1].size else 0.0
+        mean_cost(cost, *sums_, 1, model.output_shape) if sums_[1].any() or not sums_[1].size else 0.0
         for sums_ in zip(costs, weights, strict=True)
     )
     return np.fromiter(means, "f8", len(split))
@@ -88,42 +88,45 @@ def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.
 
 def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
     """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
-    grid, images, extent = model.grid, model.whole.input, model.output_shape[:-1]
+    grid, images, extent = model.grid, model.whole_model.input, model.output_shape[:-1]
     mine = slice(*grid.sample_range(len(numbers)))
-    x = (split.lazily if model.streams else split.images)(numbers[mine], model.dtype)
+    x = (split.lazy_images if model.streams else split.images)(numbers[mine], model.dtype)
     y, targets, _ = model.evaluate_batch(x, split.targets(numbers[mine]), len(numbers))
     y, ignored = to_host(y), model.cost.ignore_index
-    labels, keep = without_ignored(targets, ignored)
-    classified = as_classes(y, labels)
+    labels, keep = mask_ignored(targets, ignored)
+    classified = scores_and_labels(y, labels)
     said, label = (y, targets) if classified is None else (classified[0].argmax(-1), classified[1])
     if classified is not None and keep is not None:
         label = np.where(keep, label, ignored)
     if extent and classified is None:
         said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
-    pixels = _whole(grid, mine.start, images.own, images.extent, x, most).astype(np.float64)
+    pixels = _assemble_middle_slices(grid, mine.start, images.own, images.extent, x, most).astype(np.float64)
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
     maps = {
-        name: _whole(grid, mine.start, box, extent, cells, most) for name, cells in (("label", label), ("said", said))
+        name: _assemble_middle_slices(grid, mine.start, box, extent, cells, most)
+        for name, cells in (("label", label), ("said", said))
     }
-    return {"image": as_bytes_of(pixels), **maps}
+    return {"image": to_uint8(pixels), **maps}
 
 
-def as_bytes_of(pixels: np.ndarray) -> np.ndarray:
+def to_uint8(pixels: np.ndarray) -> np.ndarray:
     """Return pictures (n, h, w, C) as uint8, scaled to their range; averaged over other than 1 or 3 channels."""
     pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
     low, high = (reduce(pixels, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
     return (255 * (pixels - low) / np.where(high > low, high - low, 1)).astype(np.uint8)
 
 
-def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any, most: int) -> np.ndarray:
+def _assemble_middle_slices(
+    grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any, most: int
+) -> np.ndarray:
     """Assemble samples (n, *extent, ...) on every rank from each rank's box; collective.
 
     Large extents are subsampled to every s-th cell, volumes to the middle slice; a LazyTile is read only there.
     """
     if not extent:
-        return pasted(grid, box, extent, 1, cells, first)
-    lead, step = box.ndim - 2, step_for(extent[-2:], most)
-    rows, columns = shown(Box(box.lo[lead:], box.hi[lead:]), step)
+        return assemble_images(grid, box, extent, 1, cells, first)
+    lead, step = box.ndim - 2, subsampling_step(extent[-2:], most)
+    rows, columns = sampled_slices(Box(box.lo[lead:], box.hi[lead:]), step)
     middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:lead], box.lo, strict=False)]
     lines = range(*rows.indices(box.shape[lead]))
     if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not lines:
@@ -132,4 +135,4 @@ def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cel
         read = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in lines]
         taken: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
         part = np.concatenate(read, axis=1 + lead)[taken]
-    return pasted(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first)
+    return assemble_images(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first)

@@ -15,22 +15,22 @@ from ...comm import ProcessGrid, all_or_none
 from ...data import ClimateFiles
 from ...data.datasets.climate_files import FieldTiles
 from ...data.datasets.field_series import FieldSeries
-from ...data.raw import normalise
+from ...data.raw_values import normalise
 from ...errors import ConfigError, DataError
 from ...formats import TileSource, create_sink
 from ...formats.axes import Cells
 from ...formats.conventions import POSITION_ATTRIBUTES, AuxiliaryVariable
-from ...formats.coordinates import coordinate, dimension_of, times_of, values_of
-from ...formats.packing import OF_VALUES
+from ...formats.coordinates import coordinate_along_axis, dimension_name, times_in_seconds, unpacked_values
+from ...formats.packing import PACKING_ATTRIBUTES
 from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import open_checkpoint
 from ..experiment import FitExperiment
 from ..field_facts import FieldFacts
-from ..validate import grid_shape_of
-from ..weights import take_weights
-from .network import normalisation
-from .routes import TileRoute, choose
+from ..validate import experiment_grid_shape
+from ..weights import load_inference_weights
+from .network import read_normalisation
+from .routes import TileRoute, choose_route
 
 _SUFFIXES = (".nc", ".nc4")
 
@@ -83,26 +83,26 @@ def forecast(
             )
         if Path(target).suffix.lower() not in _SUFFIXES:
             raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
-        grid_shape_of(experiment, grid.size)
+        experiment_grid_shape(experiment, grid.size)
         series = dataset.open_series(str(source), "input", targets=False)
     with closing(series), open_checkpoint(path, world) as file:
-        _, factor, offset, fill = normalisation(path, file.facts.texts)
+        _, factor, offset, fill = read_normalisation(path, file.facts.texts)
         with all_or_none(world):
             try:
-                facts = FieldFacts.of(file.facts.texts)
+                facts = FieldFacts.from_texts(file.facts.texts)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
-                facts.require(names, units, dataset.lead, series.step, series.order)
+                facts.check_compatible(names, units, dataset.lead, series.time_step, series.axis_orders)
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
-                require_closed(dataset, facts, series)
+                require_outputs_cover_inputs(dataset, facts, series)
                 images.repeat_last(grid.replicas)
-            route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
+            route = choose_route(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
             if not isinstance(route, TileRoute):
                 raise ConfigError(
                     "memory: the network does not fit in memory with whole fields; use more ranks, or more memory"
@@ -112,25 +112,25 @@ def forecast(
                     f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; make"
                     " the network preserve the extent (padding: same)"
                 )
-        take_weights(file, model)
+        load_inference_weights(file, model)
         count = images.shape[0] if steps is None else steps
-        after = dataset.lead * (series.step or facts.step)
+        after = dataset.lead * (series.time_step or facts.time_step)
         first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
         times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
-        with _sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
-            forecasts = _from_files(route, facts) if steps is None else _roll_out(route, dataset.steps, facts, steps)
+        with _open_sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
+            forecasts = _single_steps(route, facts) if steps is None else _roll_out(route, dataset.steps, facts, steps)
             for places, values in forecasts:
                 if values is not None:
                     box = grid.partition(series.extent).box(grid.tile)
-                    sink.write((places, *box.slices, slice(0, len(facts.outputs))), values.astype(model.dtype))
+                    sink.write((places, *box.slices, slice(0, len(facts.output_names))), values.astype(model.dtype))
             sink.commit()
-    return count, *series.extent, len(facts.outputs)
+    return count, *series.extent, len(facts.output_names)
 
 
 class FieldImages:
     """Images (N, H, W, C) of a series, normalised as in training."""
 
-    stacked = True
+    has_sample_axis = True
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class FieldImages:
         count = len(series) - steps + 1
         if count < 1:
             raise DataError(
-                f"{series.names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
+                f"{series.file_names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
             )
         self.series, self.factor, self.offset = series, factor, offset
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
-        self.source = series.source(0)
+        self.source = series.source_at(0)
 
     def repeat_last(self, count: int) -> None:
         """Replace the images by `count` copies of the last one, one per replica."""
@@ -159,7 +159,7 @@ class FieldImages:
         return len(self._first), *self.series.extent, self._steps * len(self._channels)
 
     @property
-    def lead(self) -> tuple[int, ...]:
+    def sample_extents(self) -> tuple[int, ...]:
         """Extents of the axes that are samples."""
         return self.shape[:1]
 
@@ -169,11 +169,11 @@ class FieldImages:
         return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
 
 
-def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
+def require_outputs_cover_inputs(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
     """Raise ConfigError unless forecasts contain all inputs of the next one."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
-        if name not in facts.outputs:
+        if name not in facts.output_names:
             raise ConfigError(
                 f"steps: '{name}' is an input but not an output of the network, so forecasts cannot be rolled out;"
                 " train it with all variables as targets"
@@ -185,24 +185,24 @@ def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries
         )
 
 
-def _from_files(route: TileRoute, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
+def _single_steps(route: TileRoute, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
     """Yield forecasts from all images: this rank's samples and tile."""
-    for part in range(route.parts):
+    for part in range(route.num_parts):
         x = None
         with all_or_none(route.grid.world):
             x = route.read(part)
         assert x is not None
-        y = route.outputs(part, x)
-        samples, _ = route.place(part)
-        yield slice(samples.start, samples.stop), None if y is None else facts.physical(y)
+        y = route.compute(part, x)
+        samples, _ = route.output_place(part)
+        yield slice(samples.start, samples.stop), None if y is None else facts.to_physical_units(y)
 
 
 def _roll_out(route: TileRoute, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
     """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
     model, grid, images = route.model, route.grid, route.images
     own, channels = model.input.own, images.shape[-1] // steps
-    names = facts.inputs[-channels:]
-    order = [facts.outputs.index(name) for name in names]
+    names = facts.input_names[-channels:]
+    order = [facts.output_names.index(name) for name in names]
     factor, offset = (np.resize(np.asarray(of), images.shape[-1])[-channels:] for of in (images.factor, images.offset))
     aligned = all(grid.world.allgather(own == grid.partition(route.output_shape[:-1]).box(grid.tile)))
     x = None
@@ -211,16 +211,16 @@ def _roll_out(route: TileRoute, steps: int, facts: FieldFacts, count: int) -> It
     assert x is not None
     for number in range(count):
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
-        values = facts.physical(y)
+        values = facts.to_physical_units(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
         if not aligned:  # tiles that are read overlap
             whole = GlobalArray(grid, (grid.replicas, *route.output_shape), dtype=str(y.dtype)).gather(y)
-            values = facts.physical(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
+            values = facts.to_physical_units(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
         following = values[..., order] * factor - offset
         x = np.concatenate([x[..., channels:], following.astype(x.dtype)], axis=-1)
 
 
-class ForecastPlace(TileSource):
+class ForecastCoordinates(TileSource):
     """Coordinates of forecasts: the grid of a variable, at other times.
 
     Parameters
@@ -233,7 +233,7 @@ class ForecastPlace(TileSource):
 
     def __init__(self, source: TileSource, times: np.ndarray) -> None:
         extent = dict(zip(source.axes, source.shape, strict=True))
-        names = {letter: dimension_of(source, letter) for letter in "TYX"}
+        names = {letter: dimension_name(source, letter) for letter in "TYX"}
         self._source, self._times, self._names = source, times, names
         shape = len(times), extent["Y"], extent["X"]
         super().__init__(source.path, "TYX", shape, source.dtype, metadata={"dimensions": list(names.values())})
@@ -244,7 +244,7 @@ class ForecastPlace(TileSource):
         for variable in self._source.auxiliary_variables()[0]:
             grid = {*variable.dimensions} & {self._names["Y"], self._names["X"]}
             if variable.name == time and variable.values is not None:
-                attributes = {name: value for name, value in variable.attributes.items() if name not in _OF_OLD_TIMES}
+                attributes = {name: value for name, value in variable.attributes.items() if name not in _DROPPED_KEYS}
                 kept.append(AuxiliaryVariable(time, (time,), self._times, attributes))
             elif variable.name == "/":
                 kept.append(replace(variable, attributes=_CONVENTIONS | variable.attributes))
@@ -261,11 +261,11 @@ class ForecastPlace(TileSource):
 
 
 _CONVENTIONS = {"Conventions": np.bytes_(b"CF-1.8")}
-_OF_OLD_TIMES = ("bounds", "climatology", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
+_DROPPED_KEYS = ("bounds", "climatology", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
 
 
 @contextmanager
-def _sink(
+def _open_sink(
     series: FieldSeries,
     facts: FieldFacts,
     times: Sequence[float],
@@ -277,40 +277,43 @@ def _sink(
     """Yield the output file of forecasts at the given times in seconds."""
     place, variables = None, list[tuple[str, Mapping[str, Any]]]()
     with all_or_none(grid.world):
-        source = series.source(len(series) - 1)
-        place = ForecastPlace(source, _raw_times(source, series.times[-1], times))
-        for name, units in zip(facts.outputs, facts.units, strict=True):
-            variables.append((name, _attributes(series, name, units)))
+        source = series.source_at(len(series) - 1)
+        place = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
+        for name, units in zip(facts.output_names, facts.output_units, strict=True):
+            variables.append((name, _output_attributes(series, name, units)))
     assert place is not None
-    shape = len(times), *series.extent, len(facts.outputs)
+    shape = len(times), *series.extent, len(facts.output_names)
     file = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
     with closing(file) as sink:
         yield sink
 
 
-def _raw_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
+def _encode_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
     """Return times in the units and integer type of a file's time coordinate."""
-    axis = coordinate(source, "T", source.auxiliary_variables()[0])
+    axis = coordinate_along_axis(source, "T", source.auxiliary_variables()[0])
     assert axis is not None
-    values = values_of(source.path, axis)
-    zero, unit = times_of(source.path, replace(axis, values=np.arange(2.0), attributes=_time_attributes(axis)))
+    values = unpacked_values(source.path, axis)
+    zero, unit = times_in_seconds(source.path, replace(axis, values=np.arange(2.0), attributes=_time_units(axis)))
     raw = float(values[-1]) + (np.asarray(times) - last) / (unit - zero)
     whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(raw, np.rint(raw), atol=1e-6)
     return np.rint(raw).astype(np.int64) if whole else raw
 
 
-def _time_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:
+def _time_units(variable: AuxiliaryVariable) -> dict[str, Any]:
     return {name: value for name, value in variable.attributes.items() if name in ("units", "calendar")}
 
 
-def _attributes(series: FieldSeries, name: str, units: str) -> dict[str, Any]:
+def _output_attributes(series: FieldSeries, name: str, units: str) -> dict[str, Any]:
     """Return the attributes of an output: those of its input variable, without storage attributes."""
     channel = next((item for item in series.channels if item.name == name), None)
     attributes = {} if channel is None else dict(channel.attributes)
     kept = {
         key: value
         for key, value in attributes.items()
-        if key not in OF_VALUES and key not in POSITION_ATTRIBUTES and not key.startswith("_") and key.isidentifier()
+        if key not in PACKING_ATTRIBUTES
+        and key not in POSITION_ATTRIBUTES
+        and not key.startswith("_")
+        and key.isidentifier()
     }
     kept |= {"units": units} if units else {}
     if channel is not None and channel.level is not None:

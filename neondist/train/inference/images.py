@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ...data.raw import fill_missing, normalise
+from ...data.raw_values import fill_missing, normalise
 from ...errors import AxesError, DataError
 from ...formats import TileSource, open_source
 from ...geometry import Box
-from ...io.hdf5 import file_state
+from ...io.hdf5 import size_and_mtime
 
-SPATIAL = "ZYX"
+SPATIAL_AXES = "ZYX"
 
 
 class Images:
@@ -34,7 +34,7 @@ class Images:
     Attributes
     ----------
     shape : (N, *spatial, C)
-    lead : tuple of int
+    sample_extents : tuple of int
         Extents of the source's axes that are samples; () if it is one image.
     """
 
@@ -49,20 +49,20 @@ class Images:
         self.source, self.factor, self.offset, self.fill = source, factor, offset, fill
         ndim, channels = len(sample_shape) - 1, sample_shape[-1]
         first = len(source.shape) - 1 - ndim
-        if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL) or source.shape[-1] != channels:
-            raise _misfit(source.path, sample_shape, source.shape, source.axes)
-        self.lead = source.shape[:first]
-        self.shape = prod(self.lead), *source.shape[first:]
+        if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL_AXES) or source.shape[-1] != channels:
+            raise _shape_error(source.path, sample_shape, source.shape, source.axes)
+        self.sample_extents = source.shape[:first]
+        self.shape = prod(self.sample_extents), *source.shape[first:]
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the normalised cells of a box of consecutive samples (n, *box, C)."""
-        return normalise(self.raw(samples, box.slices), self.factor, self.offset, dtype)
+        return normalise(self.read_raw(samples, box.slices), self.factor, self.offset, dtype)
 
-    def raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
+    def read_raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
         """Return raw cells of consecutive samples, with NaN replaced."""
-        parts = [samples] if self.stacked else [samples[at : at + 1] for at in range(len(samples))]
+        parts = [samples] if self.has_sample_axis else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
-        boxes = ((*self.places(part), *cells, slice(0, self.shape[-1])) for part in parts)
+        boxes = ((*self.sample_slices(part), *cells, slice(0, self.shape[-1])) for part in parts)
         arrays = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *arrays])
         return fill_missing(self.source.path, whole, self.fill)
@@ -71,23 +71,23 @@ class Images:
         """Close the file."""
         self.source.close()
 
-    def places(self, samples: range) -> tuple[slice, ...]:
+    def sample_slices(self, samples: range) -> tuple[slice, ...]:
         """Return slices of the sample axes for consecutive samples; for one sample if there are several axes."""
-        if len(self.lead) == 1:
+        if len(self.sample_extents) == 1:
             return (slice(samples.start, samples.stop),)
-        place = np.unravel_index(samples.start, self.lead) if self.lead else ()
+        place = np.unravel_index(samples.start, self.sample_extents) if self.sample_extents else ()
         return tuple(slice(int(at), int(at) + 1) for at in place)
 
     @property
-    def stacked(self) -> bool:
+    def has_sample_axis(self) -> bool:
         """Whether consecutive samples form one box of the source."""
-        return len(self.lead) == 1
+        return len(self.sample_extents) == 1
 
-    def identity(self) -> list[Any]:
+    def file_identity(self) -> list[Any]:
         """Return facts that change if the file changes."""
         path = Path(self.source.path)
         files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        return [str(path), list(self.source.shape), str(self.source.dtype), [file_state(file) for file in files]]
+        return [str(path), list(self.source.shape), str(self.source.dtype), [size_and_mtime(file) for file in files]]
 
 
 def open_images(
@@ -115,18 +115,18 @@ def open_images(
     try:
         source = opener(path)
         shape = None
-        if not source.named:
-            shape = source.shape if "C" in source.stored.stored else source.shape[:-1]
+        if not source.axes_given:
+            shape = source.shape if "C" in source.stored_axes.letters else source.shape[:-1]
             source.close()
     except AxesError as error:
         shape = error.shape
     if shape is not None:
-        axes, channels = SPATIAL[3 - (len(sample_shape) - 1) :], sample_shape[-1]
+        axes, channels = SPATIAL_AXES[3 - (len(sample_shape) - 1) :], sample_shape[-1]
         choices = [f"N{axes}C", f"{axes}C"] if shape[-1] == channels else []
         choices += [f"N{axes}", axes] if channels == 1 else []
         fits = [choice for choice in choices if len(choice) == len(shape)]
         if not fits:
-            raise _misfit(path, sample_shape, shape)
+            raise _shape_error(path, sample_shape, shape)
         source = open_source(path, axes=fits[0])
     try:
         return Images(source, sample_shape, factor, offset, fill)
@@ -135,7 +135,7 @@ def open_images(
         raise
 
 
-def _misfit(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
+def _shape_error(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     expected = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
     actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
     return DataError(f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels")

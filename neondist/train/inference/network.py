@@ -13,44 +13,44 @@ from ...comm import ProcessGrid, all_or_none
 from ...errors import DataError, ShapeError
 from ...geometry import GridShape
 from ...io.checkpoint import open_checkpoint
-from ...io.checkpoint.checksum import BLOCK
-from ...io.checkpoint.texts import parse_json, require_integer, require_type
+from ...io.checkpoint.checksum import USER_BLOCK_SIZE
+from ...io.checkpoint.texts import parse_json, require_json_integer, require_json_type
 from ...io.regular_file import open_regular
 from ...models import Model
 from ...registry import Registered
 from ..experiment import FitExperiment
-from ..validate import grid_shape_of
-from ..weights import take_weights
+from ..validate import experiment_grid_shape
+from ..weights import load_inference_weights
 from .images import Images, open_images
-from .routes import BlockRoute, TileRoute, choose, forward_plan
+from .routes import BlockRoute, TileRoute, choose_route, forward_plan
 
-_EXECUTION = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
+_RUN_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
 
 @contextmanager
-def network(
+def open_network(
     experiment: FitExperiment,
     checkpoint: str | Path,
     source: str | Path,
     grid: ProcessGrid,
     block: int | None,
-    before: list[Any] | None,
-    beyond: int = 0,
+    resumed_route: list[Any] | None,
+    extra_cells: int = 0,
 ) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
     """Yield the inference route of a checkpoint's network, its images, and identities of both; collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
-        grid_shape_of(experiment, grid.size)
+        experiment_grid_shape(experiment, grid.size)
     with open_checkpoint(path, world) as file:
-        sample_shape, factor, offset, fill = normalisation(path, file.facts.texts)
+        sample_shape, factor, offset, fill = read_normalisation(path, file.facts.texts)
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill)
         with closing(images):
             with all_or_none(world), _check_extents(model, images):
-                route = choose(model, images, grid, experiment.batch_size, block, before, beyond)
-            take_weights(file, model)
-            keys = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
-            yield route, images, keys
+                route = choose_route(model, images, grid, experiment.batch_size, block, resumed_route, extra_cells)
+            load_inference_weights(file, model)
+            settings_hash = hashlib.sha256(_settings_text(model).encode()).hexdigest()[:16]
+            yield route, images, {"checkpoint": _file_hash(path), "network": settings_hash}
 
 
 @contextmanager
@@ -72,44 +72,48 @@ def _check_extents(model: Any, images: Images) -> Iterator[None]:
         raise
 
 
-def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
+def read_normalisation(
+    path: Path, texts: dict[str, str]
+) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
     """Return shape, factor, offset and fill value of the training images; the same on every rank."""
     try:
         facts = parse_json(texts["images"], dict)
-        shape = tuple(require_integer("'shape'", n, 1) for n in require_type("'shape'", facts["shape"], list))
-        fill = None if facts.get("fill") is None else _numbers("fill", [facts["fill"]])[0]
-        return shape, _channels(facts, "factor", shape), _channels(facts, "offset", shape), fill
+        shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", facts["shape"], list))
+        fill = None if facts.get("fill") is None else _require_numbers("fill", [facts["fill"]])[0]
+        return (shape, _channel_numbers(facts, "factor", shape), _channel_numbers(facts, "offset", shape), fill)
     except (KeyError, ValueError) as problem:
         raise DataError(
             f"{path}: does not record how its images were normalised ({problem}); name another file"
         ) from None
 
 
-def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
+def _channel_numbers(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
     """Return the finite numbers of a field: one, or one per channel."""
-    numbers = _numbers(name, require_type(f"'{name}'", facts[name], list))
+    numbers = _require_numbers(name, require_json_type(f"'{name}'", facts[name], list))
     if len(numbers) not in (1, *shape[-1:]):
         raise ValueError(f"'{name}' has {len(numbers)} numbers")
     return numbers
 
 
-def _numbers(name: str, numbers: list[Any]) -> list[float]:
+def _require_numbers(name: str, numbers: list[Any]) -> list[float]:
     if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
         raise ValueError(f"'{name}' are not numbers")
     return numbers
 
 
-def _identity(path: Path) -> str:
+def _file_hash(path: Path) -> str:
     """Return a hash of a checkpoint's first block, which contains its checksum."""
     with open_regular(path) as file:
-        return hashlib.sha256(file.read(BLOCK)).hexdigest()[:16]
+        return hashlib.sha256(file.read(USER_BLOCK_SIZE)).hexdigest()[:16]
 
 
-def _text(value: Any) -> str:
+def _settings_text(value: Any) -> str:
     """Return a text of all settings that determine a network's outputs, without its weights."""
     if isinstance(value, Registered):
-        arguments = {name: _text(argument) for name, argument in value.arguments().items() if name not in _EXECUTION}
+        arguments = {
+            name: _settings_text(argument) for name, argument in value.arguments().items() if name not in _RUN_ARGUMENTS
+        }
         return f"{type(value).__name__}({arguments})"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_text(item) for item in value)}]"
+        return f"[{', '.join(_settings_text(item) for item in value)}]"
     return str(getattr(value, "__qualname__", value))

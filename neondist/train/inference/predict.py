@@ -18,18 +18,18 @@ from ...formats import TileSink, create_sink
 from ...formats.draft import is_published
 from ...geometry import part_range
 from ...io.files import make_folder
-from ...io.files import partial as unfinished
+from ...io.files import partial_path as unfinished
 from ...io.journal import Journal
-from ...io.lock import Lock
+from ...io.lock import FileLock
 from ...terminal.console import say
 from ..experiment import FitExperiment
+from . import results
 from .forecast import forecast
 from .images import Images
-from .network import network
-from .of_weights import TrainedModule
-from .progress import Progress, first_rank_progress
-from .results import channels_of, check_kinds, dtype_of, kinds_of, options_of, paths_of, result
+from .network import open_network
+from .progress import ProgressLine, first_rank_progress
 from .routes import Route
+from .trained_module import TrainedModule
 
 
 def predict(
@@ -90,9 +90,10 @@ def predict(
                 "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
-    kinds, read = kinds_of(raw, probabilities, classes), {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", read | _facts(target, kinds, block, overwrite))
-    opened = partial(network, experiment, checkpoint, source, grid, block)
+    kinds = results.selected_kinds(raw, probabilities, classes)
+    read = {"the checkpoint": checkpoint, "the source": source}
+    grid.check("predict", read | _output_facts(target, kinds, block, overwrite))
+    opened = partial(open_network, experiment, checkpoint, source, grid, block)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
@@ -122,13 +123,13 @@ def predict_module(
         As `predict`.
     """
     grid = ProcessGrid() if grid is None else grid
-    kinds = kinds_of(raw, probabilities, classes)
-    grid.check("predict", {"the source": source} | _facts(target, kinds, block, overwrite))
-    opened = partial(trained.opened, source, grid, block)
+    kinds = results.selected_kinds(raw, probabilities, classes)
+    grid.check("predict", {"the source": source} | _output_facts(target, kinds, block, overwrite))
+    opened = partial(trained.open_route, source, grid, block)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
-def _facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
+def _output_facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
     """Return the facts about the output that must be equal on all ranks."""
     return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
 
@@ -143,36 +144,39 @@ def _write_outputs(
     """Write the outputs on the route that `opened` yields; return their shape; collective."""
     with (
         first_rank_progress(grid.rank) as progress,
-        _journal(target, grid) as (journal, before),
-        opened(before) as (route, images, identities),
+        _open_journal(target, grid) as (journal, resumed_route),
+        opened(resumed_route) as (route, images, identities),
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
-            check_kinds(kinds, route.output_shape[-1], target)
-            job = {"outputs": kinds, "route": route.about, "input": images.identity(), **identities}
+            results.check_output_kinds(kinds, route.output_shape[-1], target)
+            job = {"outputs": kinds, "route": route.job_identity, "input": images.file_identity(), **identities}
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
-        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done, journal) as sinks:
+        with _open_sinks(results.output_paths(kinds, target), route, images, grid, overwrite, done, journal) as sinks:
             with all_or_none(grid.world):
                 if journal is not None and not done:
                     journal.begin(job)
-            remaining = [part for part in range(route.parts) if part not in done]
+            remaining = [part for part in range(route.num_parts) if part not in done]
             if progress is not None:
-                progress.expect(route.parts, len(done))
-            compute(route, remaining, grid, Writer(route, images, sinks, grid.world.bcast(journal)), progress)
+                progress.expect(route.num_parts, len(done))
+            writer = OutputWriter(route, images, sinks, grid.world.bcast(journal))
+            compute_parts(route, remaining, grid, writer, progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
             if journal is not None:
                 journal.remove()
-    channels = channels_of(kinds[0], route.output_shape[-1])
-    return *images.lead, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
+    channels = results.output_channels(kinds[0], route.output_shape[-1])
+    return *images.sample_extents, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
 
 
-def compute(route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: Progress | None = None) -> None:
+def compute_parts(
+    route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: ProgressLine | None = None
+) -> None:
     """Compute parts and pass the outputs to `sink`, reading and writing in the background."""
-    parts = route.ordered(parts)
+    parts = route.order_parts(parts)
     mine = parts if route.collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
     others = 1 if route.collective else grid.size
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
@@ -180,18 +184,18 @@ def compute(route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, pr
         pending: tuple[int, Future[None]] | None = None
         for at, part in enumerate(mine):
             assert prefetched is not None
-            x = _run_agreed(route, grid, prefetched.result)
+            x = _call_all_or_none(route, grid, prefetched.result)
             prefetched = reader.submit(route.read, mine[at + 1]) if at + 1 < len(mine) else None
             with grid.observers.during("layer", f"part {part}", "forward"):
-                y = route.outputs(part, x)
-            _finish(route, grid, pending, sink)
+                y = route.compute(part, x)
+            _finish_write(route, grid, pending, sink)
             pending = part, pool.submit(sink.write, part, y)
             if progress is not None:
-                progress.add(others, others * route.cells(part))
-        _finish(route, grid, pending, sink)
+                progress.add(others, others * route.num_cells(part))
+        _finish_write(route, grid, pending, sink)
 
 
-def _run_agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
+def _call_all_or_none(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
     """Return the result of an action; on a collective route all ranks raise, or none does."""
     if not route.collective:
         return action()
@@ -201,15 +205,15 @@ def _run_agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> A
     return value
 
 
-def _finish(route: Route, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any) -> None:
+def _finish_write(route: Route, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any) -> None:
     """Wait for a pending write and mark its part as done."""
     if pending is not None:
-        _run_agreed(route, grid, pending[1].result)
+        _call_all_or_none(route, grid, pending[1].result)
         if not route.collective or grid.rank == 0:
-            writer.done(pending[0])
+            writer.mark_done(pending[0])
 
 
-class Writer:
+class OutputWriter:
     """Writer of outputs to files, with a journal of the parts on disk."""
 
     def __init__(self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
@@ -219,24 +223,24 @@ class Writer:
         """Write a part to all files."""
         if y is None:
             return
-        samples, box = self.route.place(part)
+        samples, box = self.route.output_place(part)
         for kind, sink in self.sinks.items():
-            values = result(kind, y)
-            if self.images.stacked:
-                sink.write((*self.images.places(samples), *box.slices, slice(0, values.shape[-1])), values)
-            for at, sample in enumerate(samples if not self.images.stacked else ()):
-                place = self.images.places(range(sample, sample + 1))
+            values = results.convert_outputs(kind, y)
+            if self.images.has_sample_axis:
+                sink.write((*self.images.sample_slices(samples), *box.slices, slice(0, values.shape[-1])), values)
+            for at, sample in enumerate(samples if not self.images.has_sample_axis else ()):
+                place = self.images.sample_slices(range(sample, sample + 1))
                 cells = (*place, *box.slices, slice(0, values.shape[-1]))
                 sink.write(cells, values[at].reshape([cut.stop - cut.start for cut in cells]))
             sink.flush()
 
-    def done(self, part: int) -> None:
+    def mark_done(self, part: int) -> None:
         """Mark a part as done in the journal."""
         self.journal.add(part)
 
 
 @contextmanager
-def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
+def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
     """Yield the journal of an output, on rank 0 only, and the route that it records, on all ranks."""
     draft = unfinished(target)
     with ExitStack() as stack:
@@ -244,14 +248,14 @@ def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, 
         with all_or_none(grid.world):
             if grid.rank == 0:
                 make_folder(target.parent)
-                lock = Lock(draft.with_name(draft.name + ".journal.lock"), target, "file with --output")
+                lock = FileLock(draft.with_name(draft.name + ".journal.lock"), target, "file with --output")
                 stack.callback(lock.release)
                 journal = Journal(draft.with_name(draft.name + ".journal"))
-        yield journal, grid.world.bcast((journal.job or {}).get("route") if journal is not None else None)
+        yield journal, grid.world.bcast((journal.recorded_job or {}).get("route") if journal is not None else None)
 
 
 @contextmanager
-def _sinks(
+def _open_sinks(
     paths: dict[str, Path],
     route: Route,
     images: Images,
@@ -265,11 +269,11 @@ def _sinks(
     If the input fails before any part is done, all of them are removed.
     """
     *extent, channels = route.output_shape
-    source, like, sinks = images.source, route.like(), {}
-    axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
+    source, like, sinks = images.source, route.aligned_source(), {}
+    axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
     complete: list[str] = []  # if interrupted after a rename, before the next or the journal's end
-    if len(done) == route.parts:
+    if len(done) == route.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
                 complete = [kind for kind, path in paths.items() if is_published(path)]
@@ -278,9 +282,9 @@ def _sinks(
         for kind, path in paths.items():
             if kind in complete:
                 continue
-            shape = (*images.lead, *extent, channels_of(kind, channels))
-            layout = shape, dtype_of(kind, channels, route.dtype), axes
-            options = options_of(kind, channels, path)
+            shape = (*images.sample_extents, *extent, results.output_channels(kind, channels))
+            layout = shape, results.output_dtype(kind, channels, route.dtype), axes
+            options = results.sink_options(kind, channels, path)
             make = partial(create_sink, path, *layout, like=like, overwrite=overwrite, grid=grid, **options)
             factories.append(make)
             if not done:

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import IO
 
 from ...terminal.console import say
-from ..callbacks.progress import terminal
+from ..callbacks.progress import terminal_console
 
-_FIRST, _EVERY, _ON_TERMINAL = 3.0, 30.0, 0.2
+_FIRST_DELAY, _FILE_INTERVAL, _TERMINAL_INTERVAL = 3.0, 30.0, 0.2
 """seconds until the first line, between lines of a file, and between updates of a terminal's line"""
 
 
-class Progress:
+class ProgressLine:
     """Progress line: first after 3 seconds, then every 30 if there is no terminal.
 
     As a context manager it prints the first line on time even during the first part.
@@ -35,18 +35,18 @@ class Progress:
     def __init__(
         self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part", first: float | None = None
     ) -> None:
-        self.first = _FIRST if first is None else first
+        self.first_delay = _FIRST_DELAY if first is None else first
         self.parts, self.done, self.resumed, self.cells = parts, 0, 0, 0
         self.file, self.unit, self.activity = file, unit, ""
         self.start = time.monotonic()
-        self.printed: float | None = None
-        self.terminal = terminal(file) is not None
+        self.last_printed: float | None = None
+        self.terminal = terminal_console(file) is not None
         self._estimated, self._end, self._lock = False, Event(), Lock()
         self._thread: Thread | None = None
 
-    def __enter__(self) -> Progress:
-        if self.first > 0:
-            self._thread = Thread(target=self._wait, name="progress", daemon=True)
+    def __enter__(self) -> ProgressLine:
+        if self.first_delay > 0:
+            self._thread = Thread(target=self._print_first_line, name="progress", daemon=True)
             self._thread.start()
         return self
 
@@ -59,17 +59,17 @@ class Progress:
         """Set the total number of parts and those done by an earlier process; restart the clock."""
         with self._lock:
             self.parts, self.done, self.resumed, self.start = parts, resumed, resumed, time.monotonic()
-            if self.first <= 0:
-                self.printed = None  # print again for the first part
+            if self.first_delay <= 0:
+                self.last_printed = None  # print again for the first part
             if resumed:
                 say(f"resuming: {resumed} of {parts} {self.unit}s were already done", self.file)
 
     def begin(self, activity: str) -> None:
         """Set the current activity."""
         self.activity = activity
-        if self.printed is None and self.first <= 0:
+        if self.last_printed is None and self.first_delay <= 0:
             with self._lock:
-                self._print(time.monotonic())
+                self._print_if_due(time.monotonic())
 
     def add(self, parts: int, cells: int = 0) -> None:
         """Count completed parts and their output cells; print the line if it is due."""
@@ -77,22 +77,22 @@ class Progress:
             self.done, self.cells, self.activity = self.done + parts, self.cells + cells, ""
             if self.parts is not None:
                 self.done = min(self.parts, self.done)
-            self._print(time.monotonic())
+            self._print_if_due(time.monotonic())
 
-    def line(self, now: float) -> str:
+    def format_line(self, now: float) -> str:
         """Return the progress line."""
         seconds, done = max(now - self.start, 1e-9), self.done - self.resumed
         if self.parts is None:
-            return f"preparing, {duration(seconds)} so far  "
+            return f"preparing, {format_duration(seconds)} so far  "
         facts = [f"{self.unit} {self.done} of {self.parts}"]
         if self.cells:
             facts.append(f"{self.cells / 1e6 / seconds:.3g} Mpixel/s")
         if self.activity and self.done < self.parts:
             facts.append(f"now {self.activity}")
         if done > 0:
-            facts.append(f"{duration((self.parts - self.done) * seconds / done)} left")
+            facts.append(f"{format_duration((self.parts - self.done) * seconds / done)} left")
         else:
-            facts.append(f"{duration(seconds)} so far; an estimate follows the first {self.unit}")
+            facts.append(f"{format_duration(seconds)} so far; an estimate follows the first {self.unit}")
         return f"{', '.join(facts)}  "
 
     def close(self) -> None:
@@ -101,37 +101,37 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self.terminal and self.printed is not None:
+        if self.terminal and self.last_printed is not None:
             say("", self.file)
-            self.printed = None
+            self.last_printed = None
 
-    def _wait(self) -> None:
+    def _print_first_line(self) -> None:
         """Print the first line on time, even during the first part."""
-        if not self._end.wait(self.first):
+        if not self._end.wait(self.first_delay):
             with self._lock:
-                self._print(time.monotonic())
+                self._print_if_due(time.monotonic())
 
-    def _print(self, now: float) -> None:
+    def _print_if_due(self, now: float) -> None:
         """Print the line if it is due: once early, with the first estimate, and then periodically."""
         has_estimate = self.done > self.resumed
-        every = _ON_TERMINAL if self.terminal else _EVERY
-        due = now - self.start >= self.first if self.printed is None else now - self.printed >= every
-        if not due and not (self.printed is not None and has_estimate and not self._estimated):
+        every = _TERMINAL_INTERVAL if self.terminal else _FILE_INTERVAL
+        due = now - self.start >= self.first_delay if self.last_printed is None else now - self.last_printed >= every
+        if not due and not (self.last_printed is not None and has_estimate and not self._estimated):
             return
-        self.printed, self._estimated = now, has_estimate
+        self.last_printed, self._estimated = now, has_estimate
         # erase the rest of a longer line
         end, start = ("\x1b[K", "\r") if self.terminal else ("\n", "")
-        say(self.line(now), self.file, end, start)
+        say(self.format_line(now), self.file, end, start)
 
 
 def first_rank_progress(
     rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", first: float | None = None
-) -> AbstractContextManager[Progress | None]:
-    """Return a Progress on rank 0, None on other ranks; `parts` may not be known yet."""
-    return Progress(parts, file, unit, first) if rank == 0 else nullcontext()
+) -> AbstractContextManager[ProgressLine | None]:
+    """Return a ProgressLine on rank 0, None on other ranks; `parts` may not be known yet."""
+    return ProgressLine(parts, file, unit, first) if rank == 0 else nullcontext()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as text such as '2 h 5 min'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from ...comm import ProcessGrid
-from ...data.records import Samples
+from ...data.records import RecordSamples
 from ...io.checkpoint import open_checkpoint
 from ...models import TrainableModel
-from ..weights import take_weights
+from ..weights import load_inference_weights
 
 
-def predictions(model: TrainableModel, samples: Samples, batch_size: int, checkpoint: Path) -> Iterator[np.ndarray]:
+def predict_records(
+    model: TrainableModel, samples: RecordSamples, batch_size: int, checkpoint: Path
+) -> Iterator[np.ndarray]:
     """Yield the outputs (n, C, *spatial) batch by batch, in this process.
 
     Raises
@@ -23,12 +25,12 @@ def predictions(model: TrainableModel, samples: Samples, batch_size: int, checkp
         DataError if the checkpoint is missing, damaged or of another model; ConfigError if feed fails.
     """
     grid, batch_size = ProcessGrid.serial(), min(batch_size, len(samples))
-    shape = samples.of(range(batch_size))[0].shape[1:]
+    shape = samples.features_and_labels(range(batch_size))[0].shape[1:]
     model.build(shape, batch_size, grid, model.plan(shape, grid.shape, batch_size))
     with open_checkpoint(checkpoint, grid.world) as file:
-        take_weights(file, model)
+        load_inference_weights(file, model)
     for first in range(0, len(samples), batch_size):
         numbers = range(first, min(first + batch_size, len(samples)))
-        x = np.ascontiguousarray(samples.of(numbers)[0], model.dtype)
+        x = np.ascontiguousarray(samples.features_and_labels(numbers)[0], model.dtype)
         y = np.asarray(model.fprop(x, training=False, batch_size=len(numbers)))
         yield np.ascontiguousarray(np.moveaxis(y, -1, 1))

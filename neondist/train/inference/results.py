@@ -11,16 +11,16 @@ import numpy as np
 from ...costs.cross_entropy import softmax
 from ...errors import ConfigError
 
-KINDS = ("raw", "probabilities", "classes")
+OUTPUT_KINDS = ("raw", "probabilities", "classes")
 
 
-def kinds_of(raw: bool, probabilities: bool, classes: bool) -> list[str]:
+def selected_kinds(raw: bool, probabilities: bool, classes: bool) -> list[str]:
     """Return the selected kinds of output; raw outputs by default."""
-    flags = zip(KINDS, (raw, probabilities, classes), strict=True)
+    flags = zip(OUTPUT_KINDS, (raw, probabilities, classes), strict=True)
     return [kind for kind, selected in flags if selected] or ["raw"]
 
 
-def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
+def check_output_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
     """Raise ConfigError for kinds that need more output channels, or that this file format cannot store."""
     if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
         raise ConfigError(f"{path}: JPEG is lossy and would change classes; choose .png")
@@ -29,17 +29,17 @@ def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
             raise ConfigError(f"{kind}: the network has a single output channel, hence no classes; write raw outputs")
 
 
-def channels_of(kind: str, channels: int) -> int:
+def output_channels(kind: str, channels: int) -> int:
     """Return the number of channels of a kind of output."""
     return 1 if kind == "classes" else channels
 
 
-def dtype_of(kind: str, channels: int, dtype: Any) -> np.dtype:
+def output_dtype(kind: str, channels: int, dtype: Any) -> np.dtype:
     """Return the dtype of a kind of output."""
     return np.min_scalar_type(channels - 1) if kind == "classes" else np.dtype(dtype)
 
 
-def options_of(kind: str, channels: int, path: Path) -> dict[str, Any]:
+def sink_options(kind: str, channels: int, path: Path) -> dict[str, Any]:
     """Return the options of `create_sink` for a kind of output that differ from the format's defaults."""
     if kind != "classes":
         return {}
@@ -51,7 +51,7 @@ def options_of(kind: str, channels: int, path: Path) -> dict[str, Any]:
     return {"palette": True} if suffix == ".png" and channels <= 256 else {}
 
 
-def result(kind: str, y: np.ndarray) -> np.ndarray:
+def convert_outputs(kind: str, y: np.ndarray) -> np.ndarray:
     """Convert the outputs (n, *cells, C) to one kind."""
     if kind == "raw":
         return y
@@ -60,7 +60,7 @@ def result(kind: str, y: np.ndarray) -> np.ndarray:
     return softmax(y)
 
 
-def paths_of(kinds: Sequence[str], path: Path) -> dict[str, Path]:
+def output_paths(kinds: Sequence[str], path: Path) -> dict[str, Path]:
     """Return the file of each kind: with several, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
     if len(kinds) == 1:
         return {kinds[0]: path}

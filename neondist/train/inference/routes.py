@@ -17,14 +17,14 @@ from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...models import Model, TrainableModel
 from ...plan import Plan, Training, compile_plan
-from ...plan.blocks import COPIES, find_obstacles, fit_blocks, shrink_to_fit
-from ...runtime.blocks import Blockwise
-from ...system.memory import PROCESS, free_memory, share_of, words
+from ...plan.blocks import IMAGE_COPIES, find_obstacles, fit_blocks, shrink_to_fit
+from ...runtime.blocks import BlockwiseExecutor
+from ...system.memory import PROCESS_OVERHEAD_BYTES, format_bytes, free_bytes, network_bytes_per_rank
 from .images import Images
 
-BLOCK = {1: 1 << 18, 2: 2048, 3: 256}
+DEFAULT_BLOCK_EXTENTS = {1: 1 << 18, 2: 2048, 3: 256}
 """Default cells along each axis of a block, by the number of axes."""
-CACHE = 1 << 28
+MAX_CACHE_BYTES = 1 << 28
 """Largest cache of decoded chunks of a rank in bytes."""
 
 
@@ -33,37 +33,37 @@ class Route(Protocol):
 
     Attributes
     ----------
-    parts : int
+    num_parts : int
     output_shape : (*spatial, C)
     dtype : numpy.dtype
     collective : bool
         Whether all ranks work on each part together.
-    about : list
+    job_identity : list
         Identity of the route, equal for a job and its resumption.
     """
 
-    parts: int
+    num_parts: int
     output_shape: tuple[int, ...]
     dtype: np.dtype
     collective: bool
-    about: list[Any]
+    job_identity: list[Any]
 
-    def like(self) -> TileSource | None:
+    def aligned_source(self) -> TileSource | None:
         """Return an image with the output's cell positions; None if there is none."""
 
-    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
         """Return parts in the best order for reading."""
 
     def read(self, part: int) -> np.ndarray:
         """Return this rank's input for a part."""
 
-    def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
+    def compute(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's outputs; None if other ranks have them."""
 
-    def place(self, part: int) -> tuple[range, Box]:
+    def output_place(self, part: int) -> tuple[range, Box]:
         """Return the samples and the box of this rank's outputs."""
 
-    def cells(self, part: int) -> int:
+    def num_cells(self, part: int) -> int:
         """Return the number of cells of a part on all ranks."""
 
 
@@ -94,17 +94,17 @@ class BlockRoute:
         output_shape: tuple[int, ...],
         dtype: np.dtype,
     ) -> None:
-        images.source.cache, self._across = ChunkCache(cache), self._blocks_in(cache, images, plan)
+        images.source.cache, self._blocks_per_column = ChunkCache(cache), self._count_cached_blocks(cache, images, plan)
         self.images, self.plan, self._run, self.dtype = images, plan, run, dtype
-        self.parts, self.output_shape = images.shape[0] * len(plan), output_shape
-        self.about = ["blocks", list(plan.size)]
+        self.num_parts, self.output_shape = images.shape[0] * len(plan), output_shape
+        self.job_identity = ["blocks", list(plan.size)]
 
-    def like(self) -> TileSource | None:
+    def aligned_source(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
         return _source_if_aligned(self.images, self.output_shape)
 
     @staticmethod
-    def _blocks_in(cache: int, images: Images, plan: Any) -> int:
+    def _count_cached_blocks(cache: int, images: Images, plan: Any) -> int:
         """Return the number of adjacent blocks that fit in the cache until the next row is read."""
         source, cells = images.source, plan.largest_image.shape
         if source.chunks is None:
@@ -114,13 +114,13 @@ class BlockRoute:
         blocks = cache // (prod(read) * images.shape[-1] * source.dtype.itemsize)
         return max(1, int(blocks ** (1 / max(1, len(cells) - 1)) + 1e-6))
 
-    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
         """Return blocks in columns, so that shared chunks are decoded once."""
 
         def sort_key(part: int) -> list[int]:
             sample, number = divmod(part, len(self.plan))
             first, *others = self.plan.coords(number)
-            return [sample, *(at // self._across for at in others), first, *others]
+            return [sample, *(at // self._blocks_per_column for at in others), first, *others]
 
         return sorted(parts, key=sort_key)
 
@@ -129,17 +129,17 @@ class BlockRoute:
         sample, number = divmod(part, len(self.plan))
         return self.images.read(range(sample, sample + 1), self.plan.image(number), self.dtype)
 
-    def outputs(self, part: int, x: np.ndarray) -> np.ndarray:
+    def compute(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""
         y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
 
-    def place(self, part: int) -> tuple[range, Box]:
+    def output_place(self, part: int) -> tuple[range, Box]:
         """Return the sample and the output box of a block."""
         sample, number = divmod(part, len(self.plan))
         return range(sample, sample + 1), self.plan.output(number)
 
-    def cells(self, part: int) -> int:
+    def num_cells(self, part: int) -> int:
         """Return the number of output cells of a block."""
         return self.plan.output(part % len(self.plan)).size
 
@@ -152,14 +152,14 @@ class TileRoute:
     def __init__(self, model: TrainableModel, images: Images, batch: int, grid: ProcessGrid, plan: Any) -> None:
         self.model, self.images, self.batch, self.grid, self.dtype = model, images, batch, grid, model.dtype
         model.build(images.shape[1:], batch, grid, plan)
-        self.parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
-        self.about = ["whole", batch]
+        self.num_parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
+        self.job_identity = ["whole", batch]
 
-    def like(self) -> TileSource | None:
+    def aligned_source(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
         return _source_if_aligned(self.images, self.output_shape)
 
-    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
         """Return the parts unchanged."""
         return parts
 
@@ -172,30 +172,30 @@ class TileRoute:
         lo, hi = self.grid.sample_range(len(samples))
         return self.images.read(samples[lo:hi], self.model.input.own, self.dtype)
 
-    def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
+    def compute(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's tile of the output; the first tile has vectors."""
         y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
         return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None
 
-    def place(self, part: int) -> tuple[range, Box]:
+    def output_place(self, part: int) -> tuple[range, Box]:
         """Return the replica's samples and the tile's box."""
         samples = self._samples(part)
         lo, hi = self.grid.sample_range(len(samples))
         return samples[lo:hi], self.grid.partition(self.output_shape[:-1]).box(self.grid.tile)
 
-    def cells(self, part: int) -> int:
+    def num_cells(self, part: int) -> int:
         """Return the number of cells of the batch's images."""
         return len(self._samples(part)) * Box.of(self.images.shape[1:-1]).size
 
 
-def choose(
+def choose_route(
     model: Any,
     images: Images,
     grid: ProcessGrid,
     batch: int,
     block: int | None,
-    before: list[Any] | None,
-    beyond: int = 0,
+    resumed_route: list[Any] | None,
+    extra_cells: int = 0,
 ) -> BlockRoute | TileRoute:
     """Return the inference route: whole images if they fit in memory or are required; else blocks.
 
@@ -205,9 +205,9 @@ def choose(
         Largest number of samples per pass.
     block : int, optional
         Largest number of cells along each axis of a block; forces the block-wise route.
-    before : list, optional
-        `about` of the job to resume.
-    beyond : int
+    resumed_route : list, optional
+        `job_identity` of the job to resume.
+    extra_cells : int
         Extra cells after the end of each block, along each axis.
 
     Raises
@@ -216,12 +216,12 @@ def choose(
         The network does not match the images, cannot be computed in blocks, or does not fit in memory.
     """
     shape, memory = images.shape[1:], getattr(model, "memory", None)
-    batch = max(grid.replicas, min(batch, images.shape[0] if images.stacked else 1))
-    if before is not None and block is None:
-        batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
-    limit = grid.world.bcast(limit_of(memory, grid.size))
+    batch = max(grid.replicas, min(batch, images.shape[0] if images.has_sample_axis else 1))
+    if resumed_route is not None and block is None:
+        batch, block = (resumed_route[1], None) if resumed_route[0] == "whole" else (batch, max(resumed_route[1]))
+    limit = grid.world.bcast(memory_limit(memory, grid.size))
     if not isinstance(model, Model):
-        return _choose_module(model, images, grid, batch, block, limit, beyond)
+        return _choose_module_route(model, images, grid, batch, block, limit, extra_cells)
     serial_plan = forward_plan(model, shape, GridShape(), 1)
     graph = serial_plan.graph
     obstacle = next(find_obstacles(graph), None)
@@ -230,23 +230,25 @@ def choose(
             f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out --block"
         )
     if block is None:
-        plan, batch = _halve(lambda batch: forward_plan(model, shape, grid.shape, batch), _needed, batch, grid, limit)
-        if _needed(plan) > limit and obstacle is not None:
+        plan, batch = _reduce_batch(
+            lambda batch: forward_plan(model, shape, grid.shape, batch), _peak_bytes, batch, grid, limit
+        )
+        if _peak_bytes(plan) > limit and obstacle is not None:
             if memory is None:
                 raise ConfigError(
                     f"memory: layer '{obstacle[0]}' {obstacle[1]}, so that it cannot be computed block by block; for a"
-                    f" whole image, a rank needs {words(_needed(plan))}, but has {words(limit)}; use more ranks, or"
-                    " give --memory, which computes it strip by strip"
+                    f" whole image, a rank needs {format_bytes(_peak_bytes(plan))}, but has {format_bytes(limit)}; use"
+                    " more ranks, or give --memory, which computes it strip by strip"
                 )
             plan = model.plan(shape, grid.shape, batch)
-        if obstacle is not None or _needed(plan) <= limit:
+        if obstacle is not None or _peak_bytes(plan) <= limit:
             return TileRoute(model, images, batch, grid, plan)
-    cache = cache_of(images, limit)
+    cache = cache_bytes(images, limit)
     numbers = (limit - cache - serial_plan.memory(0) + serial_plan.arena(0, 0)) // model.dtype.itemsize
-    sizes = _sizes(block, len(graph.shapes[graph.output]) - 1)
-    blocks = fit_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
+    sizes = _block_extents(block, len(graph.shapes[graph.output]) - 1)
+    blocks = fit_blocks(graph, sizes, numbers, model.dtype.itemsize, extra_cells)
     model.build(shape, 1, ProcessGrid.serial(), serial_plan)
-    blockwise = Blockwise(blocks, model.context)
+    blockwise = BlockwiseExecutor(blocks, model.context)
 
     def run(number: int, x: np.ndarray) -> Any:
         return blockwise.run(number, model.context.backend.from_host(x, model.dtype))
@@ -254,30 +256,30 @@ def choose(
     return BlockRoute(images, blocks, run, cache, model.output_shape, model.dtype)
 
 
-def _choose_module(
-    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, beyond: int
+def _choose_module_route(
+    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
 ) -> BlockRoute | TileRoute:
-    """Return the route of a PyTorch module, as `choose` does."""
+    """Return the route of a PyTorch module, as `choose_route` does."""
     shape = images.shape[1:]
     model.resize(shape)
-    plan, batch = _halve(
-        lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed, batch, grid, limit
+    plan, batch = _reduce_batch(
+        lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed_bytes, batch, grid, limit
     )
-    if block is None and plan.needed <= limit:
+    if block is None and plan.needed_bytes <= limit:
         return TileRoute(model, images, batch, grid, plan)
-    needed = f"for a whole image, a rank needs {words(plan.needed)}"
+    needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
     if block is None:
-        remedy = f"{needed}, but has {words(limit)}; use more ranks, or give more --memory"
+        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out --block: {needed}"
-    traced, cache = model.in_blocks(shape, remedy), cache_of(images, limit)
-    sizes, budget = _sizes(block, len(traced.extent)), limit - cache - plan.weights
-    blocks = shrink_to_fit(partial(traced.blocks, beyond=beyond), traced.extent, sizes, budget)
+    traced, cache = model.in_blocks(shape, remedy), cache_bytes(images, limit)
+    sizes, budget = _block_extents(block, len(traced.extent)), limit - cache - plan.weights
+    blocks = shrink_to_fit(partial(traced.blocks, beyond=extra_cells), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
     return BlockRoute(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
 
 
-def _halve(
+def _reduce_batch(
     plan_of: Callable[[int], Any], needed: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
 ) -> tuple[Any, int]:
     """Return the plan for the largest batch that fits, and the batch size."""
@@ -292,14 +294,14 @@ def _source_if_aligned(images: Images, output_shape: tuple[int, ...]) -> TileSou
     return images.source if tuple(output_shape[:-1]) == images.shape[1:-1] else None
 
 
-def cache_of(images: Images, limit: int) -> int:
+def cache_bytes(images: Images, limit: int) -> int:
     """Return the cache size for decoded chunks of a rank in bytes."""
-    return 0 if images.source.chunks is None else min(CACHE, limit // 4)
+    return 0 if images.source.chunks is None else min(MAX_CACHE_BYTES, limit // 4)
 
 
-def _sizes(block: int | None, axes: int) -> list[int]:
+def _block_extents(block: int | None, axes: int) -> list[int]:
     """Return the largest block extents."""
-    return [block or BLOCK[axes]] * axes
+    return [block or DEFAULT_BLOCK_EXTENTS[axes]] * axes
 
 
 def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int) -> Plan:
@@ -308,17 +310,17 @@ def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int
     return compile_plan(model.chain, shape, grid, batch, training)
 
 
-def limit_of(memory: int | None, ranks: int) -> int:
+def memory_limit(memory: int | None, ranks: int) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
-        return share_of(memory, ranks)
-    free = free_memory()
-    return 1 << 62 if free is None else max(PROCESS, free // 2 // ranks)
+        return network_bytes_per_rank(memory, ranks)
+    free = free_bytes()
+    return 1 << 62 if free is None else max(PROCESS_OVERHEAD_BYTES, free // 2 // ranks)
 
 
-def _needed(plan: Plan) -> int:
+def _peak_bytes(plan: Plan) -> int:
     """Return the peak bytes of a rank for whole images: the network, and images read and written."""
     io_bytes = 0
     for shape in (plan.input_shape, plan.output_shape):
         io_bytes += plan.grid.partition(shape[:-1]).largest * shape[-1] * plan.samples(0) * plan.itemsize
-    return max(plan.memory(rank) for rank in range(plan.grid.size)) + COPIES * io_bytes
+    return max(plan.memory(rank) for rank in range(plan.grid.size)) + IMAGE_COPIES * io_bytes

@@ -9,14 +9,14 @@ import numpy as np
 from ...errors import DataError
 from ...formats import TileSource
 from ...formats.axes import Cells
-from .images import SPATIAL, Images
-from .routes import BlockRoute, cache_of
+from .images import SPATIAL_AXES, Images
+from .routes import BlockRoute, cache_bytes
 
-LONGEST, MOST = 8, 2048
+MAX_WINDOWS, MAX_CELLS = 8, 2048
 """Limits of a block along each axis: windows, and image cells from the first window to the last."""
 
 
-class Centres(TileSource):
+class WindowCentres(TileSource):
     """Centre cells of an image's windows, with the calibration of the score map.
 
     Parameters
@@ -29,14 +29,14 @@ class Centres(TileSource):
 
     def __init__(self, source: TileSource, window: int, stride: int) -> None:
         self._source = source
-        self._first = [window // 2 if axis in SPATIAL else 0 for axis in source.axes]
-        self._steps = [stride if axis in SPATIAL else 1 for axis in source.axes]
+        self._first = [window // 2 if axis in SPATIAL_AXES else 0 for axis in source.axes]
+        self._steps = [stride if axis in SPATIAL_AXES else 1 for axis in source.axes]
         shape = [
-            (n - window) // stride + 1 if axis in SPATIAL else n
+            (n - window) // stride + 1 if axis in SPATIAL_AXES else n
             for n, axis in zip(source.shape, source.axes, strict=True)
         ]
         scale, shift = source.metadata.get("scale", {}), source.metadata.get("translation", {})
-        spatial = [axis for axis in scale if axis in SPATIAL]
+        spatial = [axis for axis in scale if axis in SPATIAL_AXES]
         facts = {
             "scale": scale | {axis: scale[axis] * stride for axis in spatial},
             "translation": shift | {axis: shift.get(axis, 0.0) + scale[axis] * (window - 1) / 2 for axis in spatial},
@@ -62,11 +62,11 @@ class WindowRoute(BlockRoute):
     """Block-wise route of a score map."""
 
     def __init__(self, images: Images, plan: Any, limit: int) -> None:
-        super().__init__(images, plan, plan.run, cache_of(images, limit), plan.output_shape, plan.dtype)
+        super().__init__(images, plan, plan.run, cache_bytes(images, limit), plan.output_shape, plan.dtype)
 
-    def like(self) -> TileSource:
+    def aligned_source(self) -> TileSource:
         """Return the image at the positions of the map."""
-        return Centres(self.images.source, self.plan.window, self.plan.stride)
+        return WindowCentres(self.images.source, self.plan.window, self.plan.stride)
 
 
 def check_windows(images: Images, window: int) -> None:
@@ -79,8 +79,8 @@ def check_windows(images: Images, window: int) -> None:
         )
 
 
-def block_of(stride: int, block: int | None, before: list[Any] | None) -> int:
+def windows_per_block(stride: int, block: int | None, resumed_route: list[Any] | None) -> int:
     """Return the windows along each axis of a block: from the resumed job, the option, or the default."""
-    if block is None and before is not None and before[0] == "blocks":
-        return int(max(before[1]))
-    return block or max(1, min(LONGEST, MOST // stride))
+    if block is None and resumed_route is not None and resumed_route[0] == "blocks":
+        return int(max(resumed_route[1]))
+    return block or max(1, min(MAX_WINDOWS, MAX_CELLS // stride))

@@ -149,7 +149,7 @@ class CaseRun:
         state = model.state()
         self.arrays |= {f"state {name}": array for name, array in state.items()}
         for layer in model.leaves:  # messages must not arrive in memory that the next model may reuse
-            layer.settle()
+            layer.wait_for_messages()
         return RankResult(self.arrays, model.step, state, model.optimizer_state(), self.sent)
 
     def _bytes(self) -> dict[str, int]:

@@ -19,5 +19,5 @@ class PredictedBytes:
 
     def summed(self, samples: int, rank: int) -> int:
         """Return the bytes that a rank contributes to reductions and redistributions."""
-        byte_counts = self.plans.reduced, self.plans.redistributed
+        byte_counts = self.plans.reduction_bytes, self.plans.redistribution_bytes
         return sum(sum(count(rank, samples).values()) for count in byte_counts)

@@ -62,7 +62,9 @@ def test_schemes_match_layers(name, scheme):
         replicas, rows, cols = GRIDS[name]
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
-            layers = nd.ConvnetDist([layer.twin() for layer in layers_model.layers], dtype="float64", scheme=scheme)
+            layers = nd.ConvnetDist(
+                [layer.distributed_twin() for layer in layers_model.layers], dtype="float64", scheme=scheme
+            )
             layers.load_state(layers_model.state())
             layers.build(layers_model.input_shape, shape[0], ranks)
             for step in range(STEPS):
@@ -70,7 +72,7 @@ def test_schemes_match_layers(name, scheme):
                 model.train(training)
                 x = model.scatter(images[step]).requires_grad_()
                 y = model(x)
-                dy = model.tiling.part(gradients[step], model._runner().layouts[0])
+                dy = model.tiling.part(gradients[step], model._compiled_state().layouts[0])
                 y.backward(dy)
                 layers.step = step - (step == STEPS - 1)  # evaluation does not count as a step
                 run = layers.forward(x.detach().movedim(1, -1).numpy(), training)

@@ -101,7 +101,7 @@ def build_column_softmax():
 
 @pytest.mark.long
 def test_blocks_in_experiments(tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
 
     def train_on_two_ranks(memory, build=build_local_network):
         def body(world):
@@ -132,7 +132,7 @@ def test_blocks_in_experiments(tmp_path, monkeypatch):
 )
 @pytest.mark.long
 def test_training_steps_match_whole_images(build, shape, target, memory, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
     torch.manual_seed(0)
     module = build().double().train()
     with share_captures():

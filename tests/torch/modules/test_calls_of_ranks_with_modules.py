@@ -45,7 +45,8 @@ LOCAL = {
     "rules", "world",
 }  # fmt: skip
 LOCAL_METHODS = {
-    "capture_within", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target",
+    "set_capture_context", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter",
+    "scatter_target",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
 PROGRAMS = {}

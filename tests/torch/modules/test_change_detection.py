@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture.watch import Watch  # noqa: E402
+from neondist.torch.capture.watch import StateWatch  # noqa: E402
 
 SCALE, TABLE = 1.0, {"scale": 1.0}
 
@@ -167,9 +167,9 @@ def test_changed_values_are_detected(name):
     module = ReadingModule(value, read)
     trainer = types.SimpleNamespace(value=value)
     watches = [
-        Watch(module),
-        Watch(lambda y, t: read(trainer.value) * F.mse_loss(y, t)),
-        Watch(functools.partial(lambda k, y, t: read(k) * F.mse_loss(y, t), value)),
+        StateWatch(module),
+        StateWatch(lambda y, t: read(trainer.value) * F.mse_loss(y, t)),
+        StateWatch(functools.partial(lambda k, y, t: read(k) * F.mse_loss(y, t), value)),
     ]
     original = [watch.key() for watch in watches]
     module.unread["step"] += name != "getattr"  # a name that no code reads; with __dict__ it could be read
@@ -220,7 +220,7 @@ MODULE_CHANGES = {
 @pytest.mark.parametrize("name", MODULE_CHANGES)
 def test_module_changes_are_detected(name):
     module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), GradientDependent())
-    watch = Watch(module)
+    watch = StateWatch(module)
     original = watch.key()
     MODULE_CHANGES[name](module)
     changed = watch.key()
@@ -281,7 +281,7 @@ def test_counters_of_criteria_are_ignored():
         for step in range(6):
             trainer.unrelated = step
             y = model(torch.ones(SHAPE))
-            plain = model._criteria.is_plain(trainer.loss, y, y)
+            plain = model._criteria.can_call_directly(trainer.loss, y, y)
             assert plain == (step > 0)
             model.loss(trainer.loss, y, y.detach())
     assert trainer.calls == 6

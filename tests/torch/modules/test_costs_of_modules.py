@@ -108,8 +108,8 @@ def test_costs_sum_to_traffic(shape, recompute):
     assert all(kind in costs[plan.row_of(name)].crosses for kind, name in forward)
     memory = steps.memory(plan.all_costs.fullest) + plan.parameters.memory(plan.all_costs.fullest)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
-    assert not recompute or plan.trained_in == memory
-    assert f"planned peak: {report.size(plan.trained_in)}, " in plan.describe()
+    assert not recompute or plan.max_training_memory == memory
+    assert f"planned peak: {report.format_size(plan.max_training_memory)}, " in plan.describe()
     assert plan.memory(plan.all_costs.fullest) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert costs["frozen"].parameters == 0
@@ -169,13 +169,13 @@ def test_table_totals():
     lines, total = plan.describe().splitlines(), plan.all_costs.total
     assert lines[0] == "float32 on 6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
-    sizes = [report.size(n) for n in (total.sent_most, total.sent_all, total.summed)]
-    expected = [*sizes, report.number(total.flops), f"{total.parameters:,}", report.size(total.memory)]
+    sizes = [report.format_size(n) for n in (total.sent_most, total.sent_all, total.summed)]
+    expected = [*sizes, report.format_count(total.flops), f"{total.parameters:,}", report.format_size(total.memory)]
     assert foot.split() == ["total", *" ".join(expected).split()]
     rows = {line.split()[0]: line for line in lines if line}
     assert "4×4×17×14" in rows["first.0"]
     assert "halo" in rows["first.0"]
-    assert f"gradient reduction: {report.size(plan.parameters.reduced(0))} per rank and step" in lines
+    assert f"gradient reduction: {report.format_size(plan.parameters.reduction_bytes(0))} per rank and step" in lines
 
 
 def test_plans_for_thousands_of_ranks():

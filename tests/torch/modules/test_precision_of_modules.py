@@ -85,7 +85,7 @@ def test_losses_match_autocast(name):
             model = build_model(transport, name, **options)
             losses = [run_step(model, number) for number in range(STEPS)]
             assert model.bytes_sent == STEPS * model.compiled.bytes(model.grid.rank)
-            assert model.loss_scaler == (LossScaler(good=STEPS) if name == "float16" else None)
+            assert model.loss_scaler == (LossScaler(good_steps=STEPS) if name == "float16" else None)
             return losses
 
         for losses in loopback.run(ranks, body):
@@ -116,10 +116,10 @@ def test_all_ranks_skip_an_overflow_on_one():
             assert torch.equal(tensor, before[name])
         if model.grid.rank == 1:
             hook.remove()
-        assert model.loss_scaler == LossScaler(2.0**15, skipped=1)
+        assert model.loss_scaler == LossScaler(2.0**15, skipped_steps=1)
         other.step, other.loss_scaler.scale = 2, 2.0**15
         assert run_step(model, 2) == run_step(other, 2)
-        assert (model.step, model.uncounted) == (3, 1)
+        assert (model.step, model.uncounted_steps) == (3, 1)
 
     loopback.run(4, body)
 
@@ -141,7 +141,7 @@ def test_loss_scale_is_logged_and_resumed(tmp_path):
         run("parts", 1),
         run("parts", 3, resume=True),
     )
-    assert scaler == resumed == LossScaler(good=6)
+    assert scaler == resumed == LossScaler(good_steps=6)
     assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in uninterrupted.items())
     records = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
     assert [(record["loss_scale"], record["skipped_steps"]) for record in records] == [(2.0**16, 0)] * 3
@@ -154,7 +154,7 @@ def test_plans_in_reduced_precision():
         plans[name] = model.plan((48, 32, 3), grid_shape(2), BATCH)
     flops = [sum(cost.flops for cost in plan.costs().values()) for plan in plans.values()]
     assert flops[0] == flops[1] > 0
-    assert plans["bfloat16"].trained_in < 0.65 * plans["float32"].trained_in
+    assert plans["bfloat16"].max_training_memory < 0.65 * plans["float32"].max_training_memory
 
 
 class OnGPU(nn.Module):

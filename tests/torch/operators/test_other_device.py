@@ -35,20 +35,20 @@ def batch_norm_statistics():
 class DeviceTransport(SingleTransport):
     """Rank among identical ranks; messages must be device tensors, and are discarded."""
 
-    tensors = ("meta",)
+    tensor_device_types = ("meta",)
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
 
-    def cut(self, tiles):
+    def split_tiles_and_replicas(self, tiles):
         return DeviceTransport(self.rank % tiles, tiles), DeviceTransport(self.rank // tiles, self.size // tiles)
 
     def split(self, color, key):
         return DeviceTransport(0, 2)
 
-    def exchange(self, sends, receives):
+    def create_exchange(self, sends, receives):
         assert all(isinstance(m, Message) and m.array.device.type == "meta" for m in (*sends, *receives))
-        return super().exchange(sends, receives)
+        return super().create_exchange(sends, receives)
 
     def allreduce(self, array, op="sum"):
         assert not isinstance(array, torch.Tensor) or array.device.type == "meta"

@@ -14,7 +14,7 @@ from zoo_reference import compute_loss, flatten_tensors
 
 import neondist.torch as ndt
 from neondist import ProcessGrid
-from neondist.backends.windows import out_extent
+from neondist.backends.windows import output_extent
 from neondist.comm import loopback
 from neondist.torch.kernels import volumes
 
@@ -45,7 +45,8 @@ def test_results_and_gradients(data, kernel, stride, dilation, c, o):
     x, weight, bias = torch.randn(1, c, *extents), torch.randn(o, c, *kernel), torch.randn(o)
     arguments = stride, padding, dilation
     compare(
-        lambda x, w, b: volumes._Convolution.apply(x, w, b, *arguments), lambda x, w, b: F.conv3d(x, w, b, *arguments),
+        lambda x, w, b: volumes._OneDnnConvolution.apply(x, w, b, *arguments),
+        lambda x, w, b: F.conv3d(x, w, b, *arguments),
         x, weight, bias,
     )  # fmt: skip
 
@@ -57,7 +58,7 @@ def test_transposed_results_and_gradients(data, kernel, stride, c, o):
     extras = tuple(data.draw(st.integers(0, s - 1)) for s in stride)
     x, weight, bias = torch.randn(1, c, 5, 4, 3), torch.randn(c, o, *kernel), torch.randn(o)
     compare(
-        lambda x, w, b: volumes._Transposed.apply(x, w, b, stride, padding, extras, (1, 1, 1)),
+        lambda x, w, b: volumes._TransposedConvolution.apply(x, w, b, stride, padding, extras, (1, 1, 1)),
         lambda x, w, b: F.conv_transpose3d(x, w, b, stride, padding, extras),
         x, weight, bias,
     )  # fmt: skip
@@ -66,11 +67,11 @@ def test_transposed_results_and_gradients(data, kernel, stride, c, o):
 def test_unsupported_cases_use_pytorch():
     ones, zeros = (1, 1, 1), (0, 0, 0)
     x, weight = torch.randn(1, 4, 8, 8, 8), torch.randn(4, 4, 3, 3, 3)
-    assert volumes._falls_back(x, weight, 1)
-    assert not volumes._falls_back(x, weight, 2)
-    assert not volumes._falls_back(x.double(), weight.double(), 1)
-    assert not volumes._falls_back(torch.randn(2, 4, 8, 8, 8), weight, 1)
-    assert not volumes._falls_back(torch.randn(1, 400, 8, 8, 8), weight, 1)
+    assert volumes._avoids_onednn(x, weight, 1)
+    assert not volumes._avoids_onednn(x, weight, 2)
+    assert not volumes._avoids_onednn(x.double(), weight.double(), 1)
+    assert not volumes._avoids_onednn(torch.randn(2, 4, 8, 8, 8), weight, 1)
+    assert not volumes._avoids_onednn(torch.randn(1, 400, 8, 8, 8), weight, 1)
     for image, kernel in ((x, weight[..., :1, :1, :1]), (x, weight[:, :2]), (x[..., :4, :4], weight)):
         groups = 4 // kernel.shape[1]
         target = F.conv3d(image, kernel, None, ones, zeros, ones, groups)
@@ -126,7 +127,9 @@ def test_slow_kernels_are_avoided(name):
     assert slow or name != "small"
     for operator, (_, _, *extents), (_, _, *kernel), (_, _, _, _, stride, padding, *_) in slow:
         padded = [n + 2 * p for n, p in zip(extents, padding, strict=True)]
-        few = prod(out_extent(padded, kernel, stride, (1, 1, 1))) < volumes._CELLS
+        few = prod(output_extent(padded, kernel, stride, (1, 1, 1))) < volumes._MIN_OUTPUTS
         if operator == "aten::slow_conv_transpose3d":
-            few = prod(extents) < volumes._TRANSPOSED_CELLS or all(k <= s for k, s in zip(kernel, stride, strict=True))
+            few = prod(extents) < volumes._MIN_TRANSPOSED_INPUTS or all(
+                k <= s for k, s in zip(kernel, stride, strict=True)
+            )
         assert few or prod(kernel) == 1

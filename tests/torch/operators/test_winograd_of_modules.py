@@ -19,7 +19,7 @@ def test_results_and_gradients(data, n, c, o, dilation):
     x, weight = torch.randn(n, c, *extents, dtype=torch.float64), torch.randn(o, c, 3, 3, dtype=torch.float64)
     inputs, reference_inputs = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
     expected = F.conv2d(*reference_inputs, None, 1, padding, dilation)
-    actual = winograd._Convolution.apply(*inputs, padding, dilation)
+    actual = winograd._WinogradConvolution.apply(*inputs, padding, dilation)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     dy = torch.randn_like(expected)
     actual.backward(dy)
@@ -29,10 +29,10 @@ def test_results_and_gradients(data, n, c, o, dilation):
 
 
 def test_slabs(monkeypatch):
-    monkeypatch.setattr(winograd, "_AT_ONCE", 1)  # a row of tiles at a time
+    monkeypatch.setattr(winograd, "_BATCH_BYTES", 1)  # a row of tiles at a time
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64).requires_grad_()
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64).requires_grad_()
-    run = lambda x, weight: winograd._Convolution.apply(x, weight, (1, 1), (1, 1))  # noqa: E731
+    run = lambda x, weight: winograd._WinogradConvolution.apply(x, weight, (1, 1), (1, 1))  # noqa: E731
     assert torch.autograd.gradcheck(run, (x, weight))
 
 

@@ -16,7 +16,7 @@ from torch_runs import share_captures
 
 import neondist as nd
 import neondist.torch as ndt
-from neondist.io.checkpoint import Piece, open_checkpoint, write
+from neondist.io.checkpoint import ArrayPart, open_checkpoint, write_checkpoint
 from neondist.plan import GRADIENTS
 
 SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]
@@ -61,7 +61,7 @@ def shared_module_captures():
 def build_model(optimizer, grid, strategy=None, sync=None):
     rule = ndt.TorchOptimizer(optimizer, OPTIMIZERS[optimizer][0])
     model = ndt.TorchModel(Net, loss=ndt.TorchLoss(compute_first_loss), optimizer=rule, dtype="float64")
-    model.execute(strategy=strategy, sync=sync)
+    model.configure_execution(strategy=strategy, sync=sync)
     model.build(SHAPE, BATCH, grid)
     return model
 
@@ -76,7 +76,7 @@ def train_model(model, steps=range(5)):
         model.step = step
         losses.append(model.train_batch(x[(own_samples, *tile)], labels[own_samples], batch_size=samples))
     return {"loss": np.array(losses)} | {
-        shard.full_name: shard.gather(array) for arrays in model.kept_arrays().values() for shard, array in arrays
+        shard.full_name: shard.gather(array) for arrays in model.checkpoint_arrays().values() for shard, array in arrays
     }
 
 
@@ -95,10 +95,10 @@ def test_strategies_match_single_process(optimizer, strategy, shape, sync):
         grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
         model = build_model(optimizer, grid, strategy, sync)
         arrays = train_model(model)
-        plan, sent = model.compiled, 0
-        for account, count in model.ledger().items():
-            sent += account.nbytes * count * (account.layer == GRADIENTS)
-        planned = plan.reduced(grid.rank).get(GRADIENTS, 0) + plan.redistributed(grid.rank).get(GRADIENTS, 0)
+        plan = model.compiled
+        sent = sum(account.nbytes * n for account, n in model.ledger().items() if account.layer == GRADIENTS)
+        by_kind = plan.reduction_bytes(grid.rank), plan.redistribution_bytes(grid.rank)
+        planned = sum(counts.get(GRADIENTS, 0) for counts in by_kind)
         return arrays, sent, 5 * planned
 
     expected, tolerance = train_serial(optimizer), OPTIMIZERS[optimizer][1]
@@ -127,7 +127,7 @@ def test_checkpoints_resume_under_any_strategy_and_grid(optimizer, stretches):
                     with open_checkpoint(path, world) as file:
                         file.fill(list_pieces(model, file.facts.group("optimizer")))
                 arrays = train_model(model, bounds[at])
-                write(path, list_pieces(model), {}, world)
+                write_checkpoint(path, list_pieces(model), {}, world)
                 return arrays
 
             results = nd.loopback.run(replicas * rows * cols, body)
@@ -138,7 +138,7 @@ def test_checkpoints_resume_under_any_strategy_and_grid(optimizer, stretches):
 
 
 def list_pieces(model, slots=()):
-    return [Piece.of(*pair, group) for group, arrays in model.kept_arrays(slots).items() for pair in arrays]
+    return [ArrayPart.of(*pair, group) for group, arrays in model.checkpoint_arrays(slots).items() for pair in arrays]
 
 
 def test_slots_are_on_owners_only():
@@ -146,8 +146,8 @@ def test_slots_are_on_owners_only():
         def body(world):
             model = build_model("Adam", nd.ProcessGrid(world, replicas=ranks), strategy)
             train_model(model, range(1))
-            arrays = [array for shard, array in model.kept_arrays()["optimizer"] if shard.name.endswith("exp_avg")]
-            return sum(array.size for array in arrays), model.parameters.values.size
+            slots = model.checkpoint_arrays()["optimizer"]
+            return sum(a.size for shard, a in slots if shard.name.endswith("exp_avg")), model.parameters.values.size
 
         return nd.loopback.run(ranks, body)
 
@@ -259,7 +259,7 @@ def test_error_feedback_is_part_of_the_state(compressor):
             optimizer.load_state_dict(copy.deepcopy(state))
             assert {len(value) for name, value in state["synchronisation"].items() if "feedback" in name} == {2}
         train_script(module, optimizer, model, range(2, 4))
-        states = optimizer.parameters.compressed.state()
+        states = optimizer.parameters.compressed.sync_states()
         return [p.detach().numpy() for p in module.parameters()] + [state.array.copy() for state in states]
 
     uninterrupted, resumed = (nd.loopback.run(2, partial(body, interrupted=flag)) for flag in (False, True))

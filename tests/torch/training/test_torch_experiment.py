@@ -54,7 +54,7 @@ def feed(images, labels):
     x = torch.from_numpy(np.moveaxis(images, -1, 1).copy())
     return x, None if labels is None else torch.from_numpy(labels)
 
-def label_cells(images, labels):
+def label_extent(images, labels):
     # two channels, and the intensity range of each cell as its label
     x, _ = feed(images, labels)
     return torch.cat([x, x.square()], 1), None if labels is None else (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
@@ -103,7 +103,7 @@ model: !TorchModel
   shape: [2, 9, 11]
   loss: !TorchLoss {name: 'nets:cross_entropy', arguments: {factor: 2.0}}
   optimizer: !TorchOptimizer {arguments: {lr: 0.3, momentum: 0.9, dampening: 0.1}}
-  feed: nets:label_cells
+  feed: nets:label_extent
 batch_size: 6
 epochs: 2
 dtype: float64
@@ -212,13 +212,13 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
     optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **arguments)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
     x, labels = np.random.default_rng(0).normal(size=(4, 3, 3, 1)), np.array([0, 1, 1, 0])
-    rule.check(12)
+    rule.check_epochs(12)
     for step in range(12):
         optimizer.zero_grad()
         nn.functional.cross_entropy(other(torch.from_numpy(x)), torch.from_numpy(labels)).backward()
         optimizer.step()
         schedule.step()
-        model.learning_rate_scale, model.momentum = rule.scale(step), rule.momentum_at(step)
+        model.learning_rate_scale, model.momentum = rule.schedule_factor(step), rule.momentum_at(step)
         model.train_batch(x, labels)
     for actual, expected in zip(model.module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
@@ -226,7 +226,7 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
 
 def test_one_cycle_requires_a_momentum():
     with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has no momentum to schedule"):
-        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check(3)
+        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_epochs(3)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
@@ -248,7 +248,7 @@ def test_non_finite_losses(folder, nonfinite):
                     model.train_batch(x, labels)
             else:
                 assert np.isnan(model.train_batch(x, labels))
-                assert (model.step, model.uncounted) == (2, 1)
+                assert (model.step, model.uncounted_steps) == (2, 1)
             assert all(map(torch.equal, before, model.module.state_dict().values()))
 
     loopback.run(2, body, timeout=60.0)

@@ -187,13 +187,13 @@ def test_modes_are_captured_once(monkeypatch):
 
 def test_messages_are_planned_once(monkeypatch):
     planned = []
-    exchange = loopback.LoopbackTransport.exchange
+    exchange = loopback.LoopbackTransport.create_exchange
 
     def counting_exchange(self, *messages):
         planned.append(messages)
         return exchange(self, *messages)
 
-    monkeypatch.setattr(loopback.LoopbackTransport, "exchange", counting_exchange)
+    monkeypatch.setattr(loopback.LoopbackTransport, "create_exchange", counting_exchange)
     module = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)).double()
 
     def body(ranks):

@@ -10,7 +10,7 @@ from ..errors import UserError
 Shape = tuple[int, ...]
 
 
-def alternate(nodes: Sequence[Any], input_shape: Shape) -> None:
+def alternate_divisions(nodes: Sequence[Any], input_shape: Shape) -> None:
     """Divide consecutive layers by outputs and inputs alternately, the last one by inputs.
 
     A layer that reads an image is divided by inputs: each rank has its tile.
@@ -20,19 +20,19 @@ def alternate(nodes: Sequence[Any], input_shape: Shape) -> None:
         if getattr(node, "can_split_outputs", False):
             run.append((node, shape))
         else:
-            _divide(run)
+            _divide_run(run)
             run = []
         try:
             shape = node.output_shape_for(shape)
         except UserError:  # the plan reports the layer
             break
-    _divide(run)
+    _divide_run(run)
 
 
-def _divide(run: Sequence[tuple[Any, Shape]]) -> None:
+def _divide_run(run: Sequence[tuple[Any, Shape]]) -> None:
     """Divide consecutive layers, given with the shapes of their inputs."""
     next_by_inputs = False  # whether the following layer is divided by inputs
     for layer, shape in reversed(run):
-        by_outputs = next_by_inputs and len(shape) == 1 and layer.gives_shards
-        layer.divide("outputs" if by_outputs else "inputs")
+        by_outputs = next_by_inputs and len(shape) == 1 and layer.output_may_stay_sharded
+        layer.set_split("outputs" if by_outputs else "inputs")
         next_by_inputs = not by_outputs

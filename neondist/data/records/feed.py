@@ -26,7 +26,7 @@ class Mode(str, Enum):
     PREDICTION = "prediction"
 
 
-class Feed:
+class FeedFunction:
     """A function from records to features and labels, whose results are checked.
 
     Parameters
@@ -34,12 +34,12 @@ class Feed:
     function : callable
         Takes a list of records and a mode; returns features (n, C, *spatial) or (n, F) and labels, one of each per
         record, or for prediction features alone.
-    place : str
+    location : str
         File and line of the function, for messages.
     """
 
-    def __init__(self, function: Callable[..., Any], place: str) -> None:
-        self.function, self.place = function, place
+    def __init__(self, function: Callable[..., Any], location: str) -> None:
+        self.function, self.location = function, location
 
     def __call__(self, records: list[np.ndarray], mode: Mode) -> tuple[np.ndarray, np.ndarray | None]:
         """Return features and labels, channels last; ConfigError if the function fails or returns something else."""
@@ -49,19 +49,21 @@ class Feed:
         except UserError:
             raise
         except Exception as error:
-            raise ConfigError(f"{self.place}: {name} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self.location}: {name} failed: {type(error).__name__}: {error}") from error
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not is_pair and mode != Mode.PREDICTION:
-            raise ConfigError(f"{self.place}: {name} returned {_describe_type(result)}; return (features, labels)")
-        features = self._array(f"{name}: features", result[0] if is_pair else result, len(records))
+            raise ConfigError(f"{self.location}: {name} returned {_describe_type(result)}; return (features, labels)")
+        features = self._check_array(f"{name}: features", result[0] if is_pair else result, len(records))
         if features.ndim < 2:
-            raise ConfigError(f"{self.place}: {name}: features have shape {features.shape}; return an array per record")
+            raise ConfigError(
+                f"{self.location}: {name}: features have shape {features.shape}; return an array per record"
+            )
         if not is_pair or mode == Mode.PREDICTION:
             return _channels_last(features), None
-        labels = self._array(f"{name}: labels", result[1], len(records))
+        labels = self._check_array(f"{name}: labels", result[1], len(records))
         return _channels_last(features), _channels_last(labels) if labels.shape[2:] == features.shape[2:] else labels
 
-    def _array(self, name: str, values: Any, records: int) -> np.ndarray:
+    def _check_array(self, name: str, values: Any, records: int) -> np.ndarray:
         try:
             array = np.asarray(values) if hasattr(values, "__array__") else np.stack([np.asarray(x) for x in values])
             count = len(array)
@@ -69,15 +71,15 @@ class Feed:
             if isinstance(values, Sequence) and len(values) != records:
                 array, count = np.empty(0), len(values)
             else:
-                raise ConfigError(f"{self.place}: {name} cannot be one array ({error})") from error
+                raise ConfigError(f"{self.location}: {name} cannot be one array ({error})") from error
         if count != records:
-            raise ConfigError(f"{self.place}: {name} are {count} for {records} records; return one per record")
+            raise ConfigError(f"{self.location}: {name} are {count} for {records} records; return one per record")
         if array.dtype.kind not in "biuf":
-            raise ConfigError(f"{self.place}: {name} have dtype {array.dtype}; return numbers")
+            raise ConfigError(f"{self.location}: {name} have dtype {array.dtype}; return numbers")
         return array
 
 
-class Samples:
+class RecordSamples:
     """Features and labels of the usable records, computed on demand.
 
     Parameters
@@ -89,26 +91,26 @@ class Samples:
         Numbers of records to leave out.
     """
 
-    def __init__(self, reader: RecordReader, feed: Feed, mode: Mode, bad: Sequence[int] = ()) -> None:
+    def __init__(self, reader: RecordReader, feed: FeedFunction, mode: Mode, bad: Sequence[int] = ()) -> None:
         self.reader, self.feed, self.mode = reader, feed, mode
-        self.numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
-        if not len(self.numbers):
-            raise DataError(f"{reader.name}: has no usable records")
-        self._batch = lru_cache(maxsize=2)(self._compute)  # images and targets are requested separately
+        self.record_numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
+        if not len(self.record_numbers):
+            raise DataError(f"{reader.name}: has no usable records; correct them")
+        self._cached_batch = lru_cache(maxsize=2)(self._compute_batch)  # images and targets are requested separately
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.record_numbers)
 
-    def of(self, indices: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    def features_and_labels(self, indices: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Return features (n, *spatial, C) and labels."""
-        return self._batch(tuple(np.asarray(indices).tolist()))
+        return self._cached_batch(tuple(np.asarray(indices).tolist()))
 
-    def _compute(self, indices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-        return self.feed(self.reader.read(self.numbers[list(indices)].tolist()), self.mode)
+    def _compute_batch(self, indices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+        return self.feed(self.reader.read(self.record_numbers[list(indices)].tolist()), self.mode)
 
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """Return a hash of some records, equal on all ranks that read the same source."""
-        numbers = self.numbers[np.linspace(0, len(self) - 1, min(8, len(self))).astype(int)]
+        numbers = self.record_numbers[np.linspace(0, len(self) - 1, min(8, len(self))).astype(int)]
         sums = [zlib.crc32(np.ascontiguousarray(record).tobytes()) for record in self.reader.read(numbers.tolist())]
         return f"{len(self)}:{zlib.crc32(np.array(sums, np.int64).tobytes()):08x}"
 
@@ -116,8 +118,8 @@ class Samples:
 class _SampleTiles:
     """This rank's tile of features or label maps; other labels are whole."""
 
-    def __init__(self, samples: Samples, which: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
-        self._samples, self._which, self._tile = samples, which, tile
+    def __init__(self, samples: RecordSamples, component: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
+        self._samples, self._component, self._tile = samples, component, tile
         own = tuple(len(range(*cut.indices(n))) for cut, n in zip(tile, shape, strict=False))
         self.shape = (len(samples), *own, *shape[len(tile) :])
 
@@ -125,7 +127,7 @@ class _SampleTiles:
         return len(self._samples)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        values = self._samples.of(np.arange(len(self))[indices])[self._which]
+        values = self._samples.features_and_labels(np.arange(len(self))[indices])[self._component]
         assert values is not None  # prediction needs no labels
         return values[(slice(None), *self._tile)]
 
@@ -134,39 +136,41 @@ class _RecordDataset(Dataset):
     """Records of one or two sources; see `record_dataset`."""
 
     classes = None
-    needs_selection = False
+    needs_selection_split = False
 
-    def __init__(self, training: Samples, evaluation: Samples | None = None) -> None:
+    def __init__(self, training: RecordSamples, evaluation: RecordSamples | None = None) -> None:
         super().__init__()
-        self._sources = {"train": training} | ({} if evaluation is None else {"validation": evaluation})
+        self._samples_by_split = {"train": training} | ({} if evaluation is None else {"validation": evaluation})
 
     def check(self) -> None:
         """Compute the features of a few records."""
         shapes = set()
-        for samples in self._sources.values():
-            features, _ = samples.of(range(min(_SAMPLES_CHECKED, len(samples))))
+        for samples in self._samples_by_split.values():
+            features, _ = samples.features_and_labels(range(min(_SAMPLES_CHECKED, len(samples))))
             shapes.add(features.shape[1:])
         if len(shapes) > 1:
-            raise DataError(f"feed: features of {' and '.join(s.reader.name for s in self._sources.values())} differ")
+            raise DataError(
+                f"feed: features of {' and '.join(s.reader.name for s in self._samples_by_split.values())} differ"
+            )
         self.sample_shape = shapes.pop()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose batches are read on demand."""
-        self.content = " ".join(samples.content() for samples in self._sources.values())
-        splits = {name: self._split(samples, grid) for name, samples in self._sources.items()}
+        self.content_hash = " ".join(samples.content_hash() for samples in self._samples_by_split.values())
+        splits = {name: self._make_split(samples, grid) for name, samples in self._samples_by_split.items()}
         return splits["train"], splits.get("validation"), None
 
-    def _split(self, samples: Samples, grid: ProcessGrid) -> Split:
+    def _make_split(self, samples: RecordSamples, grid: ProcessGrid) -> Split:
         extent = self.sample_shape[:-1]
         cells = grid.tile_box(extent).slices if extent else ()
-        features, labels = samples.of(range(min(_SAMPLES_CHECKED, len(samples))))
+        features, labels = samples.features_and_labels(range(min(_SAMPLES_CHECKED, len(samples))))
         shape = (0,) if labels is None else labels.shape[1:]
         maps = bool(extent) and shape[: len(extent)] == extent
         images = _SampleTiles(samples, 0, features.shape[1:], cells)
         return Split(images, _SampleTiles(samples, 1, shape, cells if maps else ()), scale=1.0)
 
 
-def record_dataset(training: Samples, evaluation: Samples | None = None) -> Dataset:
+def record_dataset(training: RecordSamples, evaluation: RecordSamples | None = None) -> Dataset:
     """Return a data set of training samples and, optionally, evaluation samples."""
     return _RecordDataset(training, evaluation)
 

@@ -10,17 +10,19 @@ from ...comm import ProcessGrid
 from ...geometry import Box
 
 
-def step_for(extent: Sequence[int], pixels: int) -> int:
+def subsampling_step(extent: Sequence[int], pixels: int) -> int:
     """Return the subsampling step for at most `pixels` along each axis."""
     return -(-max(extent, default=1) // pixels)
 
 
-def shown(box: Box, step: int) -> tuple[slice, ...]:
+def sampled_slices(box: Box, step: int) -> tuple[slice, ...]:
     """Return slices of a box's sampled cells, relative to the box."""
     return tuple(slice(-lo % step, None, step) for lo in box.lo)
 
 
-def pasted(grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first: int) -> np.ndarray:
+def assemble_images(
+    grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first: int
+) -> np.ndarray:
     """Assemble samples (n, *pixels, ...) on every rank; collective.
 
     Parameters

@@ -7,7 +7,7 @@ import numpy as np
 from ...arrays import rng
 from ...geometry import Box
 from ...registry.ranges import Finite, NotNegative
-from .base import Draw, Probability, Transform
+from .base import Probability, RandomDraw, Transform
 
 
 class Brightness(Transform):
@@ -22,9 +22,9 @@ class Brightness(Transform):
     def __init__(self, amount: NotNegative = 0.2) -> None:
         self.amount = amount
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the brightened or darkened cells."""
-        cells += self.amount * (2 * draw.numbers[1] - 1)
+        cells += self.amount * (2 * draw.random_numbers[1] - 1)
         return cells
 
 
@@ -42,9 +42,9 @@ class Contrast(Transform):
     def __init__(self, amount: NotNegative = 0.2, *, level: Finite = 0.0) -> None:
         self.amount, self.level = amount, level
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells with higher or lower contrast."""
-        factor = 1 + self.amount * (2 * draw.numbers[1] - 1)
+        factor = 1 + self.amount * (2 * draw.random_numbers[1] - 1)
         cells *= factor
         cells += self.level * (1 - factor)
         return cells
@@ -64,16 +64,16 @@ class Noise(Transform):
     def __init__(self, sigma: NotNegative = 0.1, *, rate: Probability = 1.0) -> None:
         self.sigma, self.rate = sigma, rate
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells with noise, computed a few rows at a time to stay in the cache."""
         channels = slice(0, draw.shape[-1])
-        rows = max(1, _BLOCK // cells[0].size)
+        rows = max(1, _BLOCK_CELLS // cells[0].size)
         for top in range(0, len(cells), rows):
             block = cells[top : top + rows]
             first = box.lo[0] + top
-            index = draw.index(draw.shape, (slice(first, first + len(block)), *box.slices[1:], channels))
+            index = draw.stream_indices(draw.shape, (slice(first, first + len(block)), *box.slices[1:], channels))
             block += (self.sigma * rng.coarse_normal(draw.stream, index)).astype(cells.dtype, copy=False)
         return cells
 
 
-_BLOCK = 1 << 14  # cells
+_BLOCK_CELLS = 1 << 14  # cells

@@ -12,27 +12,27 @@ import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
 from ...costs import Dice
-from ...costs.mean import mean_of, parts_of, weighted, weights_of
-from ...data.datasets.hdf5_tiles import StreamedSplit
+from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
+from ...data.datasets.hdf5_tiles import PrefetchingSplit
 from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
 from ...formats import open_source
 from ...geometry import Box
 from ...metrics.base import Metric, PerSample
-from ...metrics.outputs import Outputs
+from ...metrics.output_layout import OutputLayout
 from ...models import TrainableModel
-from ..apply import PIXELS
-from ..callbacks.thinned import shown, step_for
-from ..callbacks.worst_samples import as_bytes_of, worst_samples
-from ..experiment import FitExperiment, all_metrics
-from ..loop import evaluate, select_counted
+from ..callbacks.subsampling import sampled_slices, subsampling_step
+from ..callbacks.worst_samples import to_uint8, worst_samples
+from ..checkpoint_evaluation import MAX_PICTURE_PIXELS
+from ..experiment import FitExperiment, add_misclassification
+from ..loop import drop_ignored_cells, evaluate
 from ..state import format_results
 from .images import Images, open_images
-from .network import network
-from .of_weights import TrainedModule
-from .predict import compute
+from .network import open_network
+from .predict import compute_parts
 from .progress import first_rank_progress
 from .routes import BlockRoute, Route, TileRoute
+from .trained_module import TrainedModule
 
 
 def evaluate_files(
@@ -70,8 +70,8 @@ def evaluate_files(
     grid = experiment.open_grid() if grid is None else grid
     facts = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
     grid.check("evaluate images", facts | {"samples": samples is not None})
-    beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
-    opened = network(experiment, checkpoint, source, grid, block, None, beyond)
+    extra_cells = max((metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
+    opened = open_network(experiment, checkpoint, source, grid, block, None, extra_cells)
     return _evaluate(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 
@@ -104,8 +104,8 @@ def evaluate_module(
     grid = ProcessGrid() if grid is None else grid
     facts = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", facts)
-    opened = trained.opened(source, grid, block, None)
-    return _evaluate(opened, trained.model, all_metrics(None), labels, grid, samples)
+    opened = trained.open_route(source, grid, block, None)
+    return _evaluate(opened, trained.model, add_misclassification(None), labels, grid, samples)
 
 
 def _evaluate(
@@ -127,11 +127,11 @@ def _evaluate(
                 results = _evaluate_whole(route, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
-                    tiles = _Targets(targets, Box.of(targets.shape[1:-1]))
-                    sums = _Sums(model, metrics, route, tiles, grid, pictures=samples is not None)
+                    tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
+                    sums = _BlockAccumulator(model, metrics, route, tiles, grid, pictures=samples is not None)
                 if progress is not None:
-                    progress.expect(route.parts)
-                compute(route, range(route.parts), grid, sums, progress)
+                    progress.expect(route.num_parts)
+                compute_parts(route, range(route.num_parts), grid, sums, progress)
                 results = sums.result()
                 if samples is not None and sums.thumbnail is not None:
                     samples |= sums.thumbnail.result(results["loss"])
@@ -176,20 +176,20 @@ def _name_label_file(labels: str | Path) -> Iterator[None]:
         raise
 
 
-class _Sums:
+class _BlockAccumulator:
     """Accumulator of cost and metrics over blocks; some need sums per sample over all its blocks."""
 
     def __init__(
-        self, model: TrainableModel, metrics: Sequence[Metric], route: BlockRoute, targets: _Targets, grid: ProcessGrid,
-        pictures: bool,
+        self, model: TrainableModel, metrics: Sequence[Metric], route: BlockRoute, targets: _TargetTiles,
+        grid: ProcessGrid, pictures: bool,
     ) -> None:  # fmt: skip
-        self.cost, self.metrics = model.cost_of_cells(), metrics
+        self.cost, self.metrics = model.per_cell_cost(), metrics
         self.route, self.targets = route, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
         self.grid, samples, shape = grid, len(targets), route.output_shape
         self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
         for part in self.parts:
-            if part.sums_for(shape):
+            if part.reduced_per_sample(shape):
                 if not isinstance(part, Dice):
                     raise ConfigError(
                         f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"
@@ -198,36 +198,36 @@ class _Sums:
         for metric in self.metrics:
             if isinstance(metric, PerSample):
                 self.tables[metric] = np.zeros((samples, 2))
-        outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
-        self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
+        outputs = OutputLayout(grid, shape, lambda sums, replicas: _allreduce(grid, sums))
+        self.meters = {metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.tables}
         self.thumbnail = _Thumbnail(route, targets.images, grid) if pictures else None  # reads images again
-        self.sums = np.zeros(len(self.parts) + len(weighted(self.cost)))
+        self.sums = np.zeros(len(self.parts) + len(weighted_parts(self.cost)))
         # no samples: initialises all sums on every rank
-        self._add(range(0), np.zeros((0, *shape), route.dtype), targets.of(np.zeros((0, *targets.shape[1:]))))
+        self._add(range(0), np.zeros((0, *shape), route.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:]))))
 
     def write(self, part: int, y: np.ndarray | None) -> None:
         """Add a block."""
         if y is not None:
-            samples, box = self.route.place(part)
-            targets = self.targets.of(self.targets.images.raw(samples, box.slices))
+            samples, box = self.route.output_place(part)
+            targets = self.targets.to_targets(self.targets.images.read_raw(samples, box.slices))
             self._add(samples, y, targets)
             if self.thumbnail is not None and 0 in samples:
                 self.thumbnail.add(box, y[0], targets[0])
 
-    def done(self, part: int) -> None:
+    def mark_done(self, part: int) -> None:
         """Do nothing: there is no journal."""
 
     def result(self) -> dict[str, Any]:
         """Return the means over the sums of all ranks; collective."""
-        tables = {key: _total(self.grid, table) for key, table in self.tables.items()}
-        costs, weights = np.split(_total(self.grid, self.sums), [len(self.parts)])
+        tables = {key: _allreduce(self.grid, table) for key, table in self.tables.items()}
+        costs, weights = np.split(_allreduce(self.grid, self.sums), [len(self.parts)])
         for at, part in enumerate(self.parts):
-            costs[at] += part.of_samples(tables[part]).sum() if part in tables else 0
+            costs[at] += part.losses_from_sums(tables[part]).sum() if part in tables else 0
         samples = len(self.targets)
-        means: dict[str, Any] = {"loss": mean_of(self.cost, costs, weights, samples, self.route.output_shape)}
+        means: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, samples, self.route.output_shape)}
         for metric in self.metrics:
             if metric in tables:
-                means |= metric.result(np.array([metric.of_samples(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
+                means |= metric.result(np.array([metric.values_from_sums(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
             else:
                 means |= self.meters[metric].result()
         return means
@@ -236,10 +236,11 @@ class _Sums:
         own = slice(None), *(slice(size) for size in self.route.plan.size)  # without overlap
         full, y, targets = (y, targets), y[own], targets[own]
         for key, table in self.tables.items():
-            table[samples.start : samples.stop] += key.of_cells(*(full if getattr(key, "beyond", 0) else (y, targets)))
-        costs = [0.0 if part in self.tables else float(part.value(y, targets)) for part in self.parts]
-        self.sums += [*costs, *weights_of(self.cost, y.shape, targets)]
-        cells = select_counted(y, targets, getattr(self.cost, "ignore_index", None))
+            cells = full if getattr(key, "extra_cells", 0) else (y, targets)
+            table[samples.start : samples.stop] += key.sums_per_sample(*cells)
+        costs = [0.0 if part in self.tables else float(part.local_sum(y, targets)) for part in self.parts]
+        self.sums += [*costs, *local_denominators(self.cost, y.shape, targets)]
+        cells = drop_ignored_cells(y, targets, getattr(self.cost, "ignore_index", None))
         for meter in self.meters.values():
             meter.add(*cells)
 
@@ -250,13 +251,13 @@ class _Thumbnail:
     def __init__(self, route: BlockRoute, labels: Images, grid: ProcessGrid) -> None:
         self.route, self.labels, self.grid = route, labels, grid
         self.extent = route.output_shape[:-1]
-        self.source = route.like()  # None if outputs are not aligned with the image's cells
+        self.source = route.aligned_source()  # None if outputs are not aligned with the image's cells
         drawable = self.source is not None and len(self.extent) in (2, 3)
-        self.step = step_for(self.extent[-2:], PIXELS) if drawable else 0
+        self.step = subsampling_step(self.extent[-2:], MAX_PICTURE_PIXELS) if drawable else 0
         shape = [-(-n // self.step) for n in self.extent[-2:]] if self.step else []
         self.maps = {name: np.zeros(shape) for name in ("label", "said")}
         self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
-        self.classes = False
+        self.has_classes = False
 
     def add(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
         """Add the cells of a block (*cells, C)."""
@@ -267,28 +268,29 @@ class _Thumbnail:
         if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle, strict=False)):
             return
         rows, columns = (slice(-(-cut.start // self.step), -(-cut.stop // self.step)) for cut in own[-2:])
-        picked = shown(Box(tuple(cut.start for cut in own[-2:]), tuple(cut.stop for cut in own[-2:])), self.step)
+        plane = Box(tuple(cut.start for cut in own[-2:]), tuple(cut.stop for cut in own[-2:]))
+        picked = sampled_slices(plane, self.step)
         inside: Any = (*(at - cut.start for at, cut in zip(middle, own, strict=False)), *picked)
         within = tuple(slice(0, cut.stop - cut.start) for cut in own)
-        self.classes = targets.ndim < y.ndim
-        prediction = y.argmax(-1) if self.classes else y[..., 0]
-        for name, cells in (("said", prediction), ("label", targets if self.classes else targets[..., 0])):
+        self.has_classes = targets.ndim < y.ndim
+        prediction = y.argmax(-1) if self.has_classes else y[..., 0]
+        for name, cells in (("said", prediction), ("label", targets if self.has_classes else targets[..., 0])):
             self.maps[name][rows, columns] = cells[within][inside]
-        place = (*self.route.images.places(range(0, 1)), *own, slice(0, self.image.shape[-1]))
+        place = (*self.route.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
         self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
 
     def result(self, loss: float) -> dict[str, np.ndarray]:
         """Return the pictures, as `worst_samples` does; collective."""
         if not self.step:
             return {}
-        maps = {name: _total(self.grid, one)[None] for name, one in self.maps.items()}
-        if _total(self.grid, np.array([float(self.classes)]))[0]:
+        maps = {name: _allreduce(self.grid, one)[None] for name, one in self.maps.items()}
+        if _allreduce(self.grid, np.array([float(self.has_classes)]))[0]:
             maps = {name: one.astype(np.int64) for name, one in maps.items()}
-        image = as_bytes_of(_total(self.grid, self.image)[None])
+        image = to_uint8(_allreduce(self.grid, self.image)[None])
         return {"image": image, **maps, "sample": np.zeros(1, np.int64), "loss": np.array([loss])}
 
 
-class _Tiles:
+class _ImageTiles:
     """A rank's tile of each image in a file, as in a split."""
 
     def __init__(self, images: Images, box: Box) -> None:
@@ -299,22 +301,23 @@ class _Tiles:
         return self.shape[0]
 
     def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.part(numbers, Box.of(self.box.shape).slices)
+        return self.read_cells(numbers, Box.of(self.box.shape).slices)
 
-    def part(self, numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
+    def read_cells(self, numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
         """Return cells of consecutive images; slices are relative to the tile."""
         first = int(numbers[0]) if len(numbers) else 0
         own = zip(cells, self.box.lo, strict=True)
-        return self.images.raw(range(first, first + len(numbers)), [slice(c.start + o, c.stop + o) for c, o in own])
+        image_cells = [slice(c.start + o, c.stop + o) for c, o in own]
+        return self.images.read_raw(range(first, first + len(numbers)), image_cells)
 
 
-class _Targets(_Tiles):
+class _TargetTiles(_ImageTiles):
     """A rank's tile of each label image in a file."""
 
     def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.of(super().__getitem__(numbers))
+        return self.to_targets(super().__getitem__(numbers))
 
-    def of(self, raw: np.ndarray) -> np.ndarray:
+    def to_targets(self, raw: np.ndarray) -> np.ndarray:
         """Return classes (n, *cells), or regression targets (n, *cells, C)."""
         if self.images.source.dtype.kind in "iub" and raw.shape[-1] == 1:
             return raw[..., 0].astype(np.int64)
@@ -331,17 +334,16 @@ def _evaluate_whole(
     """Evaluate whole images, one tile per rank; collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
     tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
-    split = StreamedSplit(
-        _Tiles(images, route.model.input.own), _Targets(labels, tile), mean=offset / factor, std=1 / factor, scale=1.0
-    )
+    tiles = _ImageTiles(images, route.model.input.own), _TargetTiles(labels, tile)
+    split = PrefetchingSplit(*tiles, mean=offset / factor, std=1 / factor, scale=1.0)
     with closing(split):
         results = evaluate(route.model, split, route.batch, metrics)
         if samples is not None:
-            samples |= worst_samples(route.model, split, route.batch, PIXELS)
+            samples |= worst_samples(route.model, split, route.batch, MAX_PICTURE_PIXELS)
         return results
 
 
-def _total(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
+def _allreduce(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
     total = np.array(sums)
     grid.world.allreduce(total)
     return total

@@ -19,17 +19,17 @@ from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
 from ..train import FitExperiment, Hook, Record, TrainState
-from ..train.apply import opened_for_evaluation
-from ..train.callbacks.checkpoint import Progress
+from ..train.callbacks.checkpoint import RunProgress, read_progress
 from ..train.callbacks.loggers import Logger
-from ..train.callbacks.metrics_log import MetricsLog, line
+from ..train.callbacks.metrics_log import MetricsLog, json_line
+from ..train.checkpoint_evaluation import open_for_evaluation
 from ..train.html_report import read_records
-from ..train.loop import judge
-from ..train.weights import take_weights
+from ..train.loop import evaluate_splits
+from ..train.weights import load_inference_weights
 
-FOLDER = "evaluation"
+EVALUATION_FOLDER = "evaluation"
 """Below the folder of the checkpoints."""
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class PendingCheckpoint:
     Attributes
     ----------
     path : the file
-    state : inode number and modification time, which distinguish it from a later file of the same name
+    file_identity : inode number and modification time, which distinguish it from a later file of the same name
     """
 
     path: Path
-    state: tuple[int, int]
+    file_identity: tuple[int, int]
 
 
-class Follower:
+class CheckpointFollower:
     """Iterates over the checkpoints of a job as they appear; collective.
 
     Parameters
@@ -54,9 +54,9 @@ class Follower:
     folder : path
         Folder of the job, which may not exist yet.
     world : Transport
-    done : int
+    last_step : int
         The last evaluated step, -1 for none.
-    every : float
+    interval : float
         Polling interval in seconds.
     max_time : float, optional
         Time limit in seconds, from now.
@@ -65,50 +65,50 @@ class Follower:
 
     Attributes
     ----------
-    done : int
+    last_step : int
     """
 
     def __init__(
         self,
         folder: Path,
         world: Transport,
-        done: int = -1,
-        every: float = 30.0,
+        last_step: int = -1,
+        interval: float = 30.0,
         max_time: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.folder, self.world, self.done, self.every = folder, world, done, every
+        self.folder, self.world, self.last_step, self.interval = (folder, world, last_step, interval)
         self.clock, self.sleep = clock, sleep
-        self.end = math.inf if max_time is None else clock() + max_time
-        self._seen: set[tuple[int, int]] = set()
+        self.deadline = math.inf if max_time is None else clock() + max_time
+        self._seen_files: set[tuple[int, int]] = set()
 
-    def next(self) -> PendingCheckpoint | None:
+    def wait_for_next(self) -> PendingCheckpoint | None:
         """Wait for the next checkpoint; None once the job is complete and all have been evaluated, or time is over."""
         while True:
             result: tuple[PendingCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
                 if self.world.rank == 0:
                     complete = (self.folder / COMPLETE).exists()  # before listing: nothing is written after it
-                    result = self._find_next(), complete or self.clock() >= self.end
+                    result = self._find_next(), complete or self.clock() >= self.deadline
             checkpoint, over = self.world.bcast(result)
             if checkpoint is not None or over:
                 return checkpoint
-            self.sleep(max(0.0, min(self.every, self.end - self.clock())))
+            self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
-    def visit(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, Progress], None]) -> bool:
-        """Call `action` on a checkpoint returned by `next`; False if it was evaluated before or no longer exists.
+    def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:
+        """Call `action` on a checkpoint of `wait_for_next`; False if it was evaluated before or no longer exists.
 
         Raises
         ------
         DataError
             On every rank: if the file is damaged or does not match the model.
         """
-        self._seen.add(checkpoint.state)
+        self._seen_files.add(checkpoint.file_identity)
         try:
             with open_checkpoint(checkpoint.path, self.world) as file:
-                progress = position_of(file)
-                if progress.step <= self.done:
+                progress = read_progress(file)
+                if progress.step <= self.last_step:
                     return False
                 action(file, progress)
         except DataError:
@@ -117,41 +117,33 @@ class Follower:
             if self.world.rank == 0:
                 say(f"{checkpoint.path.name} was removed before evaluation; keep more checkpoints, or poll more often")
             return False
-        self.done = progress.step
+        self.last_step = progress.step
         return True
 
     def _find_next(self) -> PendingCheckpoint | None:
         """Return the next checkpoint, if any; those named by their step, where the job keeps several."""
         path = self.folder / CHECKPOINT
-        kept = {step: file for file in kept_files(path) if (step := _step_of(file)) is not None}
+        kept = {step: file for file in kept_files(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):
-            if step > self.done and (checkpoint := self._pending(kept[step])) is not None:
+            if step > self.last_step and (checkpoint := self._as_pending(kept[step])) is not None:
                 return checkpoint
-        return None if kept else self._pending(path)
+        return None if kept else self._as_pending(path)
 
-    def _pending(self, path: Path) -> PendingCheckpoint | None:
+    def _as_pending(self, path: Path) -> PendingCheckpoint | None:
         try:
             status = path.stat()
         except FileNotFoundError:
             return None
         checkpoint = PendingCheckpoint(path, (status.st_ino, status.st_mtime_ns))
-        return None if checkpoint.state in self._seen else checkpoint
+        return None if checkpoint.file_identity in self._seen_files else checkpoint
 
 
-def _step_of(path: Path) -> int | None:
+def _step_in_name(path: Path) -> int | None:
     digits = re.search(r"-([0-9]+)$", path.stem)
     return None if digits is None else int(digits[1])
 
 
-def position_of(file: CheckpointReader) -> Progress:
-    """Return the position of a run in its data at a checkpoint; DataError if the file has none."""
-    try:
-        return Progress.from_json(file.facts.texts["position"])
-    except (KeyError, ValueError) as problem:
-        raise DataError(f"{file.facts.path}: does not contain the position of its run ({problem})") from None
-
-
-class Evaluation:
+class EvaluationRecorder:
     """Results of checkpoints, passed to hooks like those of epochs: metrics.jsonl, and loggers by step.
 
     Parameters
@@ -164,21 +156,21 @@ class Evaluation:
     """
 
     def __init__(self, run: TrainState, folder: Path, hooks: Iterable[Hook] = ()) -> None:
-        self.run, self.hooks = run, [MetricsLog(folder / METRICS), *hooks]
+        self.run, self.hooks = run, [MetricsLog(folder / METRICS_FILE), *hooks]
         for hook in self.hooks:
             if isinstance(hook, Logger):
-                hook.within(folder)
-                hook.axis = "step"
+                hook.set_run_folder(folder)
+                hook.step_field = "step"
         world = run.grid.world
         records: list[Record] = []
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
-                records = read_records(folder / METRICS, continued=True)
+                records = read_records(folder / METRICS_FILE, continued=True)
         run.history = world.bcast(records)
 
     @property
-    def done(self) -> int:
+    def last_step(self) -> int:
         """The last evaluated step; -1 for none."""
         return max((record.get("step", -1) for record in self.run.history), default=-1)
 
@@ -187,7 +179,7 @@ class Evaluation:
         for hook in self.hooks:
             hook.before_run(self.run)
 
-    def add(self, progress: Progress, numbers: Mapping[str, Any], seconds: float) -> Record:
+    def add_result(self, progress: RunProgress, numbers: Mapping[str, Any], seconds: float) -> Record:
         """Pass the results of a checkpoint to the hooks; collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.seen
@@ -243,25 +235,27 @@ def follow_checkpoints(
         As in `evaluate_checkpoint`.
     """
     folder = Path(folder)
-    target = folder / FOLDER if output is None else Path(output)
-    with opened_for_evaluation(experiment, grid) as (model, dataset):
+    target = folder / EVALUATION_FOLDER if output is None else Path(output)
+    with open_for_evaluation(experiment, grid) as (model, dataset):
         world = model.grid.world
         state = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
-        evaluation = Evaluation(state, target, experiment.loggers)
+        evaluation = EvaluationRecorder(state, target, experiment.loggers)
         first = len(state.history)
-        follower = Follower(folder, world, evaluation.done, every, max_time)
+        follower = CheckpointFollower(folder, world, evaluation.last_step, every, max_time)
 
-        def evaluate(file: CheckpointReader, progress: Progress) -> None:
+        def evaluate(file: CheckpointReader, progress: RunProgress) -> None:
             begun = time.perf_counter()
-            take_weights(file, model)
-            record = evaluation.add(progress, judge(state, experiment.metrics), time.perf_counter() - begun)
+            load_inference_weights(file, model)
+            record = evaluation.add_result(
+                progress, evaluate_splits(state, experiment.metrics), time.perf_counter() - begun
+            )
             if world.rank == 0:
-                emit(line(record).rstrip())
+                emit(json_line(record).rstrip())
 
         evaluation.begin()
         try:
-            while (checkpoint := follower.next()) is not None:
-                follower.visit(checkpoint, evaluate)
+            while (checkpoint := follower.wait_for_next()) is not None:
+                follower.process(checkpoint, evaluate)
         except BaseException as error:
             evaluation.end(error)
             raise

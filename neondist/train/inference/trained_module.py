@@ -16,10 +16,10 @@ from ...errors import AxesError, ConfigError, DataError
 from ...formats import open_source
 from ...io.regular_file import open_regular, read_bytes
 from .images import Images, open_images
-from .routes import BlockRoute, TileRoute, choose, limit_of
-from .windows import WindowRoute, block_of, check_windows
+from .routes import BlockRoute, TileRoute, choose_route, memory_limit
+from .windows import WindowRoute, check_windows, windows_per_block
 
-BATCH = 8
+MAX_BATCH = 8
 """Largest batch of whole images."""
 
 
@@ -71,7 +71,7 @@ class TrainedModule:
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
         self.model = TorchModel(factory)
-        self.model.execute(memory=memory)
+        self.model.configure_execution(memory=memory)
         try:
             module = self.model.module
         except ConfigError as error:
@@ -81,15 +81,15 @@ class TrainedModule:
             if not value.isfinite().all():
                 raise DataError(f"{weights}: {parameter} has values that are not finite; name another file of weights")
         self.spatial, self.channels = expected_image(module)
-        self._code = _file_of(factory)
+        self._code = _source_code(factory)
 
-    def check(self, source: str | Path) -> None:
+    def check_images(self, source: str | Path) -> None:
         """Validate the images before ranks are started; UserError."""
-        with closing(self.images(source)) as images, self._check_channels(images):
+        with closing(self.open_source_images(source)) as images, self._check_channels(images):
             if self.windows is not None:
-                self._in_windows(images, None, None)
+                self._create_window_route(images, None, None)
 
-    def images(self, source: str | Path) -> Images:
+    def open_source_images(self, source: str | Path) -> Images:
         """Return the images of a file in the layout of the module.
 
         Raises
@@ -101,7 +101,7 @@ class TrainedModule:
         channels = self.channels
         try:
             with open_source(source) as file:
-                channels = file.shape[-1] if file.named else channels or file.shape[-1]
+                channels = file.shape[-1] if file.axes_given else channels or file.shape[-1]
         except AxesError as error:
             channels = channels or error.shape[-1]
         for option in ("mean", "std"):
@@ -123,30 +123,34 @@ class TrainedModule:
         return images
 
     @contextmanager
-    def opened(
-        self, source: str | Path, grid: ProcessGrid, block: int | None, before: list[Any] | None
+    def open_route(
+        self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_route: list[Any] | None
     ) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
-        """Yield the inference route, the images, and identities of both, as `network` does; collective."""
+        """Yield the inference route, the images, and identities of both, as `open_network` does; collective."""
         with all_or_none(grid.world):
-            images = self.images(source)
+            images = self.open_source_images(source)
         with closing(images):
             with all_or_none(grid.world), self._check_channels(images):
                 route = (
-                    choose(self.model, images, grid, BATCH, block, before)
+                    choose_route(self.model, images, grid, MAX_BATCH, block, resumed_route)
                     if self.windows is None
-                    else self._in_windows(images, block, before, grid.size)
+                    else self._create_window_route(images, block, resumed_route, grid.size)
                 )
                 identities = self._identities() if grid.rank == 0 else None
             yield route, images, grid.world.bcast(identities)
 
-    def _in_windows(self, images: Images, block: int | None, before: list[Any] | None, ranks: int = 1) -> WindowRoute:
+    def _create_window_route(
+        self, images: Images, block: int | None, resumed_route: list[Any] | None, ranks: int = 1
+    ) -> WindowRoute:
         from ...torch.training.windows import ModuleWindows
 
         assert self.windows is not None
         assert self.stride is not None
-        size = [block_of(self.stride, block, before)] * self.spatial
+        size = [windows_per_block(self.stride, block, resumed_route)] * self.spatial
         window_args = self.model.dtype, images.shape[1:], self.windows, self.stride, size
-        return WindowRoute(images, ModuleWindows(self.model.module, *window_args), limit_of(self.model.memory, ranks))
+        return WindowRoute(
+            images, ModuleWindows(self.model.module, *window_args), memory_limit(self.model.memory, ranks)
+        )
 
     @contextmanager
     def _check_channels(self, images: Images) -> Iterator[None]:
@@ -173,7 +177,7 @@ class TrainedModule:
         return {"weights": weights.hexdigest()[:16], "network": network}
 
 
-def _file_of(factory: Callable[..., Any]) -> bytes:
+def _source_code(factory: Callable[..., Any]) -> bytes:
     """Return the source file of a function as bytes; b'' if there is none."""
     with suppress(TypeError, OSError):
         return read_bytes(inspect.getfile(factory))

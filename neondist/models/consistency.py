@@ -11,7 +11,7 @@ from ..plan import ModelPlan
 from .trainable import TrainableModel
 
 
-def facts_of(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
+def facts_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
     """Return the layers, the layout of the weights, and the settings of training, by name."""
     strategy = plan.parameters.strategy
     return {
@@ -20,16 +20,16 @@ def facts_of(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
         "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),
         "cost": describe_object(model.cost, model.cost.arguments()),
-        **dict(line.split(": ", 1) for line in plan.outline()),
+        **dict(line.split(": ", 1) for line in plan.agreed_facts()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",
     }
 
 
-def checksum_of_weights(parameters: LayerParameters) -> int:
+def checksum_replicated_weights(parameters: LayerParameters) -> int:
     """Return a checksum of all arrays that are whole on every rank."""
     checksum = 0
     for shard, array in parameters.arrays():
-        if not shard.cut and shard.share is None:
+        if not shard.is_tiled and shard.share is None:
             checksum = checksum_of(to_host(array), checksum)
     return checksum

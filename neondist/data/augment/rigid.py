@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...geometry import Box, Range, fold, sources_within
 from ...registry.ranges import Count
-from .base import Axis, Draw, Probability, Transform, along_axes, axis_numbers
+from .base import Axis, Probability, RandomDraw, Transform, axis_indices, map_axis_ranges
 
 
 class Flip(Transform):
@@ -23,37 +23,37 @@ class Flip(Transform):
     rate : float
     """
 
-    moves = True
+    moves_cells = True
 
     def __init__(self, axes: Sequence[Axis] = ("width",), *, rate: Probability = 0.5) -> None:
         self.axes, self.rate = tuple(axes), rate
 
-    def applies(self, draw: Draw) -> bool:
+    def applies_to(self, draw: RandomDraw) -> bool:
         """Return whether any axis is mirrored; each is drawn independently."""
         return True
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ConfigError if an axis does not exist."""
-        axis_numbers(self, self.axes, shape)
+        axis_indices(self, self.axes, shape)
 
-    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+    def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box around the cells and their mirror images."""
-        return box.hull(_mirror_box(box, axis_numbers(self, self.axes, (*extent, 1)), extent))
+        return box.hull(_mirror_box(box, axis_indices(self, self.axes, (*extent, 1)), extent))
 
-    def source(self, box: Box, draw: Draw) -> Box:
+    def source_box(self, box: Box, draw: RandomDraw) -> Box:
         """Return the cells' mirror images."""
-        return _mirror_box(box, self._flipped(draw), draw.extent)
+        return _mirror_box(box, self._flipped_axes(draw), draw.extent)
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells mirrored."""
-        flipped = self._flipped(draw)
+        flipped = self._flipped_axes(draw)
         return cells[tuple(slice(None, None, -1 if axis in flipped else 1) for axis in range(len(draw.extent)))]
 
-    labels = image
+    transform_labels = transform_image
 
-    def _flipped(self, draw: Draw) -> tuple[int, ...]:
-        axes = axis_numbers(self, self.axes, draw.shape)
-        return tuple(axis for axis in axes if draw.numbers[1 + axis] < self.rate)
+    def _flipped_axes(self, draw: RandomDraw) -> tuple[int, ...]:
+        axes = axis_indices(self, self.axes, draw.shape)
+        return tuple(axis for axis in axes if draw.random_numbers[1 + axis] < self.rate)
 
 
 class QuarterTurns(Transform):
@@ -65,43 +65,43 @@ class QuarterTurns(Transform):
         Axes of the plane of rotation.
     """
 
-    moves = True
+    moves_cells = True
 
     def __init__(self, axes: Sequence[Axis] = ("height", "width")) -> None:
         if len(set(axes)) != 2 or len(axes) != 2:
             raise ConfigError(f"QuarterTurns: axes: {list(axes)} do not span a plane; give two of depth, height, width")
         self.axes = tuple(axes)
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ConfigError if an axis does not exist, or the extents of the two axes differ."""
-        a, b = axis_numbers(self, self.axes, shape)
+        a, b = axis_indices(self, self.axes, shape)
         if shape[a] != shape[b]:
             raise ConfigError(
                 f"QuarterTurns: images of shape {tuple(shape)} have {shape[a]} cells along {self.axes[0]} and"
                 f" {shape[b]} along {self.axes[1]}, so a quarter turn does not fit; use Flip of both, or square images"
             )
 
-    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+    def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box around the cells in all four directions."""
-        box = box.hull(self._rotate(box, 1, extent))
-        return box.hull(self._rotate(box, 2, extent))
+        box = box.hull(self._rotate_box(box, 1, extent))
+        return box.hull(self._rotate_box(box, 2, extent))
 
-    def source(self, box: Box, draw: Draw) -> Box:
+    def source_box(self, box: Box, draw: RandomDraw) -> Box:
         """Return the cells before the rotation."""
-        return self._rotate(box, _count_turns(draw), draw.extent)
+        return self._rotate_box(box, _draw_quarter_turns(draw), draw.extent)
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells rotated from the first axis to the second."""
-        a, b = axis_numbers(self, self.axes, draw.shape)
-        return np.rot90(cells, _count_turns(draw), (a, b))
+        a, b = axis_indices(self, self.axes, draw.shape)
+        return np.rot90(cells, _draw_quarter_turns(draw), (a, b))
 
-    labels = image
+    transform_labels = transform_image
 
-    def _rotate(self, box: Box, turns: int, extent: Sequence[int]) -> Box:
-        a, b = axis_numbers(self, self.axes, (*extent, 1))
+    def _rotate_box(self, box: Box, turns: int, extent: Sequence[int]) -> Box:
+        a, b = axis_indices(self, self.axes, (*extent, 1))
         for _ in range(turns):
             ranges = list(box.axes())
-            ranges[a], ranges[b] = ranges[b], _mirror(ranges[a], extent[b])
+            ranges[a], ranges[b] = ranges[b], _mirror_range(ranges[a], extent[b])
             box = Box.from_ranges(ranges)
         return box
 
@@ -118,12 +118,12 @@ class Shift(Transform):
         `mean`; label maps are padded with class 0.
     """
 
-    moves = True
+    moves_cells = True
 
     def __init__(self, max: Count = 4, *, mode: Literal["reflect", "replicate", "zeros"] = "reflect") -> None:
         self.max, self.mode = max, mode
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ConfigError if the image is too small for reflection."""
         if self.mode == "reflect" and self.max >= min(shape[:-1]):
             raise ConfigError(
@@ -131,49 +131,49 @@ class Shift(Transform):
                 f" {min(shape[:-1])}, or mode: replicate"
             )
 
-    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+    def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box and `max` cells around it."""
-        return along_axes(box, extent, lambda lo, hi, n: self._sources(lo - self.max, hi + self.max, n))
+        return map_axis_ranges(box, extent, lambda lo, hi, n: self._source_range(lo - self.max, hi + self.max, n))
 
-    def source(self, box: Box, draw: Draw) -> Box:
+    def source_box(self, box: Box, draw: RandomDraw) -> Box:
         """Return the cells before the shift, including the sources of the padding."""
-        return along_axes(box.shift(self._offsets(draw)), draw.extent, self._sources)
+        return map_axis_ranges(box.shift(self._draw_offsets(draw)), draw.extent, self._source_range)
 
-    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+    def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells shifted."""
-        shifted = box.shift(self._offsets(draw))
+        shifted = box.shift(self._draw_offsets(draw))
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
                 coordinates = np.arange(lo, hi)
-                sources = fold(coordinates, n, self._fold)
+                sources = fold(coordinates, n, self._fold_mode)
                 cells = cells.take(sources - source.lo[axis], axis)
                 if self.mode == "zeros":
                     cells[(slice(None),) * axis + (sources != coordinates,)] = 0
         return cells
 
-    labels = image
+    transform_labels = transform_image
 
     @property
-    def _fold(self) -> str:
+    def _fold_mode(self) -> str:
         return "reflect" if self.mode == "reflect" else "replicate"
 
-    def _sources(self, lo: int, hi: int, n: int) -> Range:
-        return sources_within(lo, hi, n, self._fold)
+    def _source_range(self, lo: int, hi: int, n: int) -> Range:
+        return sources_within(lo, hi, n, self._fold_mode)
 
-    def _offsets(self, draw: Draw) -> list[int]:
-        return [int(number * (2 * self.max + 1)) - self.max for number in draw.numbers[1 : len(draw.shape)]]
-
-
-def _count_turns(draw: Draw) -> int:
-    return int(4 * draw.numbers[1])
+    def _draw_offsets(self, draw: RandomDraw) -> list[int]:
+        return [int(number * (2 * self.max + 1)) - self.max for number in draw.random_numbers[1 : len(draw.shape)]]
 
 
-def _mirror(cells: Range, n: int) -> Range:
+def _draw_quarter_turns(draw: RandomDraw) -> int:
+    return int(4 * draw.random_numbers[1])
+
+
+def _mirror_range(cells: Range, n: int) -> Range:
     return n - cells[1], n - cells[0]
 
 
 def _mirror_box(box: Box, axes: Sequence[int], extent: Sequence[int]) -> Box:
     ranges = list(box.axes())
     for axis in axes:
-        ranges[axis] = _mirror(ranges[axis], extent[axis])
+        ranges[axis] = _mirror_range(ranges[axis], extent[axis])
     return Box.from_ranges(ranges)

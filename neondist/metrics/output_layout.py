@@ -1,4 +1,4 @@
-"""Location of the outputs that metrics evaluate: the assignment of cells to ranks."""
+"""Distribution of the outputs that metrics evaluate: the assignment of cells to ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 
 from ..comm import ProcessGrid, Reductions
 from ..errors import ShapeError
-from ..formats.fields import Fields
+from ..formats.fields import FieldMetadata
 from ..geometry import Window
 from ..halo import GlobalArray
 
 
-class Outputs:
-    """Outputs of a model, over the ranks of a grid.
+class OutputLayout:
+    """Distribution of a model's outputs over the ranks of a grid.
 
     Parameters
     ----------
     grid : ProcessGrid
     shape : tuple of int
         (*spatial, C), global.
-    total : callable
+    allreduce : callable
         Sums the counts of all ranks; None: a single rank.
-    owns : bool
+    is_counted : bool
         Whether this rank counts its outputs; False if another rank has and counts the same outputs.
     fields : Fields, optional
         Metadata of the channels, if they are physical fields.
@@ -34,34 +34,34 @@ class Outputs:
         self,
         grid: ProcessGrid,
         shape: Sequence[int],
-        total: Callable[..., Any] | None = None,
-        owns: bool = True,
-        fields: Fields | None = None,
+        allreduce: Callable[..., Any] | None = None,
+        is_counted: bool = True,
+        fields: FieldMetadata | None = None,
     ) -> None:
-        self.grid, self.shape, self.owns, self.fields = grid, tuple(shape), owns, fields
-        self._total, self._views = total, dict[tuple[Window, int, bool], GlobalArray]()
+        self.grid, self.shape, self.is_counted, self.fields = grid, tuple(shape), is_counted, fields
+        self._allreduce, self._views = allreduce, dict[tuple[Window, int, bool], GlobalArray]()
         self._reductions = Reductions(grid)
 
     @classmethod
-    def of_one(cls, shape: Sequence[int]) -> Outputs:
-        """Return whole outputs on one rank."""
+    def whole(cls, shape: Sequence[int]) -> OutputLayout:
+        """Return the layout of whole outputs on one rank."""
         return cls(ProcessGrid.serial(), shape)
 
-    def total(self, sums: np.ndarray) -> np.ndarray:
+    def sum_over_ranks(self, sums: np.ndarray) -> np.ndarray:
         """Return the sum of all ranks' counts over their own cells; collective."""
-        return sums if self._total is None else self._total(sums, replicas=True)
+        return sums if self._allreduce is None else self._allreduce(sums, replicas=True)
 
-    def total_of_samples(self, sums: np.ndarray) -> np.ndarray:
+    def sum_over_replicas(self, sums: np.ndarray) -> np.ndarray:
         """Return the sum over all replicas of sums that are equal on the ranks of a replica; collective."""
         return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
 
-    def over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
+    def sum_over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
         """Return the sum over the tiles that outputs of a local shape belong to; collective over the tiles."""
-        return self._reductions.allreduce("tiles", sums.copy()) if self._cut(shape) else sums
+        return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile(shape) else sums
 
-    def view(self, tile: np.ndarray, window: Window) -> np.ndarray:
+    def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:
         """Return the view of an array on this rank's outputs for a window, halo included; collective."""
-        cut = self._cut(tile.shape)
+        cut = self._is_tile(tile.shape)
         key = window, tile.shape[-1], cut
         if key not in self._views:
             grid = self.grid if cut else ProcessGrid.serial()
@@ -70,11 +70,11 @@ class Outputs:
             )
         return self._views[key].get_fprop_view(tile)
 
-    def _cut(self, shape: Sequence[int]) -> bool:
+    def _is_tile(self, shape: Sequence[int]) -> bool:
         """Return whether outputs of a local shape are a tile and not whole."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False
-        if local == self.grid.tile_box(extent).shape and self.owns:
+        if local == self.grid.tile_box(extent).shape and self.is_counted:
             return True
-        raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}, which this metric requires")
+        raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}; leave this metric out")

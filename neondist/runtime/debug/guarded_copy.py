@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .mark import fingerprint, mark
+from .mark import bytes_checksum, fill_with_mark
 
-_ALIGNED = 64
-_MOAT = 4096
+_ALIGNMENT = 64
+_MARGIN_BYTES = 4096
 
 
-class Shadow:
+class GuardedCopy:
     """A copy with the array's own strides and alignment, so that kernels compute exactly the same.
 
     Memory before, after and between its cells is marked, so reads out of bounds return marks.
@@ -23,43 +23,26 @@ class Shadow:
     """
 
     def __init__(self, array: Any) -> None:
-        self.like = _layout(array)
-        before, after = _reach(array)
-        moat = max(_MOAT, 2 * max(map(abs, array.strides[1:]), default=0))
-        moat += -moat % _ALIGNED
-        self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNED, np.uint8)
+        before, after = _bytes_before_and_after(array)
+        moat = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
+        moat += -moat % _ALIGNMENT
+        self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT, np.uint8)
         first = moat + before
-        first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNED
+        first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNMENT
         self.array = np.ndarray(array.shape, array.dtype, self.memory, first, array.strides)
         self.cells = self.memory[first % array.itemsize :]
         self.cells = self.cells[: len(self.cells) // array.itemsize * array.itemsize].view(array.dtype)
-        self.fill(array)
-
-    def fill(self, array: Any) -> None:
-        """Copy the array."""
-        mark(self.cells)
+        fill_with_mark(self.cells)
         self.array[...] = array
-        self.sum = fingerprint(self.array)
+        self.checksum = bytes_checksum(self.array)
 
     @property
     def changed(self) -> bool:
         """Whether the copy has been modified."""
-        return fingerprint(self.array) != self.sum
+        return bytes_checksum(self.array) != self.checksum
 
 
-def shadow_of(array: Any, before: Shadow | None) -> Shadow:
-    """Return a shadow of the array, reusing `before`, which is no longer needed, if it fits."""
-    if before is None or before.like != _layout(array):
-        return Shadow(array)
-    before.fill(array)
-    return before
-
-
-def _layout(array: Any) -> tuple:
-    return array.shape, array.strides, array.dtype, array.ctypes.data % _ALIGNED
-
-
-def _reach(array: Any) -> tuple[int, int]:
+def _bytes_before_and_after(array: Any) -> tuple[int, int]:
     """Return the bytes that the cells occupy before and after the first one's address."""
     spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize

@@ -14,26 +14,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-BACKING = "OMPI_MCA_btl_sm_backing_directory"
+BACKING_DIR_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 """Open MPI's variable for the folder of the files."""
-PREFIX = "neondist-"
+FOLDER_PREFIX = "neondist-"
 """Prefix of folders created for one job."""
-MAPS = Path("/proc/self/maps")
-_LAUNCHERS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "SLURM_PROCID")
+MEMORY_MAPS_FILE = Path("/proc/self/maps")
+_LAUNCHER_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "SLURM_PROCID")
 
 
 @contextmanager
-def tidy_start() -> Iterator[None]:
+def start_in_job_folder() -> Iterator[None]:
     """Start MPI inside the block in the folder of the job, or, without a launcher, in a temporary folder."""
-    folder = Path(os.environ.get(BACKING, ""))
+    folder = Path(os.environ.get(BACKING_DIR_VARIABLE, ""))
     machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if folder.name.startswith(PREFIX) and machines:
+    if folder.name.startswith(FOLDER_PREFIX) and machines:
         folder.mkdir(mode=0o700, exist_ok=True)  # exists only on mpirun's machine
-    if any(name in os.environ for name in _LAUNCHERS):
+    if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield
         return
     previous = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as temporary:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as temporary:
         os.environ["TMPDIR"] = temporary
         try:
             yield
@@ -54,7 +54,7 @@ def unlink_segments(mpi: Any) -> None:
             with suppress(OSError):
                 name.unlink()
         folder = next(iter(names)).parent
-        if folder.name.startswith(PREFIX):
+        if folder.name.startswith(FOLDER_PREFIX):
             with suppress(OSError):
                 folder.rmdir()
     machine.Free()
@@ -63,7 +63,7 @@ def unlink_segments(mpi: Any) -> None:
 def _mapped_files() -> set[Path]:
     """Return the named shared-memory files that this rank has mapped, of all ranks of this machine."""
     try:
-        maps = MAPS.read_text()
+        maps = MEMORY_MAPS_FILE.read_text()
     except OSError:  # not Linux
         return set()
     return {Path(name) for name in re.findall(r"(?m)(/\S*/(?:sm|vader)_segment\.\S+)$", maps)}

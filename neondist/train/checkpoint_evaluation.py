@@ -16,17 +16,17 @@ from ..data.base import SPLITS
 from ..errors import ConfigError, DataError
 from ..io.checkpoint import open_checkpoint
 from ..models import TrainableModel
-from ..registry.ranges import choice
+from ..registry.ranges import require_choice
 from .callbacks.worst_samples import worst_samples
-from .consistency import check_consistency, check_data_consistency, outline
+from .consistency import agreed_facts, check_consistency, check_data_consistency
 from .experiment import FitExperiment
-from .field_facts import take_fields
+from .field_facts import restore_dataset_fields
 from .loop import evaluate
 from .state import format_results
 from .validate import validate
-from .weights import take_weights
+from .weights import load_inference_weights
 
-PIXELS = 256
+MAX_PICTURE_PIXELS = 256
 """Largest height and width of pictures in a report."""
 
 
@@ -64,27 +64,27 @@ def evaluate_checkpoint(
         As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
     """
     if split is not None:
-        choice("split", split, SPLITS)
+        require_choice("split", split, SPLITS)
     facts = {"the checkpoint": checkpoint, "pictures": pictures is not None}
-    with opened_for_evaluation(experiment, grid, split, facts) as (model, dataset):
+    with open_for_evaluation(experiment, grid, split, facts) as (model, dataset):
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
         with open_checkpoint(Path(checkpoint), model.grid.world) as file:
-            take_weights(file, model)
+            load_inference_weights(file, model)
             with all_or_none(model.grid.world):
                 try:
-                    take_fields(file.facts.texts, dataset)
+                    restore_dataset_fields(file.facts.texts, dataset)
                 except ValueError as problem:
                     raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
         results = evaluate(model, samples, experiment.batch_size, experiment.metrics)
         if pictures is not None:
-            pictures |= worst_samples(model, samples, experiment.batch_size, PIXELS)
+            pictures |= worst_samples(model, samples, experiment.batch_size, MAX_PICTURE_PIXELS)
     return {"split": split, **format_results(len(samples), results)}
 
 
 @contextmanager
-def opened_for_evaluation(
+def open_for_evaluation(
     experiment: FitExperiment,
     grid: ProcessGrid | None = None,
     split: str | None = None,
@@ -102,7 +102,7 @@ def opened_for_evaluation(
     grid.check("evaluate", {"split": split, **facts})
     with all_or_none(grid.world):
         plan = validate(experiment, grid.size, grid.shape)
-        lines = outline(experiment, plan)
+        lines = agreed_facts(experiment, plan)
     check_consistency(grid.world, lines)
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
     with closing(dataset):
@@ -111,5 +111,5 @@ def opened_for_evaluation(
             if split is not None and split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-            model.place(dataset.fields)
+            model.place_cost(dataset.fields)
         yield model, dataset
