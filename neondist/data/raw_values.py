@@ -10,6 +10,11 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..errors import DataError
 
 
+def full_scale(dtype: np.dtype) -> float:
+    """Return the value of white in images of a dtype; 1 unless it is an unsigned integer of one or two bytes."""
+    return {"u1": 255.0, "u2": 65535.0}.get(dtype.str[1:], 1.0)
+
+
 def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
     """Return cells of a file with NaN replaced by `fill`; DataError for NaN without `fill`, and for infinities."""
     if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):

@@ -78,7 +78,7 @@ class CheckpointFollower:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.folder, self.world, self.last_step, self.interval = (folder, world, last_step, interval)
+        self.folder, self.world, self.last_step, self.interval = folder, world, last_step, interval
         self.clock, self.sleep = clock, sleep
         self.deadline = math.inf if max_time is None else clock() + max_time
         self._seen_files: set[tuple[int, int]] = set()

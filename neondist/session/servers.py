@@ -54,7 +54,7 @@ class JobServersClient:
                 "model: its strategy is for synchronous ranks; leave out the strategy, or ps of the cluster"
             )
         token = ""
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0:
                 token = read_token(environ)
         self._state, self._grace_seconds, self._is_master = state, grace, task.is_master()
@@ -76,13 +76,13 @@ class JobServersClient:
             On every rank: if the servers or the master are unreachable, or reject the model.
         """
         model, world = self._state.model, self._state.grid.world
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._connect()
                 if not self._is_master:
                     self._first_step = self._wait_for_master()
         self._remote = ServerUpdate(self._assignment, self._strategy, model.built_parameters, model.optimizer, world)
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 reply = self._clients[0].call("begin", {"first_step": self._state.step})
                 self._first_step = reply.integer("first_step")
@@ -103,7 +103,7 @@ class JobServersClient:
         """Leave the job; on the master, stop all other workers and load the final values."""
         assert self._remote is not None
         world = self._state.grid.world
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
         self._remote.wait_for_others(self._num_workers, self._grace_seconds)

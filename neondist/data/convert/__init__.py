@@ -16,6 +16,7 @@ from ...io.hdf5 import ChecksumTable
 from ...io.regular_file import open_regular
 from ...system.memory import require_memory
 from ..chunks import chunk_shape
+from ..raw_values import full_scale
 from ..split_source import SplitSource
 from .from_arrays import npy_splits, npz_splits
 from .from_images import image_splits
@@ -24,7 +25,6 @@ from .from_official import cifar_splits, find_idx_files, idx_splits, read_magic
 Progress = Callable[[str, int, int], None]
 _SAMPLE_COPIES = 3  # of a sample: as read, as written, and HDF5's own
 _BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
-_MAX_VALUES = {"u1": 255.0, "u2": 65535.0}
 
 
 def open_split_sources(
@@ -148,7 +148,7 @@ def _write_split(
     labels = group.create_dataset(
         "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunk_shape(part), **filters
     )
-    scale = _MAX_VALUES.get(part.dtype.str[1:], 1.0)
+    scale = full_scale(part.dtype)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
     label_blocks: list[np.ndarray] = []  # of labels that are not maps, whose chunks span several blocks of images
     classes = ClassLabelChecker(name) if _has_class_labels(part) else None

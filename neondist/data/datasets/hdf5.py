@@ -14,11 +14,11 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
 from ..base import Dataset, Split
+from ..raw_values import full_scale
 from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Tiles, PrefetchingSplit
 
 _MAX_CLASSES = 2**31  # classes
-_MAX_VALUES = {"u1": 255.0, "u2": 65535.0}
 _DEFAULT_TEST_SHARE = 0.1
 
 
@@ -189,7 +189,7 @@ class HDF5Dataset(Dataset):
         return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
-        defaults = {"mean": 0.0, "std": 1.0, "scale": _MAX_VALUES.get(images.dtype.str[1:], 1.0)}
+        defaults = {"mean": 0.0, "std": 1.0, "scale": full_scale(images.dtype)}
         result = {}
         for field, default in defaults.items():
             override = getattr(self, field)
