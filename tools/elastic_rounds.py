@@ -82,10 +82,8 @@ def _targets(job: int, kind: str) -> list[int]:
         return [job]
     processes = psutil.Process(job).children()
     name = {"server": "serve ps", "master": "serve master"}.get(kind, "worker ")  # of forked processes
-    if matches := [process for process in processes if process.name().startswith(name)]:
-        return [process.pid for process in matches]
     word = {"server": "ps", "master": "master"}.get(kind, "train")
-    matches = [
+    matches = [process for process in processes if process.name().startswith(name)] or [
         process
         for process in processes
         if word in _command_words(process) and not process.name().startswith(FORKED_TITLES)

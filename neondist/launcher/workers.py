@@ -61,9 +61,8 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
     """
     if not arguments.signals.whole_process or not Path(arguments.file).is_file():
         return nullcontext()
-    if arguments.update_rule is not None and arguments.tiles == (1, 1) and SERVERS not in os.environ:
+    if arguments.update_rule is not None and SERVERS not in os.environ:
         return open_fork_server(_import_modules)
-    # ranks with tiles are started by mpirun
     if "torch" not in sys.modules:  # not forked
         with suppress(ImportError), freeze_new_objects():  # the error is reported by the code that needs them
             _import_modules()
