@@ -420,7 +420,10 @@ class TorchModel(TrainableModel):
             yield
             return
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key(self.seed, "step", self.step) >> 1)
+            seed = key(self.seed, "step", self.step) >> 1
+            torch.default_generator.manual_seed(seed)
+            if torch.cuda.is_initialized():  # torch.manual_seed costs 0.8 ms where no device is in use
+                torch.cuda.manual_seed_all(seed)
             yield
 
     @contextmanager
