@@ -216,7 +216,7 @@ class CommandSandbox:
             shutil.copytree(backup, "w")
         return ""
 
-    def check_outcome(self, kept, code, output):
+    def check_outcome(self, kept, command, code, output):
         """Return the failure of a command with a fault, or ''."""
         if code < 0:
             return f"signal {-code}"
@@ -227,7 +227,14 @@ class CommandSandbox:
         messages = [line for line in output.splitlines() if line.startswith("error: ")]
         if code == 2 and len(messages) != 1:
             return "no error message, or several"
-        leftovers = [path for path in Path("w").rglob("*") if re.search(r"\.partial$|\.tmp$", path.name)]
+        leftovers = _find_leftovers()
+        if leftovers and all(
+            f"{path.name} keeps the completed blocks; repeat the command" in output for path in leftovers
+        ):
+            code, output, *_ = self.call(command)
+            if code:
+                return f"cannot be repeated: {output.strip().splitlines()[-1]}"
+            leftovers = _find_leftovers()
         if leftovers:
             return f"leaves {leftovers[0].name}"
         for name in kept:
@@ -235,6 +242,11 @@ class CommandSandbox:
             if code:
                 return f"cannot be resumed: {output.strip().splitlines()[-1]}"
         return ""
+
+
+def _find_leftovers():
+    """Return the incomplete files in the folder w."""
+    return [path for path in Path("w").rglob("*") if re.search(r"\.partial$|\.tmp$", path.name)]
 
 
 def try_faults(sandbox, share, first=0, kill=False, jobs=()):
@@ -256,7 +268,7 @@ def try_faults(sandbox, share, first=0, kill=False, jobs=()):
             if kill:
                 problem = sandbox.check_continuations(job, kept, command, results)
             else:
-                problem = sandbox.check_outcome(kept, code, output)
+                problem = sandbox.check_outcome(kept, command, code, output)
             counts["faults"] += 1
             counts["exit 0"] += code == 0
             counts["exit 2"] += code == 2

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...comm import ProcessGrid, all_or_none
 from ...errors import DataError, ShapeError
+from ...formats.base import read_errors
 from ...geometry import GridShape
 from ...io.checkpoint import open_checkpoint
 from ...io.checkpoint.checksum import USER_BLOCK_SIZE
@@ -48,9 +49,9 @@ def open_network(
         with closing(images):
             with all_or_none(world), _check_extents(model, images):
                 route = choose_route(model, images, grid, experiment.batch_size, block, resumed_route, extra_cells)
+                identities = {"checkpoint": _file_hash(path), "network": _text_hash(_settings_text(model))}
             load_inference_weights(file, model)
-            settings_hash = hashlib.sha256(_settings_text(model).encode()).hexdigest()[:16]
-            yield route, images, {"checkpoint": _file_hash(path), "network": settings_hash}
+            yield route, images, identities
 
 
 @contextmanager
@@ -103,8 +104,12 @@ def _require_numbers(name: str, numbers: list[Any]) -> list[float]:
 
 def _file_hash(path: Path) -> str:
     """Return a hash of a checkpoint's first block, which contains its checksum."""
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         return hashlib.sha256(file.read(USER_BLOCK_SIZE)).hexdigest()[:16]
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _settings_text(value: Any) -> str:

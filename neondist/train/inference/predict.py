@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,8 @@ def _write_outputs(
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
-        with _open_sinks(results.output_paths(kinds, target), route, images, grid, overwrite, done, journal) as sinks:
-            with all_or_none(grid.world):
-                if journal is not None and not done:
-                    journal.begin(job)
+        paths = results.output_paths(kinds, target)
+        with _open_sinks(paths, route, images, grid, overwrite, done, journal, job) as sinks:
             remaining = [part for part in range(route.num_parts) if part not in done]
             if progress is not None:
                 progress.expect(route.num_parts, len(done))
@@ -263,10 +261,11 @@ def _open_sinks(
     overwrite: bool,
     done: set[int],
     journal: Journal | None,
+    job: dict[str, Any],
 ) -> Iterator[dict[str, TileSink]]:
-    """Yield the incomplete output files by kind, resuming those of an earlier process.
+    """Begin the journal, and yield the incomplete output files by kind, resuming those of an earlier process.
 
-    If the input fails before any part is done, all of them are removed.
+    If all ranks fail before any part is done, all of them are removed.
     """
     *extent, channels = route.output_shape
     source, like, sinks = images.source, route.aligned_source(), {}
@@ -278,7 +277,7 @@ def _open_sinks(
             if grid.rank == 0:
                 complete = [kind for kind, path in paths.items() if is_published(path)]
         complete = grid.world.bcast(complete)
-    with _remove_on_failure(factories, route, grid, journal), ExitStack() as stack:
+    with _remove_on_failure(factories, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
             if kind in complete:
                 continue
@@ -297,24 +296,35 @@ def _open_sinks(
                     f"{path}: the partial output of the earlier job is missing; give --overwrite to start again"
                 )
             sinks[kind] = sink
+        with all_or_none(grid.world):
+            if journal is not None and not done:
+                journal.begin(job)
+        if grid.size > 1 and not route.collective:  # from now on ranks may fail separately
+            factories.clear()
         yield sinks
 
 
 @contextmanager
 def _remove_on_failure(
-    factories: Sequence[Callable[..., TileSink]], route: Route, grid: ProcessGrid, journal: Journal | None
+    factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None
 ) -> Iterator[None]:
-    """Remove unfinished outputs on a DataError that all ranks raise, if no part is done."""
+    """Remove unfinished outputs of `factories` on an error that all ranks raise, if no part is done."""
     try:
         yield
-    except DataError:
-        if grid.size == 1 or route.collective:
-            with all_or_none(grid.world):
-                empty = journal is not None and Journal(journal.path).empty
-            if grid.world.bcast(empty):
-                for make in factories:
-                    make(resume=False).close()
-                with all_or_none(grid.world):
-                    if journal is not None and journal.path.exists():
-                        journal.remove()
+    except (DataError, OutputError):
+        if factories:
+            with suppress(OutputError):  # the first error is the one to report
+                _remove_if_empty(factories, grid, journal)
         raise
+
+
+def _remove_if_empty(factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None) -> None:
+    """Remove unfinished outputs and their journal if no part is done; collective."""
+    with all_or_none(grid.world):
+        empty = journal is not None and Journal(journal.path).empty
+    if grid.world.bcast(empty):
+        for make in factories:
+            make(resume=False).close()
+        with all_or_none(grid.world):
+            if journal is not None and journal.path.exists():
+                journal.remove()
