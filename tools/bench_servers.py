@@ -77,7 +77,7 @@ def measure(functions, rounds):
 
 def measure_traffic(megabytes, servers, rounds):
     """Return the size in bytes, and the best seconds of sockets and of servers."""
-    shapes = [(1024, 256)] * (megabytes * 1_000_000 // (1024 * 256 * 4))
+    shapes = [(1000, 250)] * megabytes
     specs = [ParameterSpec(f"layer{index}/weights", shape) for index, shape in enumerate(shapes)]
     values = {spec.name: np.zeros(spec.shape, "float32") for spec in specs}
     size = sum(value.nbytes for value in values.values())
