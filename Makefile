@@ -32,7 +32,7 @@ hunt: .venv/test
 
 # hours, as root: jobs over three nodes of this machine that lose ranks, nodes and supervisors; LOSSES="--rounds 20 --seed 3"
 losses: .venv/test
-	$(BIN)/python tools/loss_rounds.py $(LOSSES)
+	$(BIN)/python tools/failure_rounds.py $(LOSSES)
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test

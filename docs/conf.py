@@ -82,10 +82,10 @@ class TorchTable(SphinxDirective):
 def torch_operators():
     """Return the table in Markdown."""
     try:
-        from neondist.torch.ir.registry import table
+        from neondist.torch.ir.registry import rule_table
     except ImportError:
         return "Built without PyTorch: the table is left out."
-    return operator_table("Kind | How", table())
+    return operator_table("Kind | How", rule_table())
 
 
 def torch_layers():

@@ -22,8 +22,8 @@ class HalfHalo(nd.schemes.ExchangePolicy):
 
     backward = forward
 
-    def message_bytes(self, numbers, itemsize, direction):
-        return 2 * numbers
+    def message_bytes(self, num_elements, itemsize, direction):
+        return 2 * num_elements
 
 
 # end scheme
@@ -35,7 +35,7 @@ def main(ranks=4):
 
     def job(comm, scheme):
         model = nd.ConvnetDist(
-            [layer.distributed_twin() for layer in layers], scheme=scheme, dtype="float64", backend="numpy"
+            [layer.distributed_counterpart() for layer in layers], scheme=scheme, dtype="float64", backend="numpy"
         )
         model.build(shape, 3, nd.ProcessGrid(comm))
         y = model.gather(model.fprop(model.scatter(images)))

@@ -60,7 +60,7 @@ def confusion(model, y, labels, counted):
     guess, truth = y.argmax(-1) == 1, model.local_targets(labels, 1) == 1
     mask = model.local_targets(counted, 1)
     sums = [(guess & truth & mask).sum(), (guess & ~truth & mask).sum(), (~guess & truth & mask).sum(), mask.sum()]
-    return model.output.total(np.array(sums, float), replicas=True)
+    return model.output.sum_over_ranks(np.array(sums, float), replicas=True)
 
 
 def draw(path, image, truth, guess, grid):

@@ -14,7 +14,7 @@ class Observer:
     'reduce' (allreduce), 'redistribute' (of a vector), 'wait' (inside MPI), 'cost', 'sync' (of gradients), 'update'.
     """
 
-    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
         """Start of an event, for the layer of this name, if any, in the 'forward' or 'backward' pass.
 
         Parameters
@@ -23,10 +23,10 @@ class Observer:
             Subject of a 'wait': messages, or the comm.GROUP_NAMES group of a reduction.
         """
 
-    def end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, what: str, name: str, direction: str) -> None:
         """End of an event, also after failure."""
 
-    def value(self, layer: Any, name: str, array: Any) -> None:
+    def on_value(self, layer: Any, name: str, array: Any) -> None:
         """A computed array: 'weights', 'output', 'gradients of the weights' or 'gradient of the input' of a layer.
 
         Without a layer: 'cost' and 'gradient of the cost'.
@@ -47,10 +47,10 @@ class Observers:
     def __bool__(self) -> bool:
         return bool(self.observers)
 
-    def value(self, layer: Any, name: str, array: Any) -> None:
+    def on_value(self, layer: Any, name: str, array: Any) -> None:
         """Pass an array to all observers."""
         for observer in self.observers:
-            observer.value(layer, name, array)
+            observer.on_value(layer, name, array)
 
     def during(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> ObservedEvent:
         """Return a context manager that notifies all observers of the begin and end of an event."""
@@ -84,8 +84,8 @@ class ObservedEvent:
 
     def __enter__(self) -> None:
         for observer in self.observers:
-            observer.begin(self.what, self.name, self.direction, self.subject)
+            observer.on_begin(self.what, self.name, self.direction, self.subject)
 
     def __exit__(self, *error: object) -> None:
         for observer in reversed(self.observers):
-            observer.end(self.what, self.name, self.direction)
+            observer.on_end(self.what, self.name, self.direction)

@@ -13,7 +13,7 @@ _PARENT_OPTION = "--parent="
 _PR_SET_PDEATHSIG = 1
 
 
-def command(module: str, *words: object, ends_with_parent: bool = False) -> list[str]:
+def python_command(module: str, *words: object, ends_with_parent: bool = False) -> list[str]:
     """Return the command line that runs a module of neondist, or neondist itself, in a new process.
 
     With `ends_with_parent` it gets SIGTERM when this process is killed (Linux). The child requests that itself: a
@@ -35,7 +35,7 @@ def terminate_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _run() -> None:
+def _run_module() -> None:
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         del sys.path[0]  # this script's folder
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -54,4 +54,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    _run()
+    _run_module()

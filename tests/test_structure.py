@@ -23,7 +23,7 @@ def parse_package():
 
 
 FRAMES = {"_current_frames", "_getframe", "currentframe", "f_back", "f_locals", "tb_frame"}
-OLD = """
+BANNED_IDENTIFIERS = """
 Way Fetch Home home way_back Courier courier parted Carrier Exact Border border booked books bytes_given
 Frame Frames forget_frames Room Rooms Span Spans Dependents dependents received_cells
 keeps_view input_place Taker writes_early Entry kept_values Part Trouble trouble Notices ROOM Run proceed
@@ -33,10 +33,10 @@ orphan quiet leftovers swept attend guards
 Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
 thinnest _paces sparing no_recompute by_place found judged WayBack saves_beside tell_mpi tell_import
 """
-WORDS = set(OLD.split())
-"""no identifier of any kind"""
+WORDS = set(BANNED_IDENTIFIERS.split())
+"""banned for all identifiers"""
 DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "borders", "entry"}
-"""no module, class or function; the rest of a program may well use such words"""
+"""banned for definitions, allowed for variables"""
 PHRASES = re.compile(
     r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
     r"|cannot be used; give|has to return|\beager's|\b[Nn]obody\b|\banew\b"
@@ -77,7 +77,7 @@ def list_assignments(tree):
 
 @cache
 def list_methods():
-    """Return the names of methods that are attributes of no class."""
+    """Return the names of methods that no class also uses as an attribute."""
     bodies = [part for tree in parse_package().values() for node in select(tree, ast.ClassDef) for part in node.body]
     plain = {part.name for part in bodies if isinstance(part, ast.FunctionDef) and not part.decorator_list}
     fields = {part.target.id for part in bodies if isinstance(part, ast.AnnAssign)}
@@ -91,7 +91,7 @@ def list_methods():
 
 
 def find_replaced_methods(tree, names):
-    """Return the lines that replace a method of another object by a callable."""
+    """Yield the numbers of lines that replace a method of another object by a callable."""
     in_classes = {id(part) for node in select(tree, ast.ClassDef) for part in node.body}
     functions = {node.name for node in select(tree, ast.FunctionDef) if id(node) not in in_classes}
     for node, target in list_assignments(tree):
@@ -116,7 +116,7 @@ def find_replaced_methods(tree, names):
 
 
 def find_attribute_dictionaries(tree):
-    """Return the lines that read or change attributes of an object through its dictionary.
+    """Yield the numbers of lines that read or change attributes of an object through its dictionary.
 
     Namespaces of argparse are copied this way; classes and modules have no alternative.
     """
@@ -131,7 +131,7 @@ def find_attribute_dictionaries(tree):
 
 
 def find_layer_checks(tree, layers):
-    """Return the lines that check the class of a layer."""
+    """Yield the numbers of lines that check the class of a layer."""
     for call in select(tree, ast.Call):
         if ast.unparse(call.func) in ("isinstance", "issubclass"):
             classes = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(call.args[1])}
@@ -140,7 +140,7 @@ def find_layer_checks(tree, layers):
 
 
 def find_stack_frames(tree):
-    """Return the lines that access stack frames."""
+    """Yield the numbers of lines that access stack frames."""
     for node in select(tree, ast.Attribute, ast.Name):
         if (node.attr if isinstance(node, ast.Attribute) else node.id) in FRAMES:
             yield node.lineno
@@ -166,7 +166,7 @@ def list_layer_classes():
 
 
 def find_old_words(tree):
-    """Return the lines with banned identifiers, or banned phrases in texts."""
+    """Yield the numbers of lines with banned identifiers, or banned phrases in texts."""
     for node in ast.walk(tree):
         names = {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in DEFINED:
@@ -188,13 +188,13 @@ HOST_CODE = (
     "runtime/observers/",
 )
 """labels, flags, messages, compressed arrays and observers stay on the host"""
-KINDS = {"ndarray", "dtype", "float64", "finfo", "iinfo", "shape"}
+ALLOWED_NUMPY_NAMES = {"ndarray", "dtype", "float64", "finfo", "iinfo", "shape"}
 
 
 def find_numpy_calls(tree):
-    """Return the lines that call NumPy instead of the namespace of the arrays."""
+    """Yield the numbers of lines that call NumPy instead of the namespace of the arrays."""
     for node in select(tree, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id == "np" and node.attr not in KINDS:
+        if isinstance(node.value, ast.Name) and node.value.id == "np" and node.attr not in ALLOWED_NUMPY_NAMES:
             yield node.lineno
 
 
@@ -210,7 +210,7 @@ READERS = ("cli/", "config/", "data/", "formats/", "io/", "system/machine.py", "
 
 
 def find_unchecked_opens(tree):
-    """Return the lines that read a file of any kind; writers open 'xb', 'ab' and so on."""
+    """Yield the numbers of lines that read a file of any kind; writers open 'xb', 'ab' and so on."""
     checked = {node.id for node in select(tree, ast.Name)} & {"open_regular", "FolderStore"}
     for node in select(tree, ast.Call):
         name, method = ast.unparse(node.func), getattr(node.func, "attr", "")
@@ -221,7 +221,7 @@ def find_unchecked_opens(tree):
 
 
 def find_prints(tree):
-    """Return the lines that print, or create a console of rich."""
+    """Yield the numbers of lines that print, or create a console of rich."""
     for node in select(tree, ast.Call):
         if ast.unparse(node.func) == "print":
             yield node.lineno
@@ -231,7 +231,7 @@ def find_prints(tree):
 
 
 def find_forked_code(tree):
-    """Return the lines that run code between fork and exec, which may crash or hang next to threads of gRPC."""
+    """Return the numbers of lines that run code between fork and exec, which may crash or hang next to gRPC threads."""
     return [node.lineno for node in select(tree, ast.keyword) if node.arg == "preexec_fn"]
 
 

@@ -1,7 +1,8 @@
 """Benchmark of local parameter servers: python tools/bench_servers.py [--megabytes 100] [--servers 2] [--rounds 7].
 
-Compares a push and a pull of all parameters with the same bytes through plain sockets to as many processes, and an
-update on a server with the same optimiser in process. Best of some rounds, which alternate; prints a table.
+Compares a push and a pull of all parameters with sending the same number of bytes over plain sockets to the same number
+of processes, and an update on a server with the same optimiser in process. Best of several interleaved rounds; prints
+a table.
 """
 
 import argparse
@@ -38,7 +39,7 @@ while True:
 
 
 class Sockets:
-    """Peers that each receive a number of bytes and send as many back."""
+    """Peers that each receive a number of bytes and send the same number back."""
 
     def __init__(self, count, size):
         command = [sys.executable, "-c", PEER_SCRIPT, str(size)]
@@ -47,7 +48,7 @@ class Sockets:
         self.values, self.threads = bytes(size), ThreadPoolExecutor(count)
 
     def exchange(self):
-        """Send all bytes to each peer, and receive as many."""
+        """Send all bytes to each peer, and receive the same number."""
         list(self.threads.map(self._exchange_with, self.sockets))
 
     def _exchange_with(self, connection):
@@ -65,7 +66,7 @@ class Sockets:
 
 
 def measure(functions, rounds):
-    """Return the best seconds of each function; they take turns."""
+    """Return the shortest time of each function in seconds; rounds are interleaved."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
         for index, function in enumerate(functions):

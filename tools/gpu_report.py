@@ -155,14 +155,14 @@ def run_job_on_ranks(job: str, ranks: int) -> dict[str, np.ndarray]:
 # Training steps of neondist and of PyTorch.
 
 
-Figures = dict[str, float | str]
+Measurements = dict[str, float | str]
 """seconds and bytes of a step, or the reason for a missing figure"""
 
 
-def measure_in_process(network: str, precision: str, compiles: bool) -> Figures:
+def measure_in_process(network: str, precision: str, compiles: bool) -> Measurements:
     """Measure a network in a separate process; without torch.compile if that crashes."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "figures.json")
+        file = Path(folder, "measurements.json")
         words = [sys.executable, __file__, "--step", network, precision, "--output", str(file)]
         code = subprocess.run([*words, *["--compile"] * compiles], cwd=ROOT, check=False).returncode
         if not code:
@@ -171,42 +171,42 @@ def measure_in_process(network: str, precision: str, compiles: bool) -> Figures:
     return measure_in_process(network, precision, False) | {"compiled": crash} if compiles else {"ours": crash}
 
 
-def measure_network(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Figures:
+def measure_network(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Measurements:
     """Measure a training step of a network with neondist and with PyTorch."""
     rng = np.random.default_rng(0)
     x = rng.random((case.batch, *case.shape), np.float32)
     try:
-        figures, *network = _measure_neondist(case, x, precision, card, rounds)
+        measurements, *network = _measure_neondist(case, x, precision, card, rounds)
     except (TypeError, nd.ConfigError) as error:  # unsupported precision
         return {"ours": str(error).splitlines()[0]}
     gc.collect()  # returns its memory to PyTorch's pool
-    return figures | _measure_torch(case, x, network, precision, card, compiles, rounds)
+    return measurements | _measure_torch(case, x, network, precision, card, compiles, rounds)
 
 
 def _measure_neondist(
     case: Any, x: np.ndarray, precision: str, card: Card, rounds: int
-) -> tuple[Figures, Any, Any, Any]:
-    """Return our figures, and the network for PyTorch: its arrays, the names of trained ones, and labels."""
+) -> tuple[Measurements, Any, Any, Any]:
+    """Return our measurements, and the network for PyTorch: its arrays, the names of trained ones, and labels."""
     options = {} if precision == "float32" else {"precision": precision}
     training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
     model = nd.ConvnetDist(case.layers(), backend=card.backend, **training, **options)
     model.build(case.shape, case.batch, nd.ProcessGrid.serial())
     labels = np.random.default_rng(1).integers(0, case.classes, (case.batch, *model.output_shape[:-1]))
-    tile, figures = model.scatter(x), Figures()
-    figures["ours"], figures["our memory"] = _time_step(lambda: model.train_batch(tile, labels), rounds, card)
-    return figures, model.state(), list(model.gradients()), labels
+    tile, measurements = model.scatter(x), Measurements()
+    measurements["ours"], measurements["our memory"] = _time_step(lambda: model.train_batch(tile, labels), rounds, card)
+    return measurements, model.state(), list(model.gradients()), labels
 
 
 def _measure_torch(
     case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int
-) -> Figures:
-    """Return the figures of PyTorch for the same network, channels-last."""
+) -> Measurements:
+    """Return the measurements of PyTorch for the same network, channels-last."""
     import torch
 
     from neondist.bench.torch_twin import TorchTwin
 
     state, trained, labels = network
-    twin, figures = TorchTwin(case.model(), state, trained, x, labels), Figures()
+    twin, measurements = TorchTwin(case.model(), state, trained, x, labels), Measurements()
     twin.module.to(card.torch_device)
     twin.x, twin.targets = twin.x.to(card.torch_device), twin.targets.to(card.torch_device)
     autocast = torch.autocast(card.torch_device, torch.bfloat16, enabled=precision == "bfloat16")
@@ -214,13 +214,13 @@ def _measure_torch(
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"), autocast:
-            figures["eager"], figures["eager memory"] = _time_step(twin.step, rounds, card)
-            figures["module"], _ = _time_step(_distributed_step(twin), rounds, card)
+            measurements["eager"], measurements["eager memory"] = _time_step(twin.step, rounds, card)
+            measurements["module"], _ = _time_step(_distributed_step(twin), rounds, card)
             if compiles:
-                figures["compiled"] = twin.compile() or _time_step(twin.step, rounds, card)[0]
+                measurements["compiled"] = twin.compile() or _time_step(twin.step, rounds, card)[0]
     finally:
         torch.set_float32_matmul_precision(matmul_precision)
-    return figures
+    return measurements
 
 
 def _distributed_step(twin: Any) -> Any:
@@ -292,15 +292,15 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
                 yield f"{name} {_format_row(card.measure(network, precision, remaining() > 60))} |"
 
 
-def _format_row(figures: Figures) -> str:
-    ours = figures["ours"]
+def _format_row(measurements: Measurements) -> str:
+    ours = measurements["ours"]
     if isinstance(ours, str):
         return f"not run: {ours} | | | |"
-    compiled, memory = figures.get("compiled"), figures.get("eager memory")
+    compiled, memory = measurements.get("compiled"), measurements.get("eager memory")
     by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run: {compiled or 'no time left'}"
-    by_memory = f"{figures['our memory'] / memory:.2f}" if memory else "not run"
-    by_module = f"{figures['module'] / figures['eager']:.2f}"
-    return f"{1e3 * ours:.2f} | {ours / figures['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
+    by_memory = f"{measurements['our memory'] / memory:.2f}" if memory else "not run"
+    by_module = f"{measurements['module'] / measurements['eager']:.2f}"
+    return f"{1e3 * ours:.2f} | {ours / measurements['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
 
 
 def _worst_difference(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

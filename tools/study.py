@@ -112,7 +112,7 @@ def add_halo(part, rows):
     for tiles in dict.fromkeys(count_tiles(row) for row in rows if count_tiles(row) > 1):
         experiment, grid = load_experiment(ROOT / part.file), grid_shape(tiles)
         plan = experiment.model.plan(experiment.dataset.sample_shape, grid, experiment.batch_size)
-        sent = sum(cost.sent_all for cost in plan.costs())
+        sent = sum(cost.total_sent_bytes for cost in plan.costs())
         rows += [row | {"grid": [1, grid.rows, grid.cols], "bytes_per_step": sent} for row in exact]
     return rows
 

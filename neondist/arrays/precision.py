@@ -128,7 +128,7 @@ class LossScaler:
         """Return the state for a checkpoint."""
         return {"scale": self.scale, "good": self.good_steps, "skipped": self.skipped_steps}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`; ValueError with the reason if it is invalid."""
         if set(state) != {"scale", "good", "skipped"}:
             raise ValueError("'loss_scale' has unexpected fields")

@@ -22,7 +22,7 @@ _MIX_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_FACTOR_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64_BITS = (1 << 64) - 1
 _NORMAL_LEVELS = 1 << 16
-_BLOCK_SIZE = 1 << 14  # numbers at a time, which fit in the cache
+_BLOCK_SIZE = 1 << 14  # elements per block, which fit in the cache
 
 
 def key(*parts: int | str) -> int:

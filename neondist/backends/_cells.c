@@ -1,6 +1,6 @@
 /* Kernels over the cells of channels-last arrays (N, *spatial, C), each in one pass over memory.
 
-   They need of every array only that the numbers of a cell follow each other; its other axes may have any strides, as
+   They need of every array only that the elements of a cell follow each other; its other axes may have any strides, as
    in the middle of a halo buffer. Compiled ahead, since a compiler at run time (numba) costs every rank 0.4 s and
    60 MB; without them NumPy and PyTorch do the same in more passes (cells.py). */
 
@@ -25,7 +25,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 enum { ARRAYS = 3, COEFFICIENTS = 6, SUMS = 2, AXES = 8 };
-enum { BLOCK = 8192, ROW = 512, FEW = 1 << 15 }; /* numbers: in the cache, in a row, too few for threads */
+enum { BLOCK = 8192, ROW = 512, FEW = 1 << 15 }; /* elements: in the cache, in a row, too few for threads */
 
 enum { CLIP, CLIP_BACK, ADD, TOTAL, MOMENTS, NORMALISE, NORMALISE_SUMS, NORMALISE_BACK, KERNELS };
 static const struct {

@@ -1,9 +1,9 @@
-/* The kernels for numbers of one type T, and how they go over a share of the cells; included once for each type. */
+/* The kernels for elements of one type T, and how they go over a share of the cells; included once for each type. */
 
-/* Some rows of numbers of every array: the cells of a run, several in a row where they follow each other. */
+/* Some rows of elements of every array: the cells of a run, several in a row where they follow each other. */
 typedef struct {
     T *at[ARRAYS];
-    Py_ssize_t step[ARRAYS], rows, width; /* numbers from a row to the next, and in a row */
+    Py_ssize_t step[ARRAYS], rows, width; /* elements from a row to the next, and in a row */
     const T *by[COEFFICIENTS];            /* a row of each */
     T *sum[SUMS];                         /* a row of each */
     T low;
@@ -113,7 +113,7 @@ static void (*const NAME(kernels)[KERNELS])(const NAME(Rows) *) = {
 static Py_ssize_t NAME(piece)(const Job *job, int kernel, NAME(Rows) * q, Py_ssize_t group, Py_ssize_t i,
                               Py_ssize_t cells) {
     const Py_ssize_t start = i % job->pieces * job->chunk, n = MIN(cells, job->cells - start);
-    const Py_ssize_t numbers = n * job->channels;
+    const Py_ssize_t elements = n * job->channels;
     Py_ssize_t run = i / job->pieces, offset[ARRAYS] = {0};
     for (int axis = job->axes - 1; axis >= 0; axis--) {
         for (int a = 0; a < job->arrays; a++)
@@ -124,23 +124,23 @@ static Py_ssize_t NAME(piece)(const Job *job, int kernel, NAME(Rows) * q, Py_ssi
         q->at[a] = (T *)(job->data[a] + group * job->group_step[a] + offset[a] + start * job->step[a]);
         q->step[a] = job->together ? job->width : job->step[a] / (Py_ssize_t)sizeof(T);
     }
-    q->rows = job->together ? numbers / job->width : n;
+    q->rows = job->together ? elements / job->width : n;
     q->width = job->together ? job->width : job->channels;
     NAME(kernels)[kernel](q);
-    if (job->together && numbers % job->width) {
+    if (job->together && elements % job->width) {
         for (int a = 0; a < job->arrays; a++)
             q->at[a] += q->rows * job->width;
         q->rows = 1;
-        q->width = numbers % job->width;
+        q->width = elements % job->width;
         NAME(kernels)[kernel](q);
     }
     return n;
 }
 
-/* Repeat the numbers of the channels along a row. */
-static void NAME(fill)(const Job *job, T *row, const T *numbers) {
+/* Repeat the elements of the channels along a row. */
+static void NAME(fill)(const Job *job, T *row, const T *elements) {
     for (Py_ssize_t i = 0; i < job->width; i += job->channels)
-        memcpy(row + i, numbers, job->channels * sizeof(T));
+        memcpy(row + i, elements, job->channels * sizeof(T));
 }
 
 /* Add a row's sums to those of the channels, and begin anew: short sums of T, long ones of double. */
@@ -199,11 +199,11 @@ static void NAME(share)(const Job *job, Py_ssize_t number) {
         NAME(block_moments)(job, &q, row, group, lo, hi, found);
         return;
     }
-    for (Py_ssize_t i = lo, numbers = 0; i < hi; i++) {
-        numbers += NAME(piece)(job, job->kernel, &q, group, i, job->chunk) * job->channels;
-        if (numbers < BLOCK && i + 1 < hi)
+    for (Py_ssize_t i = lo, elements = 0; i < hi; i++) {
+        elements += NAME(piece)(job, job->kernel, &q, group, i, job->chunk) * job->channels;
+        if (elements < BLOCK && i + 1 < hi)
             continue;
-        numbers = 0;
+        elements = 0;
         for (int n = 0; n < job->sums; n++)
             NAME(fold)(job, q.sum[n], found + 1 + n * job->channels);
     }

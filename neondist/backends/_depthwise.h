@@ -41,7 +41,7 @@ static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buf
     return 1;
 }
 
-/* Run the job, whose numbers for each channel are at w and bias; -1: no memory. */
+/* Run the job, whose elements for each channel are at w and bias; -1: no memory. */
 static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *bias, int threads, Start start) {
     const Py_ssize_t cell = job->channels * w->itemsize, copies = job->wide / job->channels;
     const Py_ssize_t rows = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
@@ -101,9 +101,9 @@ static PyObject *depthwise(PyObject *self, PyObject *args) {
     if (describe_each(&job, what == 1, views, views + 1, views + 2) &&
         (bias == NULL || (bias->ndim == 1 && whole(bias) && bias->shape[0] == job.channels &&
                           bias->itemsize == views->itemsize))) {
-        char *numbers = bias == NULL ? NULL : bias->buf;
+        char *elements = bias == NULL ? NULL : bias->buf;
         Py_BEGIN_ALLOW_THREADS;
-        done = run_each(&job, views + 1, what == 1 ? views[1].buf : NULL, numbers, threads, (Start)(size_t)start) ? -1 : 1;
+        done = run_each(&job, views + 1, what == 1 ? views[1].buf : NULL, elements, threads, (Start)(size_t)start) ? -1 : 1;
         Py_END_ALLOW_THREADS;
     }
 end:

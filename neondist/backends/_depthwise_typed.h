@@ -1,4 +1,4 @@
-/* Convolutions of each channel by itself, for numbers of one type T and vectors of BYTES; included for each of them. */
+/* Convolutions of each channel by itself, for elements of one type T and vectors of BYTES; included for each. */
 
 #define VEC NAME(Vec)
 #define LANES ((Py_ssize_t)(BYTES / sizeof(T)))
@@ -8,7 +8,7 @@
 #define EACH_VECTOR(channels) \
     for (Py_ssize_t i = 0, z = 0; i < (channels); i += LANES, z = i + LANES > (channels) ? (channels) - LANES : i)
 
-/* n cells of a row: y = bias + the sum over taps of w x; cells are so many numbers apart. */
+/* n cells of a row: y = bias + the sum over taps of w x; `x_step` and `y_step` elements apart. */
 INLINE void NAME(taps)(const int cells, const int count, const T *const *x, const T *const *w, const T *bias, T *y,
                        Py_ssize_t offset, Py_ssize_t x_step, Py_ssize_t y_step, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
@@ -117,7 +117,7 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
     }
 }
 
-/* What n cells add to the gradients of some taps, of which there are `channels` numbers each. */
+/* What n cells add to the gradients of some taps, of which there are `channels` elements each. */
 INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums, Py_ssize_t n, Py_ssize_t x_step,
                         Py_ssize_t dy_step, Py_ssize_t channels) {
     EACH_VECTOR(channels) {

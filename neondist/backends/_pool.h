@@ -73,7 +73,7 @@ PyDoc_STRVAR(max_pool_doc,
              "clears : bool\n    Whether a maximum that is not positive has no place, so that no gradient goes there.\n"
              "x : array (N, *extent, C)\n"
              "y : array (N, *out, C)\n    Of the same dtype.\n"
-             "places : array (N, *out, C) of uint8\n    The first maximum's, in row-major order; of no numbers the last.\n"
+             "places : array (N, *out, C) of uint8\n    The first maximum's, in row-major order; the last NaN's, if any.\n"
              "kernel, stride : tuple of int\n    For up to three axes; up to 256 cells.\n"
              "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
 

@@ -1,6 +1,6 @@
-/* Max pooling of numbers of one type T, and integers INT as wide as it; included once for each type. */
+/* Max pooling of elements of one type T, and integers INT as wide as it; included once for each type. */
 
-/* Copy or add cells, `to_step` and `from_step` numbers apart; few channels are known to the compiler. */
+/* Copy or add cells, `to_step` and `from_step` elements apart; few channels are known to the compiler. */
 static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restrict from, Py_ssize_t from_step,
                               Py_ssize_t cells, Py_ssize_t channels, int add) {
     if (to_step == channels && from_step == channels) {
@@ -32,7 +32,7 @@ static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restr
 #undef CASE
 }
 
-/* Where numbers of k cells, `gap` apart, are above the best, or none at all, keep them and their place. */
+/* Where elements of k cells, `gap` apart, are above the best, or NaN, keep them and their place. */
 static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap, Py_ssize_t n, INT at, INT k) {
     for (; k >= 2; k -= 2, at += 2, x += 2 * gap)
         IVDEP for (Py_ssize_t i = 0; i < n; i++) {
@@ -56,14 +56,14 @@ static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap,
 /* The maxima of cells lo to hi of a row of outputs, or of some channels of one cell. */
 CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigned char *places, Py_ssize_t cells,
                                 Py_ssize_t channels) {
-    const Py_ssize_t size = sizeof(T), numbers = cells * channels, step = job->stride[LAST] * job->x_step[LAST] / size;
+    const Py_ssize_t size = sizeof(T), elements = cells * channels, step = job->stride[LAST] * job->x_step[LAST] / size;
     const int together = cells == 1 || step == channels;
     const Py_ssize_t k = job->kernel[LAST], gap = job->x_step[LAST] / size;
     _Alignas(64) T best[ROW], part[ROW];
     _Alignas(64) INT place[ROW];
     INT at = 0;
     NAME(move)(best, channels, (const T *)x, step, cells, channels, 0);
-    memset(place, 0, numbers * sizeof(INT));
+    memset(place, 0, elements * sizeof(INT));
     for (Py_ssize_t d = 0; d < job->kernel[1]; d++)
         for (Py_ssize_t h = 0; h < job->kernel[2]; h++, at += (INT)k) {
             const T *row = (const T *)(x + d * job->x_step[1] + h * job->x_step[2]);
@@ -71,28 +71,28 @@ CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigne
                 for (Py_ssize_t o = 0; o < cells; o++)
                     NAME(better)(best + o * channels, place + o * channels, row + o * step, gap, channels, at, (INT)k);
             } else if (together) {
-                NAME(better)(best, place, row, gap, numbers, at, (INT)k);
+                NAME(better)(best, place, row, gap, elements, at, (INT)k);
             } else {
                 for (Py_ssize_t w = 0; w < k; w++) {
                     NAME(move)(part, channels, row + w * gap, step, cells, channels, 0);
-                    NAME(better)(best, place, part, 0, numbers, at + (INT)w, 1);
+                    NAME(better)(best, place, part, 0, elements, at + (INT)w, 1);
                 }
             }
         }
     NAME(move)((T *)y, job->y_step[LAST] / size, best, channels, cells, channels, 0);
     if (job->clears)
-        IVDEP for (Py_ssize_t i = 0; i < numbers; i++) place[i] = best[i] > 0 ? place[i] : NONE;
-    IVDEP for (Py_ssize_t i = 0; i < numbers; i++) places[i] = (unsigned char)place[i];
+        IVDEP for (Py_ssize_t i = 0; i < elements; i++) place[i] = best[i] > 0 ? place[i] : NONE;
+    IVDEP for (Py_ssize_t i = 0; i < elements; i++) places[i] = (unsigned char)place[i];
 }
 
-/* Give gradients of cells, `from_step` numbers apart, to k cells of each window, from place `at` on. */
+/* Give gradients of cells, `from_step` elements apart, to k cells of each window, from place `at` on. */
 CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T *dy, Py_ssize_t from_step,
                               const unsigned char *places, Py_ssize_t cells, Py_ssize_t channels, INT at, INT k,
                               int add) {
-    const Py_ssize_t numbers = cells * channels;
+    const Py_ssize_t elements = cells * channels;
     _Alignas(64) T given[ROW], part[ROW];
     _Alignas(64) INT place[ROW];
-    IVDEP for (Py_ssize_t i = 0; i < numbers; i++) place[i] = places[i];
+    IVDEP for (Py_ssize_t i = 0; i < elements; i++) place[i] = places[i];
     if (cells > 1 && from_step != channels) {
         NAME(move)(given, channels, dy, from_step, cells, channels, 0);
         dy = given;
@@ -110,7 +110,7 @@ CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T
             }
             continue;
         }
-        IVDEP for (Py_ssize_t i = 0; i < numbers; i++) {
+        IVDEP for (Py_ssize_t i = 0; i < elements; i++) {
             const T v = dy[i];
             part[i] = place[i] == at ? v : 0;
         }

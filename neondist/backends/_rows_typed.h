@@ -1,4 +1,4 @@
-/* Convolutions by rows, for numbers of one type T, vectors of BYTES and blocks of ROWS; part of _winograd_typed.h. */
+/* Convolutions by rows, for elements of one type T, vectors of BYTES and blocks of ROWS; part of _winograd_typed.h. */
 
 /* Rows lo to hi of dy, and what their windows see: what they add to dw. A row of a window is one piece of memory. */
 TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {

@@ -17,7 +17,7 @@ typedef struct {
 
 struct transforms;
 
-/* Of U, V and M each of side * side parts is `apart` numbers behind the one before. */
+/* Of U, V and M each of side * side parts is `apart` elements behind the one before. */
 typedef struct {
     int back, lanes, weights, kernel; /* weights: the stage */
     const struct transforms *does;
@@ -56,7 +56,7 @@ static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first
     at->n = plane / job->y.extent[1];
 }
 
-/* The addresses of `side` x `side` cells from so many planes, rows and columns behind a place; `none` outside. */
+/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns behind a place; `none` outside. */
 static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w, const int side,
                          char *none, char **found) {
     char *plane = all->at + at->n * all->step[0] + (at->d + d) * all->step[1];
@@ -71,11 +71,11 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
     }
 }
 
-/* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` numbers. */
+/* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` elements. */
 typedef struct {
     Cells x, y; /* or y's gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
-    Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; numbers of a panel's row */
+    Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; elements of a panel's row */
     void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
     char *sums; /* or weights in panels */
 } Rows;
@@ -90,7 +90,7 @@ enum { PIECES = 128 };
 /* What _depthwise.h does: y is a sum over the taps of a window of x, or of what comes back from y. */
 typedef struct each {
     Cells x, y;
-    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: numbers of w for a tap */
+    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: elements of w for a tap */
     Py_ssize_t shares, next, room;
     int back;
     char *w, *bias, *sums;
@@ -137,7 +137,7 @@ static int has_avx512(void) { return __builtin_cpu_supports("avx512f") != 0; }
 
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-/* The function for vectors that are wide, and numbers that are double. */
+/* The function for vectors that are wide, and elements that are double. */
 #define SIZED(x, wide, real) \
     ((wide) ? ((real) ? x##_double3_512 : x##_float3_512) : ((real) ? x##_double3_256 : x##_float3_256))
 

@@ -1,4 +1,4 @@
-/* The kernels and numbers for which _winograd_typed.h is included, with vectors of one length. */
+/* The kernels and element types for which _winograd_typed.h is included, with vectors of one length. */
 
 #define T float
 #define KERNEL 3

@@ -1,4 +1,4 @@
-/* Winograd's convolution for a kernel of KERNEL x KERNEL, numbers of one type T, vectors of BYTES and blocks of ROWS;
+/* Winograd's convolution for a kernel of KERNEL x KERNEL, elements of one type T, vectors of BYTES and blocks of ROWS;
    included for each of them. */
 
 #define VEC NAME(Vec)
@@ -10,7 +10,7 @@ typedef T VEC __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias))
 #define PARTS (SIDE * SIDE)
 #define INLINE TARGET static inline __attribute__((always_inline))
 
-/* sum (rows, vecs) += a (rows, k) b (k, vecs); a's numbers are `across` and `along` apart. */
+/* sum (rows, vecs) += a (rows, k) b (k, vecs); a's elements are `across` and `along` apart. */
 INLINE void NAME(add_products)(VEC (*sum)[2], const int rows, const int vecs, Py_ssize_t k, const T *a,
                                Py_ssize_t across, Py_ssize_t along, const T *b, Py_ssize_t b_row) {
     for (; k > 0; k--, a += along, b += b_row) {

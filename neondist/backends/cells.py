@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_MIN_THREADED_COPY = 1 << 15  # numbers; smaller copies are faster on one thread
+_MIN_THREADED_COPY = 1 << 15  # elements; smaller copies are faster on one thread
 
 
 class Normalisation(NamedTuple):
@@ -37,7 +37,7 @@ class CellKernels:
     """Kernels over the cells of arrays (N, *spatial, C) of one shape, in any array namespace."""
 
     xp: Any
-    #: Cells added up at a time
+    #: Cells per partial sum
     sum_block = 1 << 13
 
     def matmul(self, a: Any, b: Any) -> Any:
@@ -112,7 +112,7 @@ class CellKernels:
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
         """Write the normalised cells into y; x and y of any strides."""
-        mean, scale, shift = (self._broadcast_over_cells(numbers, x.ndim) for numbers in norm[:3])
+        mean, scale, shift = (self._broadcast_over_cells(values, x.ndim) for values in norm[:3])
         self.xp.subtract(x, mean, out=y)
         y *= scale
         y += shift
@@ -125,14 +125,14 @@ class CellKernels:
         dz is the gradient before clipping.
         """
         dz, by_sample = self._gradient_before_clip(x, dy, norm), len(norm.mean) != 1
-        along = dz * (x - self._broadcast_over_cells(norm.mean, x.ndim))
-        return self._group_sums(dz, by_sample), self._group_sums(along, by_sample)
+        products = dz * (x - self._broadcast_over_cells(norm.mean, x.ndim))
+        return self._group_sums(dz, by_sample), self._group_sums(products, by_sample)
 
     def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
-        through, along, offset = (self._broadcast_over_cells(numbers, x.ndim) for numbers in factors)
-        own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * along + offset
-        self.xp.add(self._gradient_before_clip(x, dy, norm) * through, own, out=dx)
+        dz_factor, x_factor, offset = (self._broadcast_over_cells(values, x.ndim) for values in factors)
+        own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * x_factor + offset
+        self.xp.add(self._gradient_before_clip(x, dy, norm) * dz_factor, own, out=dx)
 
     def scale_and_shift(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale and shift of each channel, and the scale before it was learned, all (C,).
@@ -162,9 +162,9 @@ class CellKernels:
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
         """Return the factors of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""
-        along, offset = (sums / count).reshape(2, -1)
-        through = gamma * root
-        return through, -through * root * along, -through * offset
+        by_gamma, by_beta = (sums / count).reshape(2, -1)
+        dz_factor = gamma * root
+        return dz_factor, -dz_factor * root * by_gamma, -dz_factor * by_beta
 
     def _gradient_before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
         if not norm.clip:
@@ -176,9 +176,9 @@ class CellKernels:
     def _group_sums(self, x: Any, by_sample: bool) -> Any:
         return self.sample_sum(x) if by_sample else self.channel_sum(x)[None]
 
-    def _broadcast_over_cells(self, numbers: Any, ndim: int) -> Any:
+    def _broadcast_over_cells(self, values: Any, ndim: int) -> Any:
         """Return (groups, C) in a shape that broadcasts with cells (N, *spatial, C)."""
-        return numbers.reshape(len(numbers), *(1,) * (ndim - 2), numbers.shape[-1])
+        return values.reshape(len(values), *(1,) * (ndim - 2), values.shape[-1])
 
 
 class CompiledCells(CellKernels):
@@ -242,7 +242,7 @@ class CompiledCells(CellKernels):
 
     def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run_compiled("normalise", x, y, group_numbers=norm[:3], low=_lower_bound(norm)):
+        if not self._run_compiled("normalise", x, y, group_values=norm[:3], low=_lower_bound(norm)):
             super().normalise(x, norm, y)
 
     def normalise_gradient_sums(
@@ -250,7 +250,7 @@ class CompiledCells(CellKernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
         sums = np.empty((len(norm.mean), 2, x.shape[-1]))
-        if not self._run_compiled("normalise_sums", x, dy, group_numbers=norm[:3], sums=sums, low=_lower_bound(norm)):
+        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, low=_lower_bound(norm)):
             return super().normalise_gradient_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
@@ -259,17 +259,17 @@ class CompiledCells(CellKernels):
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
         if not self._run_compiled(
-            "normalise_back", x, dy, dx, group_numbers=(*norm[:3], *factors), low=_lower_bound(norm)
+            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), low=_lower_bound(norm)
         ):
             super().normalise_backward(x, dy, norm, factors, dx)
 
     def _run_compiled(
-        self, kernel: str, *arrays: np.ndarray, group_numbers: Any = None, sums: Any = None, low: float = -inf
+        self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, low: float = -inf
     ) -> bool:
         if self.compiled is None:
             return False
-        group_numbers = None if group_numbers is None else np.array(group_numbers, arrays[0].dtype)
-        done: bool = self.compiled.run(kernel, arrays, group_numbers, sums, low, self.threads, self.gomp_address)
+        group_values = None if group_values is None else np.array(group_values, arrays[0].dtype)
+        done: bool = self.compiled.run(kernel, arrays, group_values, sums, low, self.threads, self.gomp_address)
         return done
 
 

@@ -19,10 +19,10 @@ class Convolution:
     """Kernels of convolutions, over the arrays of `xp`."""
 
     xp: Any
-    #: Gathered numbers at a time: half a MiB of float32 stays in the second-level cache
+    #: Elements gathered per block: half a MiB of float32 fits in the L2 cache
     block = 1 << 17
     #: The same where weights are not shared
-    unshared_block = 1 << 20
+    locally_connected_block = 1 << 20
 
     def conv_forward(
         self,
@@ -36,7 +36,7 @@ class Convolution:
     ) -> Any:
         """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out).
 
-        `zeros` is the number of zero cells at the ends of every axis of x, which need no products.
+        `zeros`, the zero cells at the ends of every axis of x, is ignored by this implementation.
         """
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         out = output_extent(x.shape[1:-1], kernel, stride, dilation)
@@ -72,7 +72,7 @@ class Convolution:
         """
         kernel, inner = weights.shape[:-2], weights.shape[-2]
         dx = self.xp.zeros((len(dy), *extent, inner * groups), dy.dtype)
-        turned = (
+        transposed = (
             _weights_by_group(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
         )
         per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
@@ -82,32 +82,32 @@ class Convolution:
             by_group = _split_groups(part, groups)
             target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
             for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, part.shape[1:-1])):
-                target[cells] += _join_groups(by_group @ turned[at], (*part.shape[:-1], inner * groups))
+                target[cells] += _join_groups(by_group @ transposed[at], (*part.shape[:-1], inner * groups))
         return crop_sides(dx, crop)
 
-    def unshared_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
-        """Return the unshared convolution (N, *out, C_out); weights (*out, *kernel, C_in, C_out)."""
+    def locally_connected_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
+        """Return the locally connected convolution (N, *out, C_out); weights (*out, *kernel, C_in, C_out)."""
         ndim = x.ndim - 2
         y = self.xp.empty((len(x), *weights.shape[:ndim], weights.shape[-1]), x.dtype)
-        for rows, columns, matrix in self._unshared_window_blocks(x, weights, stride):
+        for rows, columns, matrix in self._locally_connected_blocks(x, weights, stride):
             y[:, rows] = self.xp.moveaxis(columns @ matrix, -2, 0)
         return y
 
-    def unshared_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
+    def locally_connected_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
         """Return the gradient of the unshared weights, of the shape of `weights`."""
         gradient = self.xp.zeros_like(weights)
-        for rows, columns, _ in self._unshared_window_blocks(x, weights, stride):
+        for rows, columns, _ in self._locally_connected_blocks(x, weights, stride):
             part = columns.swapaxes(-1, -2) @ self.xp.moveaxis(dy[:, rows], 0, -2)
             gradient[rows] = part.reshape(gradient[rows].shape)
         return gradient
 
-    def unshared_backward_input(self, dy: Any, weights: Any, extent: Ints, stride: Ints) -> Any:
+    def locally_connected_backward_input(self, dy: Any, weights: Any, extent: Ints, stride: Ints) -> Any:
         """Return the gradient of x (N, *extent, C_in)."""
         ndim, xp = dy.ndim - 2, self.xp
         kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
         dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
         length = prod(kernel) * channels
-        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared_block):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.locally_connected_block):
             matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
             block_shape = matrix.shape[:ndim]
             columns = matrix.reshape(*block_shape, length, -1) @ by_cell
@@ -140,12 +140,12 @@ class Convolution:
             xp.copyto(columns, part)
             yield block, columns.reshape(groups, -1, length)
 
-    def _unshared_window_blocks(self, x: Any, weights: Any, stride: Ints) -> Iterator[tuple[slice, Any, Any]]:
+    def _locally_connected_blocks(self, x: Any, weights: Any, stride: Ints) -> Iterator[tuple[slice, Any, Any]]:
         """Yield (rows, windows (rows, ..., N, kernel * C_in), weights (rows, ..., kernel * C_in, C_out))."""
         ndim = x.ndim - 2
         out, length = weights.shape[:ndim], prod(weights.shape[ndim:-1])
         windows = self.xp.moveaxis(all_windows(x, weights.shape[ndim : 2 * ndim], stride, (1,) * ndim), 0, ndim)
-        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(x) * length, self.unshared_block):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(x) * length, self.locally_connected_block):
             part = windows[rows]
             columns = part.reshape(*part.shape[: ndim + 1], length)
             yield rows, columns, weights[rows].reshape(*part.shape[:ndim], length, weights.shape[-1])

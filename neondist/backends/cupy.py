@@ -11,8 +11,8 @@ from ..arrays.precision import FLOAT32, ComputePrecision
 from .cells import Normalisation
 from .device_kernels import (
     ADD_BOXES,
-    BATCH_FACTORS,
-    BATCH_NUMBERS,
+    BATCH_NORM_GRADIENT_FACTORS,
+    BATCH_NORM_SCALE_SHIFT,
     C_TYPES,
     C_TYPES_BY_SIZE,
     CELL_SUMS,
@@ -40,7 +40,7 @@ from .windows import Sides, crop_sides, output_extent
 Ints = Sequence[int]
 
 _THREADS_PER_BLOCK, _MAX_BLOCKS = 256, 4096
-"""threads of a block, and blocks of a launch, at most"""
+"""Threads per block, and maximum blocks per launch."""
 _MAX_CACHED_TABLES = 1024
 """device tables in the cache, at most"""
 _MAX_LANES, _LANES_PER_THREAD, _MAX_LAST_LANES = 1 << 18, 32, 64
@@ -55,13 +55,13 @@ class CupyKernels(Kernels):
     cupy : module
         On this rank's GPU.
     precision : ComputePrecision
-        Of the operands of products.
+        Precision of convolution and matrix product operands.
     """
 
     packs_copies = True
-    # a launch costs as much as a million numbers: few large blocks, whose memory no plan includes
-    strip, block, unshared_block, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
-    #: Numbers from which on indices have 64 bits
+    # a launch costs as much as processing a million elements: few large blocks, whose memory no plan includes
+    strip, block, locally_connected_block, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+    #: Element count above which indices are 64-bit
     int64_threshold = 1 << 30
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
@@ -115,7 +115,7 @@ class CupyKernels(Kernels):
         bias: Any | None = None,
         zeros: Sides | None = None,
     ) -> Any:
-        """Return the valid convolution of x with the weights, plus bias: depthwise in one launch, without the bias."""
+        """Return the valid convolution of x, plus bias. Depthwise: one launch, plus one for the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         shape = len(x), *output_extent(x.shape[1:-1], kernel, stride, dilation), channels
         if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
@@ -168,11 +168,11 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, y):
             super().normalise(x, norm, y)
             return
-        numbers, (shares, threads, index) = (
-            self._contiguous_numbers(norm[:3], x),
-            self._thread_shares((x, y), len(norm.mean)),
+        by_channel, (ranges, threads, index) = (
+            self._contiguous_by_channel(norm[:3], x),
+            self._thread_ranges((x, y), len(norm.mean)),
         )
-        arguments = x, *numbers, y, *shares, int(norm.clip)
+        arguments = x, *by_channel, y, *ranges, int(norm.clip)
         self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index)
 
     def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
@@ -180,9 +180,9 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, dy, dx):
             super().normalise_backward(x, dy, norm, factors, dx)
             return
-        numbers = self._contiguous_numbers((*norm[:3], *factors), x)
-        shares, threads, index = self._thread_shares((x, dy, dx), len(norm.mean))
-        arguments = x, dy, *numbers, dx, *shares, int(norm.clip)
+        by_channel = self._contiguous_by_channel((*norm[:3], *factors), x)
+        ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
+        arguments = x, dy, *by_channel, dx, *ranges, int(norm.clip)
         self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
@@ -204,19 +204,19 @@ class CupyKernels(Kernels):
         """Return the sums of dz and of dz * (x - mean) for each group."""
         if not self._has_cell_kernel(x, dy):
             return super().normalise_gradient_sums(x, dy, norm)
-        numbers = self._contiguous_numbers(norm[:3], x)
-        first, second = self._reduce_sums(GRADIENTS, x, numbers, dy, len(norm.mean) != 1, clip=norm.clip)
+        by_channel = self._contiguous_by_channel(norm[:3], x)
+        first, second = self._reduce_sums(GRADIENTS, x, by_channel, dy, len(norm.mean) != 1, clip=norm.clip)
         return first, second
 
     def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
-        """Return the `norm_numbers` of a batch, and take it into the running mean and variance, in one launch."""
+        """Return mean, scale, shift and root of a batch, and update the running mean and variance, in one launch."""
         if not self._has_cell_kernel(moments, *running, *learned):
             return super().batch_scale_and_shift(moments, running, learned, momentum, eps)
         result, scalars = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
-        arguments = moments, *running, *learned, result, *scalars
-        self._launch(BATCH_NUMBERS, C_TYPES[str(moments.dtype)], "batch_numbers", result[0].size, *arguments)
+        arguments, number = (moments, *running, *learned, result, *scalars), C_TYPES[str(moments.dtype)]
+        self._launch(BATCH_NORM_SCALE_SHIFT, number, "batch_scale_shift", result[0].size, *arguments)
         return result[0], result[1], result[2], result[3]
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
@@ -224,15 +224,15 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(sums, count, gamma, root):
             return super().batch_gradient_factors(sums, count, gamma, root)
         result = self.xp.empty((3, len(gamma)), sums.dtype)
-        arguments = sums, count, gamma, root, result
-        self._launch(BATCH_FACTORS, C_TYPES[str(sums.dtype)], "batch_factors", result[0].size, *arguments)
+        arguments, number = (sums, count, gamma, root, result), C_TYPES[str(sums.dtype)]
+        self._launch(BATCH_NORM_GRADIENT_FACTORS, number, "batch_gradient_factors", result[0].size, *arguments)
         return result[0], result[1], result[2]
 
     def _reduce_sums(
         self,
         kind: int,
         x: Any,
-        numbers: Sequence[Any] = (),
+        by_channel: Sequence[Any] = (),
         dy: Any = None,
         by_sample: bool = False,
         clip: bool = False,
@@ -242,14 +242,14 @@ class CupyKernels(Kernels):
         Parameters
         ----------
         kind : SUMS, MOMENTS or GRADIENTS
-        numbers : mean, scale and shift, contiguous, if the kind needs them
+        by_channel : mean, scale and shift, contiguous, if the kind needs them
         """
         groups, count = len(x) if by_sample else 1, 1 if kind == SUMS else 2
         arrays = x, x if dy is None else dy
-        shares, threads, index = self._thread_shares(arrays, groups)
-        (table, rank, _, lanes), width, number = shares, groups * x.shape[-1], C_TYPES[str(x.dtype)]
+        ranges, threads, index = self._thread_ranges(arrays, groups)
+        (table, rank, _, lanes), width, number = ranges, groups * x.shape[-1], C_TYPES[str(x.dtype)]
         sums = self.xp.empty((count, lanes, width), "f8")
-        arguments = *arrays, *(*numbers, x, x, x)[:3], sums, *shares, kind, int(clip)
+        arguments = *arrays, *(*by_channel, x, x, x)[:3], sums, *ranges, kind, int(clip)
         self._launch(CELL_SUMS, number, "cell_sums", threads, *arguments, index_type=index)
         while lanes > _MAX_LAST_LANES:
             into = -(-lanes // _LANES_PER_THREAD)
@@ -267,12 +267,12 @@ class CupyKernels(Kernels):
         return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
-        """Return float32 numbers rounded to the nearest of a precision: for bfloat16 in one launch."""
+        """Return float32 elements rounded to the nearest value in a precision: for bfloat16 in one launch."""
         if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
             return super().round_operand(x, precision)
         y = self.xp.empty(x.shape, x.dtype)
-        shares, threads, index = self._thread_shares((x, y), 1)
-        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *shares, index_type=index)
+        ranges, threads, index = self._thread_ranges((x, y), 1)
+        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *ranges, index_type=index)
         return y
 
     def _has_window_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
@@ -283,26 +283,26 @@ class CupyKernels(Kernels):
         kinds = {str(array.dtype) for array in arrays}
         return len(kinds) == 1 and kinds <= C_TYPES.keys() and arrays[0].size > 0
 
-    def _contiguous_numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
-        """Return the numbers (groups, C) as contiguous arrays of the dtype of `like`."""
-        shape = len(numbers[0]), like.shape[-1]
-        ready = [array.shape == shape and array.dtype == like.dtype and array.flags.c_contiguous for array in numbers]
+    def _contiguous_by_channel(self, arrays: Sequence[Any], like: Any) -> list[Any]:
+        """Return arrays (groups, C) as contiguous ones of the dtype of `like`."""
+        shape = len(arrays[0]), like.shape[-1]
+        ready = [array.shape == shape and array.dtype == like.dtype and array.flags.c_contiguous for array in arrays]
         return [
             array if is_ready else self.xp.ascontiguousarray(self.xp.broadcast_to(array, shape), like.dtype)
-            for array, is_ready in zip(numbers, ready, strict=True)
+            for array, is_ready in zip(arrays, ready, strict=True)
         ]
 
-    def _thread_shares(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
+    def _thread_ranges(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
         """Return how the cells of arrays of one shape are divided among threads.
 
         That is: (the table, its number of axes, of groups and of lanes); the threads; and the type of the table in C.
         """
         like = arrays[0]
-        numbers = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
-        table, index = self._device_table(numbers, *arrays)
+        table_values = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
+        table, index = self._device_table(table_values, *arrays)
         width = groups * like.shape[-1]
         lanes = max(1, min(like.size, _MAX_LANES) // width)
-        return (table, len(numbers) // (1 + len(arrays)), groups, lanes), lanes * width, index
+        return (table, len(table_values) // (1 + len(arrays)), groups, lanes), lanes * width, index
 
     def _device_table(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
         """Return a table on the device, and its type in C, wide enough for indices into these arrays."""
@@ -313,7 +313,7 @@ class CupyKernels(Kernels):
     def _launch(
         self, source: str, c_type: str, name: str, total: int, *args: Any, index_type: str = "long long"
     ) -> None:
-        """Launch a kernel for `total` numbers, the last of its arguments."""
+        """Launch a kernel for `total` elements, the last of its arguments."""
         kernel = self._compiled_kernels.get((name, c_type, index_type))
         if kernel is None:
             kernel = self.xp.RawKernel(specialise_source(source, c_type, index_type), name)
@@ -324,7 +324,7 @@ class CupyKernels(Kernels):
     def capture(
         self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
     ) -> tuple[Any, CapturedGraph]:
-        """Return a function's result and a graph of its launches, which keeps the host data that they read."""
+        """Return a function's result and a graph of its launches, which keeps alive the tables that they read."""
         self._captured_tables.append([])
         try:
             result, launches = self._capture_launches(function, previous_graph)
@@ -366,4 +366,4 @@ def _strides(array: Any) -> list[int]:
 
 
 class NarrowCupyKernels(NarrowProducts, CupyKernels):
-    """The same with operands of 16 bits, by products of float32."""
+    """CuPy kernels with operands rounded to 16 bits and float32 products."""

@@ -24,7 +24,7 @@ class CupyTorchKernels(TorchTable, CupyKernels):
     its gradient is not deterministic.
     """
 
-    min_numbers = 0
+    min_elements = 0
     max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
     max_pool_back_into = CupyKernels.max_pool_back_into
 

@@ -1,7 +1,7 @@
-"""Kernels of a GPU as text in CUDA C, which CuPy compiles at first use.
+"""CUDA C source of the GPU kernels, which CuPy compiles at first use.
 
-T is the type of the numbers, INDEX that of counts and indices, for which 32 bits are several times faster: see
-`specialise_source`. Threads iterate over the numbers of a launch in grid-sized steps.
+T is the element type, INDEX that of counts and indices, for which 32 bits are several times faster: see
+`specialise_source`. Kernels use grid-stride loops.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ C_TYPES = {"float32": "float", "float64": "double"}
 C_TYPES_BY_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """types by size in bytes, for copies"""
 MAX_AXES = 8
-"""most axes of an array"""
+"""maximum number of dimensions of an array"""
 
 _SOURCE_PREFIX = """
 #ifndef KERNEL
@@ -56,8 +56,8 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
             place += cell[axis] * strides[axis];
         }
         T sum = array[place];
-        int mine = 1;
-        for (long long other = 0; mine && other < boxes; other++) {
+        int is_first = 1;
+        for (long long other = 0; is_first && other < boxes; other++) {
             const long long *row = rows + other * width;
             long long inside = 1, at = 0;
             for (long long axis = 0; axis < rank; axis++) {
@@ -67,17 +67,17 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
                 at = at * n + off / step;
             }
             if (inside) {
-                mine = other >= box;
+                is_first = other >= box;
                 sum += ((const T *)row[1])[at];
             }
         }
-        if (mine) array[place] = sum;
+        if (is_first) array[place] = sum;
     }
 }
 """
-"""Adds boxes, which may overlap, to an array: the thread of the first box with a cell adds all, in their order.
+"""Adds boxes, which may overlap, to an array: the first box's thread adds a cell's values of all boxes in box order.
 
-The table: strides of the array; rows: end, address of the box's numbers, first cell, shape, steps
+The table: strides of the array; rows: end, address of the box's elements, first cell, shape, steps
 """
 
 MAX_POOL = """
@@ -137,7 +137,7 @@ KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const 
 DEPTHWISE = """
 KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, long long total) {
     const INDEX *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
-    const INDEX *apart = table + 18, channels = table[21];
+    const INDEX *dilation = table + 18, channels = table[21];
     for EACH(i, total) {
         const INDEX channel = i % channels;
         INDEX rest = i / channels, at = 0;
@@ -151,8 +151,8 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, lo
         for (INDEX a = 0; a < kernel[0]; a++)
             for (INDEX b = 0; b < kernel[1]; b++)
                 for (INDEX c = 0; c < kernel[2]; c++, at++)
-                    sum += weights[at * channels + channel] * first[a * apart[0] * strides[1]
-                        + b * apart[1] * strides[2] + c * apart[2] * strides[3]];
+                    sum += weights[at * channels + channel] * first[a * dilation[0] * strides[1]
+                        + b * dilation[1] * strides[2] + c * dilation[2] * strides[3]];
         y[i] = sum;
     }
 }
@@ -161,10 +161,10 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, lo
 
 DEPTHWISE_BACK = """
 KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *table, long long total) {
-    const INDEX *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *apart = table + 18;
-    const INDEX channels = table[21], each = channels / table[12];
+    const INDEX *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *dilation = table + 18;
+    const INDEX channels = table[21], per_channel = channels / table[12];
     for EACH(i, total) {
-        const INDEX channel = i % table[12] * each;
+        const INDEX channel = i % table[12] * per_channel;
         INDEX rest = i / table[12], cell[3];
         for (int axis = 2; axis >= 0; axis--) {
             cell[axis] = rest % extent[axis];
@@ -172,15 +172,15 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
         }
         T sum = 0;
         for (INDEX at = 0; at < kernel[0] * kernel[1] * kernel[2]; at++) {
-            INDEX place = at, window = rest, sees = 1, steps[3];
+            INDEX place = at, window = rest, contains = 1, steps[3];
             for (int axis = 2; axis >= 0; axis--) {
-                const INDEX from = cell[axis] - place % kernel[axis] * apart[axis];
+                const INDEX from = cell[axis] - place % kernel[axis] * dilation[axis];
                 place /= kernel[axis];
                 steps[axis] = from / step[axis];
-                sees &= from >= 0 && from % step[axis] == 0 && steps[axis] < out[axis];
+                contains &= from >= 0 && from % step[axis] == 0 && steps[axis] < out[axis];
             }
             for (int axis = 0; axis < 3; axis++) window = window * out[axis] + steps[axis];
-            for (INDEX c = channel; sees && c < channel + each; c++)
+            for (INDEX c = channel; contains && c < channel + per_channel; c++)
                 sum += weights[at * channels + c] * dy[window * channels + c];
         }
         dx[i] = sum;
@@ -189,39 +189,40 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
 """
 """Gradient of x (N, *extent, C_in); the same table"""
 
-_SHARE_SETUP = """
+_RANGE_SETUP = """
     const INDEX first = groups > 1, channels = table[rank - 1], width = (INDEX)groups * channels;
     const INDEX inner = rank - 2 >= first ? table[rank - 2] : 1;
     INDEX cells = inner;
     for (INDEX axis = first; axis < rank - 2; axis++) cells *= table[axis];
-    const INDEX each = (cells + (INDEX)lanes - 1) / (INDEX)lanes;
+    const INDEX range_cells = (cells + (INDEX)lanes - 1) / (INDEX)lanes;
 """
-"""Each thread has consecutive cells of one channel (of one sample): few divisions, and its numbers are read once.
+"""Each thread processes a contiguous range of cells of one channel (of one sample): few divisions, one setup.
 
 Arrays may be the same: each cell is read and then written by one thread only.
 """
 
 
-def _kernel_by_shares(kernel: str, numbers: str, arrays: int, body: str, after: str = "") -> str:
+def _kernel_over_ranges(kernel: str, setup: str, arrays: int, body: str, epilogue: str = "") -> str:
     """Return a kernel that runs `body` for each cell, at index at[a] of array a."""
     return f"""
-KERNEL void {kernel} {{{_SHARE_SETUP}
+KERNEL void {kernel} {{{_RANGE_SETUP}
     for EACH(i, total) {{
-        const INDEX of = i % width, begin = i / width * each, end = begin + each < cells ? begin + each : cells;
-        {numbers}
+        const INDEX column = i % width, begin = i / width * range_cells;
+        const INDEX end = begin + range_cells < cells ? begin + range_cells : cells;
+        {setup}
         for (INDEX cell = begin, run = 0; cell < end; cell += run) {{
             const INDEX place = cell % inner;
             INDEX at[{arrays}], step[{arrays}], rest = cell / inner;
             for (int array = 0; array < {arrays}; array++) {{
                 const INDEX *strides = table + (array + 1) * rank;
                 step[array] = rank > 1 ? strides[rank - 2] : 0;
-                at[array] = of % channels * strides[rank - 1] + place * step[array];
-                if (groups > 1) at[array] += of / channels * strides[0];
+                at[array] = column % channels * strides[rank - 1] + place * step[array];
+                if (groups > 1) at[array] += column / channels * strides[0];
             }}
             for (INDEX axis = rank - 3; axis >= first; axis--) {{
-                const INDEX along = rest % table[axis];
+                const INDEX position = rest % table[axis];
                 rest /= table[axis];
-                for (int array = 0; array < {arrays}; array++) at[array] += along * table[(array + 1) * rank + axis];
+                for (int array = 0; array < {arrays}; array++) at[array] += position * table[(array + 1) * rank + axis];
             }}
             run = inner - place < end - cell ? inner - place : end - cell;
             for (INDEX k = 0; k < run; k++) {{
@@ -229,43 +230,45 @@ KERNEL void {kernel} {{{_SHARE_SETUP}
                 for (int array = 0; array < {arrays}; array++) at[array] += step[array];
             }}
         }}
-        {after}
+        {epilogue}
     }}
 }}
 """
 
 
-NORMALISE = _kernel_by_shares(
+NORMALISE = _kernel_over_ranges(
     """normalise(const T *__restrict__ x, const T *mean, const T *scale, const T *shift, T *__restrict__ y,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long clip,
                       long long total)""",
-    "const T centre = mean[of], factor = scale[of], bias = shift[of];",
+    "const T centre = mean[column], factor = scale[column], bias = shift[column];",
     2,
     """const T z = (x[at[0]] - centre) * factor + bias;
                 y[at[1]] = clip && z <= 0 ? 0 : z;""",
 )
-"""(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of x and y"""
+"""(x - mean) * scale + shift, of each channel over all samples, or per sample; the table: shape, strides of x and y"""
 
-NORMALISE_BACK = _kernel_by_shares(
+NORMALISE_BACK = _kernel_over_ranges(
     """normalise_back(const T *__restrict__ x, const T *__restrict__ dy, const T *mean, const T *scale, const T *shift,
-                           const T *through, const T *along, const T *offset, T *__restrict__ dx,
+                           const T *dz_factor, const T *x_factor, const T *offset, T *__restrict__ dx,
                            const INDEX *table, long long rank,
                            long long groups, long long lanes, long long clip, long long total)""",
-    """const T centre = mean[of], factor = scale[of], bias = shift[of];
-        const T a = through[of], b = along[of], c = offset[of];""",
+    """const T centre = mean[column], factor = scale[column], bias = shift[column];
+        const T a = dz_factor[column], b = x_factor[column], c = offset[column];""",
     3,
     """const T from = x[at[0]] - centre, dz = clip && !(from * factor + bias > 0) ? 0 : dy[at[1]];
                 dx[at[2]] = dz * a + (from * b + c);""",
 )
-"""through * dz + along * (x - mean) + offset, dz being the gradient before clipping; the table: shape, strides of
+"""dz_factor * dz + x_factor * (x - mean) + offset, dz being the gradient before clipping; the table: shape, strides of
 x, dy and dx"""
 
-CELL_SUMS = _kernel_by_shares(
+CELL_SUMS = _kernel_over_ranges(
     """cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long kind,
                       long long clip, long long total)""",
-    """const T centre = kind == 2 ? mean[of] : 0, factor = kind == 2 ? scale[of] : 0, bias = kind == 2 ? shift[of] : 0;
-        const double origin = x[of % channels * table[2 * rank - 1] + (groups > 1 ? of / channels * table[rank] : 0)];
+    """const int g = kind == 2;
+        const T centre = g ? mean[column] : 0, factor = g ? scale[column] : 0, bias = g ? shift[column] : 0;
+        const INDEX sample = groups > 1 ? column / channels * table[rank] : 0;
+        const double origin = x[column % channels * table[2 * rank - 1] + sample];
         double one = 0, two = 0;""",
     2,
     """if (kind == 2) {
@@ -280,7 +283,7 @@ CELL_SUMS = _kernel_by_shares(
     """sums[i] = one;
         if (kind) sums[(INDEX)total + i] = two;""",
 )
-"""Sums of each channel of all samples, or of each, over the cells of each lane: SUMS of x, MOMENTS x - first and its
+"""Sums of each channel over all samples, or per sample, over each lane's cells: SUMS of x, MOMENTS x - first and its
 square, first being the first cell's, or GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
 SUMS, MOMENTS, GRADIENTS = range(3)
 
@@ -326,9 +329,9 @@ KERNEL void last_moments(const double *sums, const T *x, T *result, const INDEX 
 """
 """Means, and sums of squared differences from them, from the MOMENTS (2, lanes, width) of a number of cells"""
 
-BATCH_NUMBERS = """
-KERNEL void batch_numbers(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *result, double momentum,
-                          double eps, long long total) {
+BATCH_NORM_SCALE_SHIFT = """
+KERNEL void batch_scale_shift(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *result,
+                              double momentum, double eps, long long total) {
     for EACH(i, total) {
         const T count = moments[0], squares = moments[1 + total + i], unbiased = count - 1 > 1 ? count - 1 : 1;
         const T root = 1 / sqrt(squares / count + (T)eps);
@@ -343,19 +346,20 @@ KERNEL void batch_numbers(const T *moments, T *mean, T *var, const T *gamma, con
 """
 """Mean, scale, shift and root (4, C) from moments (1 + 2 C); updates the running mean and variance"""
 
-BATCH_FACTORS = """
-KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T *root, T *result, long long total) {
+BATCH_NORM_GRADIENT_FACTORS = """
+KERNEL void batch_gradient_factors(const T *sums, const T *count, const T *gamma, const T *root, T *result,
+                                   long long total) {
     for EACH(i, total) {
-        const T through = gamma[i] * root[i];
-        result[i] = through;
-        result[total + i] = -through * root[i] * (sums[i] / *count);
-        result[2 * total + i] = -through * (sums[total + i] / *count);
+        const T dz_factor = gamma[i] * root[i];
+        result[i] = dz_factor;
+        result[total + i] = -dz_factor * root[i] * (sums[i] / *count);
+        result[2 * total + i] = -dz_factor * (sums[total + i] / *count);
     }
 }
 """
 """Factors (3, C) of the gradient through the batch statistics, from the gradients of gamma and beta (2, C)"""
 
-ROUND_BFLOAT16 = _kernel_by_shares(
+ROUND_BFLOAT16 = _kernel_over_ranges(
     """round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
                            long long groups, long long lanes, long long total)""",
     "",
@@ -364,9 +368,9 @@ ROUND_BFLOAT16 = _kernel_by_shares(
                 y[at[1]] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u
                     : (bits + (bits >> 16 & 1) + 0x7fff) & 0xffff0000u;""",
 )
-"""Bits of float32 numbers, rounded to the nearest bfloat16; the table: shape, strides of x and y"""
+"""Bits of float32 elements, rounded to the nearest bfloat16; the table: shape, strides of x and y"""
 
 
 def specialise_source(source: str, c_type: str, index_type: str = "long long") -> str:
-    """Return the source of a kernel for numbers and counts of the given types of C."""
+    """Return the source of a kernel for elements and counts of the given types of C."""
     return f"typedef {c_type} T;\ntypedef {index_type} INDEX;\n#define AXES {MAX_AXES}\n{_SOURCE_PREFIX}{source}"

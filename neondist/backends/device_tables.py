@@ -37,7 +37,7 @@ def box_table(
     Parameters
     ----------
     strides : of the array, in elements
-    part_addresses : the address of each box's numbers, in a row
+    part_addresses : the address of each box's elements, in a row
     boxes, shapes : position of each box in the array, with or without steps
     """
     table = [*strides]
@@ -60,7 +60,7 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
 
 
 def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
-    """Return a shape and the strides of arrays, in numbers, with adjacent axes merged: each axis costs a division.
+    """Return a shape and the strides of arrays, in elements, with adjacent axes merged: each axis costs a division.
 
     The last axis is kept, and with `by_sample` the first.
     """

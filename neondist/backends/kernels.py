@@ -96,7 +96,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return self
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
-        """Return float32 numbers rounded to the nearest operands of a precision, as a new contiguous array."""
+        """Return float32 elements rounded to the nearest operands of a precision, as a new contiguous array."""
         return precision.rounded(x)
 
     @property
@@ -204,7 +204,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         inside = None if dx is None else clear_sides(dx, (rows, *columns))
         accumulator = None
         if inside is not None:
-            write = self._gradient_writer(inside, crop_sides(x, (rows, *columns)) if clip_negative else None)
+            write = self._relu_gradient_writer(inside, crop_sides(x, (rows, *columns)) if clip_negative else None)
             accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
         for strip in split_into_strips(
             x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)
@@ -223,7 +223,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             clear_unstrided_cells(*passed)
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
-    def _gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+    def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         """Return a function that writes a part of a gradient into dx, zero where x is not positive."""
         if x is None:
             return lambda part, index: self.copy(part, dx[index])
@@ -252,7 +252,7 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     def max_pool_back_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
-        accumulator = StripAccumulator(dx, dy, self._gradient_writer(dx), stride[0])
+        accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
         cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
         for strip, (place, positive) in zip(cut, max_positions, strict=True):
             extent, part = dx[strip.view].shape[1:-1], dy[strip.out]

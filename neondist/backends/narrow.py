@@ -72,7 +72,7 @@ class NarrowProducts(Kernels):
     def _round(self, array: Any) -> Any:
         return self.round_operand(array, self.precision) if self.precision.narrow else array
 
-    def _gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+    def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         if x is None:
-            return super()._gradient_writer(dx)
+            return super()._relu_gradient_writer(dx)
         return lambda part, index: self.relu_backward(self._round(x[index]), part, dx[index])

@@ -13,7 +13,7 @@ Taps = Sequence[Sequence[float]]
 
 
 class Pooling:
-    """Kernels that treat every channel alike, over the arrays of `xp`."""
+    """Kernels that process each channel in the same way, over the arrays of `xp`."""
 
     xp: Any
 
@@ -38,9 +38,9 @@ class Pooling:
         """Return the gradient of x (N, *extent, C), which is passed to the first maximum of each window."""
         dx = self.xp.zeros((len(dy), *extent, dy.shape[-1]), dy.dtype)
         ones = (1,) * len(kernel)
-        apart = all(s >= k for s, k in zip(stride, kernel, strict=True))
+        disjoint = all(s >= k for s, k in zip(stride, kernel, strict=True))
         for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, dy.shape[1:-1])):
-            if apart:
+            if disjoint:
                 self.xp.multiply(dy, max_positions == at, out=dx[cells])
             else:
                 dx[cells] += dy * (max_positions == at)

@@ -17,7 +17,7 @@ ConvArgs = tuple[Ints, Ints, int]
 """stride, dilation and groups of a convolution"""
 _MAX_WINDOW_PIECES = 128  # of a window, at most, as _rows.h has them
 VECTOR_BYTES = 32  # bytes: a product of fewer columns leaves lanes idle
-_MAX_SECOND_FACTOR = 1 << 20  # numbers of a product's second factor: reordering more takes too long
+_MAX_SECOND_FACTOR = 1 << 20  # elements of a product's second factor: reordering more takes too long
 _MIN_OUTPUTS = 16  # outputs: sums over fewer would be written as often as they are added to
 
 

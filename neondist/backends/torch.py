@@ -34,7 +34,7 @@ class TorchTable(Kernels):
     """
 
     #: Numbers, or multiplications, below which the overhead of a torch call exceeds NumPy's time
-    min_numbers = 1 << 15
+    min_elements = 1 << 15
     #: Multiplications from which on torch's threads are worth its import
     min_threaded_products = 1 << 28
 
@@ -74,7 +74,7 @@ class TorchTable(Kernels):
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-        few = weights.size * prod(out) * len(x) < self.min_numbers
+        few = weights.size * prod(out) * len(x) < self.min_elements
         if few or not self._prefers_torch_conv(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         sides = zeros or ((0, 0),) * len(stride)
@@ -107,7 +107,7 @@ class TorchTable(Kernels):
         zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
-        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_numbers
+        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_elements
         if few or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
         sides = zeros or ((0, 0),) * len(stride)
@@ -287,8 +287,8 @@ class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
         self.precision = precision
 
     def round_operand(self, x: np.ndarray, precision: ComputePrecision) -> np.ndarray:
-        """Return float32 numbers rounded to the nearest of a precision: PyTorch is 10 times as fast as NumPy."""
-        if x.size < self.min_numbers or x.dtype != np.float32 or self.torch_calls is None:
+        """Return float32 elements rounded to the nearest of a precision: PyTorch is 10 times as fast as NumPy."""
+        if x.size < self.min_elements or x.dtype != np.float32 or self.torch_calls is None:
             return super().round_operand(x, precision)
         result: np.ndarray = self.torch_calls.narrow.rounded(precision.name, x)
         return result

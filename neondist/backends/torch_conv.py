@@ -18,7 +18,7 @@ _MAX_PRODUCT_SHARE = 0.97  # of the products: below this share, oneDNN's padding
 _MAX_SMALL_VOLUME = (
     20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 )
-_GATHER_BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
+_GATHER_BLOCK = 1 << 19  # gathered elements per block; measured best of 2^17 ... 2^22
 
 
 def onednn_supports(x: np.ndarray) -> bool:
@@ -157,7 +157,7 @@ def weight_gradient_by_gemm(
     ----------
     zeros : how many of the first and last rows of x are zero: they are left out
     """
-    (first, *_), step, apart = kernel, stride[0], dilation[0]
+    (first, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]
     windows = _row_windows(to_tensor(x), kernel, stride, dilation)
     rows_of_dy = to_tensor(dy).transpose(0, 1)  # (rows, N, ...)
@@ -165,17 +165,17 @@ def weight_gradient_by_gemm(
     for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _GATHER_BLOCK):
         part = rows_of_dy[rows, samples].reshape(rows.stop - rows.start, -1, channels)
         lo = max(zeros[0], rows.start * step)
-        hi = min(len(windows) - zeros[1], (rows.stop - 1) * step + apart * (first - 1) + 1)
+        hi = min(len(windows) - zeros[1], (rows.stop - 1) * step + row_dilation * (first - 1) + 1)
         if lo >= hi:
             continue
         seen = windows[lo:hi, samples]
         if step == 1:
             seen = seen.reshape(hi - lo, part.shape[1], length)
         for row in range(first):
-            start = max(rows.start, -((row * apart - lo) // step))  # of dy, those that see a row from lo to hi
-            stop = min(rows.stop, (hi - 1 - row * apart) // step + 1)
+            start = max(rows.start, -((row * row_dilation - lo) // step))  # of dy, those that see a row from lo to hi
+            stop = min(rows.stop, (hi - 1 - row * row_dilation) // step + 1)
             if start < stop:
-                at = start * step + row * apart - lo
+                at = start * step + row * row_dilation - lo
                 columns = seen[at : at + (stop - start - 1) * step + 1 : step].reshape(-1, length)
                 gradient = part[start - rows.start : stop - rows.start].reshape(-1, channels)
                 total[row].addmm_(gradient.T, columns)

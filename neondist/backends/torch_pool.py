@@ -43,7 +43,7 @@ def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
     sums = to_channels_first(x)
     for box, step in factor_box(kernel, stride):
-        sums = _convolve_channels(sums, _ones(box), step)
+        sums = _convolve_channels(sums, _kernel_of_ones(box), step)
     return to_channels_last(x, sums)
 
 
@@ -52,7 +52,7 @@ def window_sum_adjoint(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints)
     gradient = to_channels_first(dy)
     if max(stride) == 1:
         for box, step in reversed(factor_box(kernel, stride)):
-            gradient = _convolve_channels(gradient, _ones(box), step, transposed=True)
+            gradient = _convolve_channels(gradient, _kernel_of_ones(box), step, transposed=True)
         return to_channels_last(dy, gradient)
     dx = empty_channels_last(len(dy), extent, dy.shape[-1], gradient)
     _aten.avg_pool2d_backward.grad_input(gradient, dx, kernel, stride, (0, 0), False, True, 1, grad_input=dx)
@@ -82,7 +82,7 @@ def _convolve_channels(x: torch.Tensor, weights: torch.Tensor, stride: Ints, tra
     return _aten.convolution(x, repeated, None, stride, none, ones, transposed, none, channels)
 
 
-def _ones(box: Ints) -> torch.Tensor:
+def _kernel_of_ones(box: Ints) -> torch.Tensor:
     return torch.ones(tuple(box))
 
 

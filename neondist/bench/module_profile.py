@@ -46,14 +46,14 @@ class ProfileMarks(Observer):
     def __init__(self) -> None:
         self._open_marks: list[record_function | None] = []
 
-    def begin(self, what: str, name: str, direction: str, subject: object) -> None:
+    def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Begin a mark for an event of its own kind."""
         mark = record_function(_MARK_PREFIX + what) if what in _KIND_BY_EVENT else None
         if mark is not None:
             mark.__enter__()
         self._open_marks.append(mark)
 
-    def end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, what: str, name: str, direction: str) -> None:
         """End the mark."""
         mark = self._open_marks.pop()
         if mark is not None:

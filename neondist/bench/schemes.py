@@ -109,7 +109,7 @@ def count_tiles(row: Record) -> int:
 def summarise_by_scheme(rows: Sequence[Record]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
-    A scheme is on the front if no other, on as many tiles, has both a lower mean error and fewer bytes.
+    A scheme is on the front if no other on the same number of tiles has both a lower mean error and fewer bytes.
     """
     summary = []
     for tiles, scheme in dict.fromkeys((count_tiles(row), row["scheme"]) for row in rows):

@@ -62,7 +62,7 @@ class _ArrayRecorder(Observer):
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, str], Any] = {}
 
-    def value(self, layer: Layer | None, name: str, array: Any) -> None:
+    def on_value(self, layer: Layer | None, name: str, array: Any) -> None:
         """Copy the array."""
         if layer is not None and name in KIND_BY_ARRAY_NAME:
             self.arrays[str(layer.name), KIND_BY_ARRAY_NAME[name]] = None if array is None else array.copy()

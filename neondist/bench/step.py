@@ -87,7 +87,7 @@ def bench_step(
     x, targets = dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
     memory.reset_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
-    model.place_cost(dataset.fields)
+    model.set_cost_layout(dataset.fields)
     results = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
     results |= {"backend": get_backend(model.backend).name}
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
@@ -113,17 +113,18 @@ def bench_step(
         results["against"] = agreement | {
             "name": against,
             "threads": threads,
-            "seconds_per_step": median(theirs for _, theirs, _ in rounds) / count,
-            "ratio": median(seconds / theirs for seconds, theirs, _ in rounds),
-            "ratio_of_fastest": min(own_samples for own_samples, *_ in rounds) / min(theirs for _, theirs, _ in rounds),
-            "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
+            "seconds_per_step": median(reference for _, reference, _ in rounds) / count,
+            "ratio": median(seconds / reference for seconds, reference, _ in rounds),
+            "ratio_of_fastest": min(own_samples for own_samples, *_ in rounds)
+            / min(reference for _, reference, _ in rounds),
+            "ratios": [seconds / reference for seconds, reference, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
     if reading:
         with closing(_read_batches(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
             turns = max(MIN_READ_STEPS, steps)
             pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
-        ratios = [seconds / theirs for seconds, theirs in pairs]
+        ratios = [seconds / reference for seconds, reference in pairs]
         seconds = median(seconds for seconds, _ in pairs) / turns
         results["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _layer_rows(model, grid, lambda: train(count), count)

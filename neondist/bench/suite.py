@@ -142,7 +142,7 @@ class TorchSide:
         dataset.open(grid.with_tiles(plan.wide_tiles))
         batch = np.arange(experiment.batch_size) % len(dataset.train)
         self.model.build(dataset.sample_shape, len(batch), grid, plan)
-        self.model.place_cost(dataset.fields)
+        self.model.set_cost_layout(dataset.fields)
         targets = labels_for(plan, dataset.train.targets(batch))
         self.batch = dataset.train.images(batch, self.model.dtype), targets
         self.state, self.trained = self.model.state(), list(self.model.gradients())

@@ -64,7 +64,7 @@ class TorchBaseline:
         self._write("weights.npz", state)
         self._write("batch.npz", {"x": np.ascontiguousarray(x), "targets": targets})
         self.process = subprocess.Popen(
-            safe_path.command("neondist.bench.torch_twin", self.path),
+            safe_path.python_command("neondist.bench.torch_twin", self.path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -128,8 +128,8 @@ class TorchTwin:
 
     def _parameter_names(self, state: Arrays) -> list[str]:
         """Return neondist's names of the module's parameters, found by converting numbered arrays."""
-        numbers = {name: np.full(array.shape, float(at)) for at, (name, array) in enumerate(state.items())}
-        module = module_with_weights(self.model, self.shape, numbers)
+        position_arrays = {name: np.full(array.shape, float(at)) for at, (name, array) in enumerate(state.items())}
+        module = module_with_weights(self.model, self.shape, position_arrays)
         return [list(state)[int(parameter.detach().flatten()[0])] for parameter in module.parameters()]
 
 

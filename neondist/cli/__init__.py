@@ -19,8 +19,8 @@ from ..launcher.report import report_error
 from ..launcher.workers import end_with_supervisor
 from ..system.heartbeat import send_to_supervisor
 from ..system.signals import INTERRUPTED_EXIT_CODE, Signals, installed_signals
-from .arguments import parser
-from .complete import complete
+from .arguments import create_parser
+from .complete import print_completions
 
 __all__ = ["main"]
 
@@ -80,9 +80,9 @@ def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
 
 
 def _run_command(argv: Sequence[str], signals: Signals) -> int:
-    command_parser = parser()
+    command_parser = create_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        complete(command_parser)
+        print_completions(command_parser)
     arguments = command_parser.parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:

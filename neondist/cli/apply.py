@@ -149,7 +149,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import evaluation_page
+        from ..train.html_report import evaluation_page_html
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
@@ -160,11 +160,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if grid.rank == 0:
                 emit(json.dumps(results))
                 if arguments.report is not None:
-                    facts = {"checkpoint": arguments.checkpoint}
+                    settings = {"checkpoint": arguments.checkpoint}
                     if arguments.input is not None:
-                        facts["images"] = arguments.input
+                        settings["images"] = arguments.input
                     write_text(
-                        Path(arguments.report), evaluation_page(Path(arguments.file).stem, facts, results, samples)
+                        Path(arguments.report),
+                        evaluation_page_html(Path(arguments.file).stem, settings, results, samples),
                     )
 
     load = (
@@ -186,7 +187,7 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
-        from ..train.html_report import evaluation_page
+        from ..train.html_report import evaluation_page_html
         from ..train.inference import evaluate_module
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
@@ -195,9 +196,10 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
             if grid.rank == 0:
                 emit(json.dumps(results))
                 if arguments.report is not None:
-                    facts = {"checkpoint": arguments.weights, "images": arguments.input}
+                    settings = {"checkpoint": arguments.weights, "images": arguments.input}
                     write_text(
-                        Path(arguments.report), evaluation_page(Path(arguments.weights).stem, facts, results, samples)
+                        Path(arguments.report),
+                        evaluation_page_html(Path(arguments.weights).stem, settings, results, samples),
                     )
 
     return _run_with_module(arguments, work)

@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
 
-def parser() -> argparse.ArgumentParser:
+def create_parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs the command."""
     root = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
     # stops: SIGTERM and SIGUSR1 request a stop instead of killing it, and it writes to `folder`; watched: monitored for

@@ -9,7 +9,7 @@ from typing import Any
 from .arguments import expand_options
 
 
-def complete(parser: argparse.ArgumentParser) -> None:
+def print_completions(parser: argparse.ArgumentParser) -> None:
     """Print completions for a shell's argcomplete request, and exit; the environment has the command line."""
     from argcomplete import autocomplete
     from argcomplete.completers import FilesCompleter

@@ -84,7 +84,7 @@ def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, st
     remaining = list(modules)
     while remaining:
         lines = _run_for_output(
-            safe_path.command("neondist.launcher.import_probe", *remaining), timeout, env
+            safe_path.python_command("neondist.launcher.import_probe", *remaining), timeout, env
         ).splitlines()
         answers = dict(line.split("\t", 1) for line in lines if "\t" in line)
         answered = [module for module in remaining if module in answers]
@@ -165,7 +165,7 @@ class MPILibrary:
 def probe_mpi(timeout: float = 20) -> MPILibrary:
     """Start MPI in a child process."""
     env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
-    text = _run_for_output(safe_path.command("neondist.launcher.mpi_probe"), timeout, env)
+    text = _run_for_output(safe_path.python_command("neondist.launcher.mpi_probe"), timeout, env)
     try:
         return MPILibrary(**json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError):

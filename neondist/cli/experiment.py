@@ -25,7 +25,7 @@ from ..registry import suggest
 _IMPORT_LOCK = threading.Lock()  # ranks may be threads
 
 
-def load(arguments: argparse.Namespace) -> Any:
+def load_from_arguments(arguments: argparse.Namespace) -> Any:
     """Return the experiment of `file`, with `--import` and `--set` applied."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
@@ -49,9 +49,8 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
-                f"{ranks} ranks for images of {cells} cells: some ranks would have no cells; give at most"
-                f" {replicas * cells}"
-                f" ranks, or more replicas; {FORCE_HINT}"
+                f"{ranks} ranks are more than the {cells} cells of an image, so that some would have no cells; give at"
+                f" most {replicas * cells} ranks, or more replicas; {FORCE_HINT}"
             )
 
     return load_on_all_ranks(arguments, world, check)
@@ -66,7 +65,7 @@ def load_on_all_ranks(
     experiment: Any = None
     error: Exception | None = None
     try:
-        experiment = load(arguments)
+        experiment = load_from_arguments(arguments)
         if check is not None:
             check(experiment)
     except UserError as problem:
@@ -105,7 +104,7 @@ def load_factory(text: str, message_prefix: str) -> Callable[..., Any]:
     if not callable(member):
         members = inspect.getmembers(module, callable)
         own = [n for n, value in members if getattr(value, "__module__", None) == module.__name__]
-        remedy = f"; name one of {', '.join(own)}" if own else "; define a class or a function"
+        remedy = f"; specify one of {', '.join(own)}" if own else "; define a class or a function"
         if member is not None:
             raise ConfigError(f"{message_prefix}{text}: {name} is a {type(member).__name__}{remedy}")
         raise ConfigError(f"{message_prefix}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")

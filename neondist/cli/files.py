@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 def write_report(arguments: argparse.Namespace) -> int:
     """Write the page of a run."""
-    from ..train.html_report import run_report as page
+    from ..train.html_report import run_report_html as page
 
     folder = Path(arguments.run)
     target = Path(arguments.to or folder / "report.html")
@@ -80,7 +80,7 @@ def write_experiment(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.images)
     target = Path(arguments.to or f"{folder.resolve().name}.yaml")
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; name one that contains images")
+        raise DataError(f"{folder}: no such folder; specify one that contains images")
     if target.exists():
         raise OutputError(f"{target}: exists already; choose another name with --to")
     masks = next((name for name in _MASK_FOLDERS if (folder / name).is_dir() and (folder / "images").is_dir()), None)

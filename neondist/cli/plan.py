@@ -12,7 +12,7 @@ from ..config import add_location
 from ..errors import ConfigError, UserError
 from ..terminal.console import emit
 from . import options
-from .experiment import load
+from .experiment import load_from_arguments
 
 UNKNOWN_ERROR_TEXT = (
     "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         "--machine",
         type=options.parse_file,
         metavar="FILE",
-        help="machine file of `bench model calibrate` (default: typical figures)",
+        help="machine file of `bench model calibrate` (default: typical values)",
     )
     cmd.add_argument(
         "--to", type=options.parse_file, metavar="FILE.yaml", help="write the strategy to a file for --strategy"
@@ -47,7 +47,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
 
-    experiment = load(arguments)
+    experiment = load_from_arguments(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
     machine = Machine.default() if arguments.machine is None else read_machine(arguments.machine)
@@ -56,7 +56,7 @@ def plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
         limit, within = _memory_limit_and_planner(experiment, ranks, machine)
         builders = _candidate_builders(experiment.model)
-        candidates = search.rank_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
+        candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
         choice, runner_up, rejected = search.choose_fastest(candidates, limit, within)
     except UserError as error:
         raise add_location(error) from None
@@ -115,14 +115,14 @@ def _plan_with_cheapest_schemes(experiment: Any, grid: Any, machine: Any) -> Any
     """Return the plan of a grid with the cheapest exact schemes; None if these are `halo` or set explicitly."""
     from ..halo import scheme_text
     from ..models import Model
-    from ..plan.choices import choose_schemes, figures_for, set_schemes
+    from ..plan.choices import choose_schemes, machine_profile_for, set_schemes
     from ..plan.search import PlanWithSchemes
 
     model, shape, batch = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     if not isinstance(model, Model) or {scheme_text(leaf.scheme or model.scheme) for leaf in model.leaves} != {"halo"}:
         return None
-    figures = figures_for(machine, grid, batch, model.dtype.itemsize)
-    choices = choose_schemes(model.chain, shape, grid, figures)
+    profile = machine_profile_for(machine, grid, batch, model.dtype.itemsize)
+    choices = choose_schemes(model.chain, shape, grid, profile)
     schemes = {choice.layer: choice.scheme for choice in choices if choice.scheme != "halo"}
     original = {leaf: leaf.scheme for leaf in model.leaves}
     try:

@@ -19,7 +19,7 @@ from ..launcher.workers import check_workers, get_worker_place, run_workers
 from ..system.job import STARTED, detect_job
 from ..train import Hook
 from . import options
-from .experiment import load, load_and_validate
+from .experiment import load_and_validate, load_from_arguments
 
 _EXPERIMENT_OPTIONS = (
     "settings", "output", "virtual", "resume", "overwrite", "init_from", "time_limit", "stall_timeout", "debug_halo",
@@ -162,14 +162,14 @@ def check(arguments: argparse.Namespace) -> int:
     """Validate the experiment for `ranks` ranks and print its plan; starts no MPI."""
     job = detect_job(os.environ)
     ranks = arguments.ranks or (job.size if job and job.size else 1)
-    experiment = load(arguments)
+    experiment = load_from_arguments(arguments)
     if job is not None and not job.is_first_rank:
         experiment.validate(ranks)
         return 0
     from ..terminal.rich_console import Console
-    from ..train import describe
+    from ..train import describe_experiment
 
-    Console(soft_wrap=True).print(describe(experiment, ranks))
+    Console(soft_wrap=True).print(describe_experiment(experiment, ranks))
     return 0
 
 
@@ -207,10 +207,10 @@ def parse_resume_mode(text: str) -> bool | str:
 
 def parse_rank_bounds(text: str) -> tuple[int, int]:
     """Parse a range such as '2:8'."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+    bounds = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a valid range of ranks; expected MIN:MAX, such as 2:8")
-    return numbers[0], numbers[1]
+    return bounds[0], bounds[1]
 
 
 def parse_snapshot_steps(text: str) -> int | Literal["auto"]:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..terminal.console import emit, say
 from ..version import __version__
 from . import options
-from .experiment import load
+from .experiment import load_from_arguments
 from .run import parse_rank_bounds
 
 DEFAULT_IMAGE = f"neondist:{__version__}"
@@ -84,7 +84,7 @@ def _create_submission(arguments: argparse.Namespace) -> Submission:
             f"--name {arguments.name}: invalid name; expected at most 40 lower-case letters, digits and '-',"
             f" beginning with a letter, such as {job_name(arguments.name)}"
         )
-    experiment = load(arguments)
+    experiment = load_from_arguments(arguments)
     job = Submission(
         arguments.name or job_name(arguments.file), arguments.file, arguments.ranks or nodes, nodes,
         tuple(arguments.settings), tuple(arguments.modules), arguments.elastic, experiment.server_strategy is not None,
@@ -115,7 +115,7 @@ def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
         try:
             arguments.output.write_text(text, encoding="utf-8")
         except OSError as error:
-            reason = f"cannot be written ({error.strerror}); name another file"
+            reason = f"cannot be written ({error.strerror}); specify another file"
             raise ConfigError(f"--output {arguments.output}: {reason}") from error
     elif not arguments.apply:
         sys.stdout.write(text)  # unchanged: a module may contain tabs

@@ -34,9 +34,9 @@ from ..train import Best
 from ..train.html_report import read_records
 from ..train.inference.progress import ProgressLine
 from ..train.page import escape_text, format_value, html_page, is_finite, table_tag
-from ..train.svg_plot import plot
+from ..train.svg_plot import line_plot_svg
 from . import options
-from .experiment import load, load_and_validate
+from .experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -92,7 +92,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     with ProgressLine(file=sys.stderr):  # importing PyTorch and a module's file may be slow
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
-    best.check_number(experiment.metrics)
+    best.check_metric_name(experiment.metrics)
     folder = options.output_folder(arguments, "sweep")
     with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / STORE_FILE):
         study = optuna.create_study(
@@ -145,7 +145,7 @@ def _validate_spaces(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -
     first = {key: values[0] for key, values in ends.items()}
     for key, values in ends.items():
         for value in values[1:]:
-            load(_override_settings(arguments, first | {key: value}))
+            load_from_arguments(_override_settings(arguments, first | {key: value}))
     return load_and_validate(_override_settings(arguments, first), SingleTransport(), arguments.ranks or 1)
 
 
@@ -313,7 +313,7 @@ def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> A
     """Start a process that trains, with its output in a log file."""
     with file_errors(log), log.open("ab") as file:
         return subprocess.Popen(
-            safe_path.command("neondist", *words, ends_with_parent=True), stdin=subprocess.DEVNULL, stdout=file,
+            safe_path.python_command("neondist", *words, ends_with_parent=True), stdin=subprocess.DEVNULL, stdout=file,
             stderr=file,
             start_new_session=True, env=env,
         )  # fmt: skip
@@ -386,11 +386,11 @@ def _report_results(study: Study, folder: Path) -> int:
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", html_page(folder.resolve().name, [
         f"<p class='lead'>Best {escape_text(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
-        "<h2>Results</h2>", plot(
+        "<h2>Results</h2>", line_plot_svg(
             head[1], {head[1]: [(number, value) for number, value, _ in finished]}, points_only=True,
             best=(trials[0].number, float(trials[0].value)), x_label="trial",
         ),
-        *(plot(head[1], {head[1]: values}, points_only=True,
+        *(line_plot_svg(head[1], {head[1]: values}, points_only=True,
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
                best=_best_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),

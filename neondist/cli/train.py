@@ -222,10 +222,10 @@ def check(arguments: argparse.Namespace) -> int:
         )
         return 0
     from ..terminal.rich_console import Console
-    from ..train import describe
+    from ..train import describe_experiment
 
     experiment = create_experiment(definition, arguments, arguments.training_data, None)
-    Console(soft_wrap=True).print(describe(experiment, 1))
+    Console(soft_wrap=True).print(describe_experiment(experiment, 1))
     return 0
 
 
@@ -294,8 +294,8 @@ def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
     wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
-    for name, given in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
-        if given and arguments.use_async:
+    for name, is_set in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
+        if is_set and arguments.use_async:
             raise ConfigError(f"{name} applies to synchronous updates; leave it out, or leave out --use-async")
     if modulate and not arguments.use_async:
         raise ConfigError(

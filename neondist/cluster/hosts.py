@@ -110,7 +110,7 @@ class HostSource:
             text = read_bytes(self.path, _MAX_FILE_BYTES).decode(errors="replace")
         except OSError as error:
             raise ConfigError(
-                f"{self.path}: cannot be read ({error.strerror}); name a readable list or script"
+                f"{self.path}: cannot be read ({error.strerror}); specify a readable list or script"
             ) from None
         if text.startswith("#!"):
             raise ConfigError(f"{self.path}: is a script that is not executable; chmod +x it")

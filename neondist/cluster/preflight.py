@@ -56,7 +56,7 @@ print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.
 
 @dataclass
 class NodeReport:
-    """Facts about a node, and the problems that make it unusable.
+    """Description of a node, and the problems that make it unusable.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class NodeReport:
         Number of its ranks.
     python : str
         Path of its Python.
-    facts : dict
+    node_info : dict
         Results of the check; empty for a node that does not respond.
     problems : list of str
     clock_skew : float
@@ -77,20 +77,20 @@ class NodeReport:
     ssh: SSHConfig
     ranks: int
     python: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    node_info: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     clock_skew: float = 0.0
 
     def table_row(self) -> tuple[str, ...]:
         """Return the row of the table for this node."""
-        facts = self.facts
-        if not facts:
+        info = self.node_info
+        if not info:
             return (self.node.address, str(self.ranks), *["-"] * (len(COLUMNS) - 2))
-        files = "shared" if facts["shared"] else "copied" if facts["folder"] and all(facts["files"]) else "missing"
-        free = "?" if facts["memory"] is None else f"{facts['memory'] / 2**30:.1f} GiB"
-        versions = (str(facts[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
+        files = "shared" if info["shared"] else "copied" if info["folder"] and all(info["files"]) else "missing"
+        free = "?" if info["memory"] is None else f"{info['memory'] / 2**30:.1f} GiB"
+        versions = (str(info[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
         return (
-            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.clock_skew:+.1f} s", files
+            self.node.address, str(self.ranks), *versions, str(info["cores"]), free, f"{self.clock_skew:+.1f} s", files
         )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def check_nodes(
     finally:
         with suppress(OSError):
             witness.unlink()
-    chief = next((report.facts for report in reports if report.node.chief and report.facts), {})
+    chief = next((report.node_info for report in reports if report.node.chief and report.node_info), {})
     for report in reports:
         report.problems += list(_find_problems(report, chief, mpirun, folder, files))
     return reports
@@ -193,8 +193,8 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
         return
     line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_OUTPUT_PREFIX)), "")
     if line:
-        report.facts = json.loads(line.removeprefix(_OUTPUT_PREFIX))
-        report.clock_skew = report.facts["clock"] - (start_time + time.time()) / 2
+        report.node_info = json.loads(line.removeprefix(_OUTPUT_PREFIX))
+        report.clock_skew = report.node_info["clock"] - (start_time + time.time()) / 2
         return
     message = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
     if process.returncode == 255 and report.node.ssh_config is not None:
@@ -208,23 +208,23 @@ def _find_problems(
     report: NodeReport, chief: Mapping[str, Any], mpirun: str, folder: Path, files: Sequence[Path]
 ) -> Iterable[str]:
     """Yield the problems of a node that responded, compared to the chief."""
-    facts = report.facts
-    if not facts:
+    info = report.node_info
+    if not info:
         return
-    if facts["package"] is None:
+    if info["package"] is None:
         yield f"{report.python} has no neondist; install it there, or set python_venv"
-    if facts["mpi"] is None:
+    if info["mpi"] is None:
         yield f"{mpirun} is missing or does not run; install Open MPI at the same path on all nodes"
     for name, title in (("python", "Python"), ("neondist", "neondist"), ("mpi4py", "mpi4py"), ("mpi", "Open MPI")):
-        if chief and facts[name] is not None and facts[name] != chief[name]:
-            yield f"{title} {facts[name]} there, {chief[name]} on the chief; install the same version"
-    if not facts["folder"]:
+        if chief and info[name] is not None and info[name] != chief[name]:
+            yield f"{title} {info[name]} there, {chief[name]} on the chief; install the same version"
+    if not info["folder"]:
         yield f"the folder {folder} is missing; share it, or copy it to the same path"
     else:
-        for file, digest, expected in zip(files, facts["files"], chief.get("files", facts["files"]), strict=True):
+        for file, digest, expected in zip(files, info["files"], chief.get("files", info["files"]), strict=True):
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
-    if facts["memory"] is not None and facts["memory"] < report.ranks * MIN_RANK_BYTES:
-        yield f"{facts['memory'] >> 20} MiB are free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
+    if info["memory"] is not None and info["memory"] < report.ranks * MIN_RANK_BYTES:
+        yield f"{info['memory'] >> 20} MiB free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
     if abs(report.clock_skew) > MAX_CLOCK_SKEW:
         yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -245,7 +245,7 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
             values[name] = _parse_line(fields[name], join_path(path, name))
     if values.get("username", "").startswith("-") or re.search(r"[\s@]", values.get("username", "")):
         raise node_error(
-            fields["username"], join_path(path, "username"), f"invalid user name, got {fields['username']}"
+            fields["username"], join_path(path, "username"), f"invalid; expected a user name, got {fields['username']}"
         )
     if "port" in fields:
         port = fields["port"]
@@ -259,7 +259,7 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
         variables = typed_value(fields["shared_envs"], variables_path, dict, "a mapping of variable names to text")
         for name, child in variables.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise node_error(child, join_path(variables_path, name), "invalid name of an environment variable")
+                raise node_error(child, join_path(variables_path, name), "invalid name; expected letters, digits and _")
         values["shared_envs"] = {
             name: _parse_line(child, join_path(variables_path, name)) for name, child in variables.items()
         }

@@ -180,7 +180,7 @@ class TaskSpecDef:
         address = self.master or self.worker_hosts[0]
         if not address.rpartition(":")[2].isdecimal() or ":" not in address:
             raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
-        joined: Transport = _import_torch_transport().join(address, self.shard_index, self.num_workers)
+        joined: Transport = _import_torch_transport().join_process_group(address, self.shard_index, self.num_workers)
         return joined
 
     def device_fn(self) -> str:

@@ -7,7 +7,7 @@ mistakes. shared_memory: MPI's memory-mapped files. Importing this package does 
 """
 
 from . import loopback
-from .agree import CALL_FACT, agree, all_or_none, check_alike
+from .agree import CALL_KEY, agree, all_or_none, check_equal_on_ranks
 from .debug import DebugTransport
 from .effects import end_job
 from .grid import ProcessGrid
@@ -17,7 +17,7 @@ from .single import SingleTransport
 from .transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 __all__ = [
-    "CALL_FACT",
+    "CALL_KEY",
     "GROUP_NAMES",
     "CompletedRequest",
     "DebugTransport",
@@ -32,7 +32,7 @@ __all__ = [
     "Transport",
     "agree",
     "all_or_none",
-    "check_alike",
+    "check_equal_on_ranks",
     "end_job",
     "loopback",
     "reduction_group",

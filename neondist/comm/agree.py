@@ -13,25 +13,25 @@ import numpy as np
 from .. import errors
 from .transport import Transport
 
-CALL_FACT = "the call"
-"""Name of the first fact of a collective call."""
+CALL_KEY = "the call"
+"""Name of the first value of a collective call."""
 ROWS_PER_SUM, ROW_BYTES = 16, 8192
 
 
 def agree(transport: Transport, error: Exception | None) -> None:
     """Raise on every rank if any rank has an error; collective.
 
-    A rank with an error of its own raises that; the others raise the same kind of UserError with the message of the
-    first failing rank if that was one (so that every rank ends with exit code 2), else RemoteError. A UserError
-    that is raised is marked `agreed`.
+    A rank with an error of its own raises that; the others raise a UserError of the same class with the message of the
+    first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else RemoteError. A
+    UserError that is raised is marked `agreed`.
     """
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
     if error is not None:
         raise error.on_all_ranks() if isinstance(error, errors.UserError) else error
     if failures:
-        rank, (kind, is_users, message) = failures[0]
-        if is_users:
+        rank, (kind, is_user_error, message) = failures[0]
+        if is_user_error:
             error_class: type[errors.UserError] = getattr(errors, kind, errors.UserError)
             raise error_class(message).on_all_ranks()
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")
@@ -70,17 +70,17 @@ def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
     agree(world, error)
 
 
-def check_alike(
-    world: Transport, facts: Mapping[str, Any], error: Exception | None = None, versions: Sequence[int] = ()
+def check_equal_on_ranks(
+    world: Transport, values: Mapping[str, Any], error: Exception | None = None, versions: Sequence[int] = ()
 ) -> bool:
-    """Raise on all ranks if any rank has an error, or facts that differ from rank 0's; collective.
+    """Raise on all ranks if any rank has an error, or values that differ from rank 0's; collective.
 
     One small message precedes every call, so that ranks that make different calls do not wait for each other.
 
     Parameters
     ----------
-    facts : dict of name to value
-        Facts that must be equal on all ranks, CALL_FACT first; values are compared as text.
+    values : dict of name to value
+        Values that must be equal on all ranks, CALL_KEY first; values are compared as text.
     error : Exception, optional
         Error of this rank.
     versions : sequence of int
@@ -90,8 +90,8 @@ def check_alike(
         if error is not None:
             raise error
         return True
-    texts = {name: str(value) for name, value in facts.items()}
-    world.begin_call(texts.get(CALL_FACT, ""))
+    texts = {name: str(value) for name, value in values.items()}
+    world.begin_call(texts.get(CALL_KEY, ""))
     digest = hashlib.sha256(repr((texts, tuple(versions))).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     ends = np.array([number, -number] if error is None else [2**62, 2**62])

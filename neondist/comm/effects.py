@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 
 from ..errors import UserError
-from .agree import CALL_FACT, check_alike
+from .agree import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
 
 
@@ -61,7 +61,7 @@ class ProcessHooks:
         for world in self.open_worlds:
             try:
                 if not world.ended:
-                    check_alike(world, {CALL_FACT: "exit"})
+                    check_equal_on_ranks(world, {CALL_KEY: "exit"})
             except Exception as error:
                 end_job(world, error)
 

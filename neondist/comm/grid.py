@@ -16,7 +16,7 @@ from ..geometry import Box, GridShape, Partition, grid_shape, part_range
 from ..observer import Observers
 from ..registry.arguments import type_checked
 from . import mpi
-from .agree import CALL_FACT, check_alike, checksum_of
+from .agree import CALL_KEY, check_equal_on_ranks, checksum_of
 from .effects import ProcessHooks
 from .single import SingleTransport
 from .transport import CLOSED, Transport
@@ -67,7 +67,7 @@ class ProcessGrid:
         self.world, self.observers = _as_transport(comm), Observers()
         if self.world.size > 1:
             requested = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
-            check_alike(self.world, {CALL_FACT: "ProcessGrid", **requested})
+            check_equal_on_ranks(self.world, {CALL_KEY: "ProcessGrid", **requested})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = self.shape.replicas, planes
@@ -116,7 +116,7 @@ class ProcessGrid:
         if error is None or getattr(error, "agreed", False) or self.size == 1:
             self.close()
 
-    def note_replicated(self, name: str, array: Any) -> None:
+    def record_replicated(self, name: str, array: Any) -> None:
         """Record an array that must be equal on all ranks; the next `check` compares it.
 
         Parameters
@@ -132,17 +132,17 @@ class ProcessGrid:
             self._checksum_by_name[name] = (previous * 31 + number) % 2**32  # combines several, in order
 
     def check(
-        self, call: str, facts: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
+        self, call: str, values: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
         versions: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """Raise on all ranks unless all begin this call with equal facts and replicated arrays; collective.
+        """Raise on all ranks unless all begin this call with equal values and replicated arrays; collective.
 
-        Calls `check_alike`, adding the arrays recorded by `note_replicated`.
+        Calls `check_equal_on_ranks`, adding the arrays recorded by `record_replicated`.
         """
         whole, self._checksum_by_name = self._checksum_by_name, {}
         checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
         with self.observers.during("wait", subject="world"):
-            return check_alike(self.world, {CALL_FACT: call, **checksums, **facts}, error, versions)
+            return check_equal_on_ranks(self.world, {CALL_KEY: call, **checksums, **values}, error, versions)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Register a callback for `close`, called before the communicators are freed."""
@@ -202,4 +202,4 @@ def _as_transport(comm: Any) -> Transport:
         return comm
     if not (comm is None or callable(getattr(comm, "Get_rank", None))):
         raise ConfigError(f"comm: expected an mpi4py communicator, a Transport or None, got {comm!r}")
-    return mpi.world() if comm is None else mpi.MPITransport(comm)
+    return mpi.world_transport() if comm is None else mpi.MPITransport(comm)

@@ -31,7 +31,7 @@ TORCHRUN_REMEDY = (
 )
 
 
-def world(max_count: int = MAX_COUNT) -> MPITransport:
+def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
 
     Parameters
@@ -67,7 +67,7 @@ def _start_mpi() -> Any:
     return MPI
 
 
-def finish() -> None:
+def finalise_mpi() -> None:
     """Finalise MPI, if it has been initialised; collective."""
     from mpi4py import MPI
 

@@ -32,7 +32,7 @@ def reduction_group(tiled: bool, replicas: bool) -> str | None:
     return "tiles" if tiled else None
 
 
-def _accepts(transport: Transport, array: Any) -> bool:
+def _accepts_array(transport: Transport, array: Any) -> bool:
     """Return whether the transport accepts an array directly, after waiting for its kernels."""
     if transport.accepts_device_array(array):
         synchronize_stream(array)
@@ -78,7 +78,7 @@ class Reductions:
         """Replace the array by its sum, or maximum, over a group (of GROUP_NAMES), and return it; collective there."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
-            if transport.size == 1 or _accepts(transport, array):
+            if transport.size == 1 or _accepts_array(transport, array):
                 transport.allreduce(array, op)
             else:
                 twin = HostStagingBuffer(array)
@@ -91,7 +91,7 @@ class Reductions:
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
-        return transport.iallreduce(array) if _accepts(transport, array) else _StagedRequest(transport, array)
+        return transport.iallreduce(array) if _accepts_array(transport, array) else _StagedRequest(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a nonblocking sum over one of GROUP_NAMES."""

@@ -6,6 +6,6 @@ converted by `fit` to the constructor's type hints. Only registered classes are 
 
 from .dump import dump
 from .load import load_experiment
-from .source import add_location, locate
+from .source import add_location, describe_location
 
-__all__ = ["add_location", "dump", "load_experiment", "locate"]
+__all__ = ["add_location", "describe_location", "dump", "load_experiment"]

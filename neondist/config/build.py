@@ -13,8 +13,8 @@ from ..registry.functions import NamedFunction
 from ..registry.names import classes_by_name, classes_by_short_name, subclasses
 from ..registry.words import describe_hint, registered_classes_in_hint
 from ..yaml_nodes.tree import Node, join_path, node_error
-from .fit import convert_node
-from .source import SourcePosition, add_location, locate, set_source
+from .convert import convert_node
+from .source import SourcePosition, add_location, describe_location, set_source
 
 TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
 """Tags whose classes need PyTorch, which takes seconds to import."""
@@ -63,7 +63,7 @@ class ObjectBuilder:
         """Return the object of a tagged node, whose fields are built first, or the function named by a text."""
         if node.tag is None:
             return self._find_function(node, path)
-        cls = self._choose_twin(find_class(node, path, hint), node, path)
+        cls = self._choose_counterpart(find_class(node, path, hint), node, path)
         nodes = node.value if isinstance(node.value, dict) else {}
         params = constructor_fields(cls)
         for name, child in nodes.items():
@@ -84,7 +84,7 @@ class ObjectBuilder:
         try:
             obj = cls(**arguments)
         except UserError as error:
-            if locate(getattr(error, "subject", None)):  # about a part built earlier
+            if describe_location(getattr(error, "subject", None)):  # about a part built earlier
                 raise add_location(error) from None
             error.args = (source.message(str(error)),)
             raise
@@ -102,10 +102,10 @@ class ObjectBuilder:
         function = getattr(sys.modules[module], name)
         owner = str(getattr(function, "__module__", ""))
         if owner.partition(".")[0] != module.partition(".")[0]:  # such as an imported subprocess.run
-            raise node_error(node, path, f"'{node.value}': is defined in {owner}; name a function defined in {module}")
+            raise node_error(node, path, f"'{node.value}': is defined in {owner}; give a function defined in {module}")
         return NamedFunction(str(node.value), function)
 
-    def _choose_twin(self, cls: type, node: Node, path: str) -> type:
+    def _choose_counterpart(self, cls: type, node: Node, path: str) -> type:
         if not self.distributed:
             return serial_class(cls)
         if issubclass(cls, DistributedMixin):
@@ -113,7 +113,7 @@ class ObjectBuilder:
         try:
             return dist_class(cls)
         except ConfigError as error:
-            if getattr(cls, "has_dist_twin", False):
+            if getattr(cls, "has_dist_counterpart", False):
                 raise node_error(node, path, str(error)) from None
             return cls
 

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..registry.fields import constructor_fields
 from ..yaml_nodes import Node, node_error, parse_file
 from .build import ObjectBuilder, find_class
-from .fit import convert_node
+from .convert import convert_node
 from .overrides import apply_overrides
 
 

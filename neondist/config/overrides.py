@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..errors import ConfigError
 from ..registry import registered_classes, suggest
 from ..registry.fields import constructor_fields
-from ..yaml_nodes.parse import parse
+from ..yaml_nodes.parse import parse_yaml
 from ..yaml_nodes.tree import Node, join_path, node_error, shorten_to_line
 from .build import describe_unknown_field
 
@@ -26,7 +26,7 @@ def apply_overrides(root: Node, settings: Iterable[str]) -> None:
         key = key.strip()
         if not equals or not all(key.split(".")):
             raise ConfigError(f"{place}: write --set key.path=value")
-        new_node = parse(text, lambda line, place=place: place, key) or Node(None, place)  # type: ignore[misc]
+        new_node = parse_yaml(text, lambda line, place=place: place, key) or Node(None, place)  # type: ignore[misc]
         _set_value(root, key.split("."), new_node)
 
 

@@ -47,8 +47,8 @@ class Cost(Registered, ABC):
         """The costs whose means are added, each times its factor."""
         return ((1.0, self),)
 
-    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError if the cost cannot be used with the metadata of the output fields."""
+    def check_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+        """Raise UserError unless the weights of cells, if any, exist for outputs of this global shape."""
 
     def restrict_to_box(self, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> Cost:
         """Return the cost for outputs whose local cells are a box of the global extent."""

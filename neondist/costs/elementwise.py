@@ -55,7 +55,7 @@ class Regression(Cost):
             )
         return cells * namespace(cells).asarray(self._cell_weights, cells.dtype)
 
-    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
             raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")

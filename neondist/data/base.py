@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, agree
-from ..comm.facts import describe_object
+from ..comm.argument_text import describe_object
 from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import FieldMetadata
 from ..geometry import Overlapping
@@ -23,7 +23,7 @@ AnyDataset = TypeVar("AnyDataset", bound="Dataset")
 
 
 class Dataset(Registered, ABC):
-    """Base class of data sets: samples in up to three splits. A subclass implements `check` and `load`.
+    """Base class of data sets: samples in up to three splits. A subclass implements `check` and `open_splits`.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ class Dataset(Registered, ABC):
     validation, test : Split or None
         The validation split selects settings; the test split is for reported results. None if absent.
     content_hash : str
-        Set by `load`: a hash of the source data, the same on all ranks with the same data regardless of their tiles. It
-        is compared between ranks before training; '' (the default) compares only labels.
+        Set by `open_splits`: a hash of the source data, independent of tiles and ranks. It is compared between
+        ranks before training; '' (the default) compares only labels.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class Dataset(Registered, ABC):
         """Check the source quickly and without MPI; raise DataError if it is invalid."""
 
     @abstractmethod
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
         """Return the training and the test split, or training, validation and test; None for a missing one.
 
         Each holds this rank's tile, `tile_slices(grid, sample_shape)`. Must not communicate.
@@ -126,12 +126,12 @@ class Dataset(Registered, ABC):
         ConfigError
             If an augmentation does not apply to images of this shape.
         """
-        facts = dict[str, object]()
+        settings = dict[str, object]()
         if not checked:
-            facts["the data set"] = describe_object(self, self.arguments())
-            facts["the augmentation"] = [describe_object(transform, transform.arguments()) for transform in augment]
-            facts["its seed"] = seed if augment else None
-        grid.check("open", facts)
+            settings["the data set"] = describe_object(self, self.arguments())
+            settings["the augmentation"] = [describe_object(transform, transform.arguments()) for transform in augment]
+            settings["its seed"] = seed if augment else None
+        grid.check("open", settings)
         error: Exception | None = None
         try:
             if not checked:
@@ -140,7 +140,7 @@ class Dataset(Registered, ABC):
                 transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
             reading = Overlapping.one(self.sample_shape[:-1], tile.input_box) if augment else None
-            self.train, *validation, self.test = self.load(grid.with_tiles(reading))
+            self.train, *validation, self.test = self.open_splits(grid.with_tiles(reading))
             self.validation = validation[0] if validation else None
             if self.validation is None and self._validation_share is not None:
                 samples = len(self.train)
@@ -212,7 +212,7 @@ class Dataset(Registered, ABC):
             )
         samples = len(self.train)
         if samples < num_shards:
-            raise DataError(f"shard: {samples} training samples for {num_shards} shards; some would be empty")
+            raise DataError(f"shard: {samples} training samples for {num_shards} shards; give at most one per sample")
         self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
         self.train = self.train.every_nth(num_shards, index)
 

@@ -55,7 +55,7 @@ class CachedDataset(Dataset):
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits with this rank's tile, from the cache if it is valid."""
         build = partial(self.decode, tile_slices(grid, self.sample_shape))
         if self.serialized_path is None:

@@ -22,9 +22,9 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     """
     image_bytes = prod(spatial) * channels * itemsize
     pieces = image_bytes / min(max(image_bytes / _CHUNKS_PER_IMAGE, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-    along = max(1.0, pieces) ** (1 / len(spatial))
+    pieces_per_axis = max(1.0, pieces) ** (1 / len(spatial))
     max_ratios = _MAX_READ_RATIOS if image_bytes > _SMALL_IMAGE_BYTES else {2: _MAX_READ_RATIOS[2]}
-    return (1, *(_chunk_extent(n, n / along, max_ratios) for n in spatial), channels)
+    return (1, *(_chunk_extent(n, n / pieces_per_axis, max_ratios) for n in spatial), channels)
 
 
 def cells_read(n: int, chunk: int, parts: int) -> int:

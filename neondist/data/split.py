@@ -86,17 +86,17 @@ class Split:
 
     def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
-        numbers = _as_index_array(indices)
+        sample_numbers = _as_index_array(indices)
         if self._augmented is not None:
-            return self._augmented.images(partial(self._read_cells, dtype), numbers, self.epoch)
-        return normalise(self.tiles[numbers], *self.factor_and_offset, dtype)
+            return self._augmented.images(partial(self._read_cells, dtype), sample_numbers, self.epoch)
+        return normalise(self.tiles[sample_numbers], *self.factor_and_offset, dtype)
 
     def lazy_images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
         """Return the same images, to be read and normalised on demand, strip by strip."""
         return _LazyImages(self, _as_index_array(indices), np.dtype(dtype))
 
-    def _read_cells(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return normalise(read_cells(self.tiles, numbers, cells), *self.factor_and_offset, dtype)
+    def _read_cells(self, dtype: DTypeLike, sample_numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        return normalise(read_cells(self.tiles, sample_numbers, cells), *self.factor_and_offset, dtype)
 
     def augment_with(self, tile: AugmentedTile) -> Split:
         """Return a split that returns `tile` of the samples, augmented from the cells of this split."""
@@ -143,11 +143,11 @@ class Split:
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
         """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
-        numbers = _as_index_array(indices)
+        sample_numbers = _as_index_array(indices)
         tile = self._augmented
         if tile is not None and tile.moves_cells and are_label_maps(self.labels, tile.box):
-            return tile.label_maps(partial(read_cells, self.labels), numbers, self.epoch)
-        return self.labels[numbers]
+            return tile.label_maps(partial(read_cells, self.labels), sample_numbers, self.epoch)
+        return self.labels[sample_numbers]
 
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
@@ -169,15 +169,15 @@ class Split:
 
 
 class _LazyImages(LazyTile):
-    def __init__(self, split: Split, numbers: np.ndarray, dtype: np.dtype) -> None:
-        self._split, self._numbers, self.dtype = split, numbers, dtype
+    def __init__(self, split: Split, sample_numbers: np.ndarray, dtype: np.dtype) -> None:
+        self._split, self._numbers, self.dtype = split, sample_numbers, dtype
         tile = split._augmented
         own = tile_shape(split.tiles) if tile is None else (*tile.box.shape, tile.shape[-1])
-        self.shape = (len(numbers), *own)
+        self.shape = (len(sample_numbers), *own)
 
-    def samples(self, numbers: range) -> LazyTile:
+    def samples(self, chosen: range) -> LazyTile:
         """Return some of the samples."""
-        return _LazyImages(self._split, self._numbers[slice(numbers.start, numbers.stop, numbers.step)], self.dtype)
+        return _LazyImages(self._split, self._numbers[chosen.start : chosen.stop : chosen.step], self.dtype)
 
     def read(self, cells: Sequence[slice]) -> np.ndarray:
         """Return normalised cells (n, *cells, C)."""
@@ -211,14 +211,14 @@ class _Subset:
         return read_cells(self._samples, self._numbers[indices], cells)
 
 
-def read_cells(tiles: TileArray, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+def read_cells(tiles: TileArray, samples: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
     """Return cells (n, *cells, ...) of the tiles of some samples, cut from whole tiles if `tiles` cannot read parts."""
     if hasattr(tiles, "read_cells"):
-        part: np.ndarray = tiles.read_cells(numbers, cells)
+        part: np.ndarray = tiles.read_cells(samples, cells)
         return part
     if isinstance(tiles, np.ndarray):
-        return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
-    return tiles[numbers][(slice(None), *cells)]
+        return np.stack([tiles[number][cells] for number in samples]) if len(samples) else tiles[(slice(0), *cells)]
+    return tiles[samples][(slice(None), *cells)]
 
 
 def tile_shape(tiles: TileArray) -> tuple[int, ...]:
@@ -232,5 +232,5 @@ def are_label_maps(labels: TileArray, box: Box) -> bool:
 
 
 def _as_index_array(indices: ArrayLike) -> np.ndarray:
-    numbers = np.asarray(indices)
-    return numbers.astype(np.intp) if numbers.size == 0 else numbers
+    array = np.asarray(indices)
+    return array.astype(np.intp) if array.size == 0 else array

@@ -64,7 +64,7 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
             f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows with"
             " units degrees_north, or give weights: 'FILE.nc:NAME'"
         )
-    if not (np.abs(fields.latitude) <= _MAX_LATITUDE).all():  # NaN is not
+    if not (np.abs(fields.latitude) <= _MAX_LATITUDE).all():  # also rejects NaN
         raise DataError(
             f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot use;"
             " correct the coordinate, or give weights: 'FILE.nc:NAME'"
@@ -86,7 +86,9 @@ class _WeightVariable:
         expected = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
         if any(expected.get(letter) != n for letter, n in stored.items()):
             self._source.close()
-            raise DataError(f"{name}: has weights for {stored}, but outputs have {expected}; give one for each cell")
+            raise DataError(
+                f"{name}: has shape {stored}, expected {expected}; give one weight for each cell of the outputs"
+            )
 
     def read(self, box: Box) -> np.ndarray:
         """Return the weights of a box."""
@@ -104,7 +106,7 @@ class _WeightVariable:
         return np.broadcast_to(values, box.shape)
 
     def mean(self) -> float:
-        """Return the mean over all cells, read by rows: the same on every rank."""
+        """Return the mean over all cells, summed in fixed row blocks, so all ranks agree."""
         rows, *others = self._extent
         sums = 0.0
         for first in range(0, rows, _ROWS_PER_BLOCK):

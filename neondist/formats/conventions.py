@@ -225,7 +225,7 @@ def _fill_curvilinear(variable: VariableMetadata, axes: list[str]) -> None:
         )
         if other is None or len(claimed) != 1 or not claimed <= _ROW_COLUMN_LETTERS:
             continue
-        both = [variable.dimensions.index(of) for of in other.dimensions if of and of in variable.dimensions]
+        both = [variable.dimensions.index(dim) for dim in other.dimensions if dim and dim in variable.dimensions]
         both = [at for at in both if axes[at] in ("", "Y", "X")]
         if len(both) == 2:
             _fill_rows_columns(axes, both)
@@ -256,8 +256,8 @@ def _fill_rows_columns(axes: list[str], positions: list[int]) -> None:
 def _letters_from_listed_coordinates(name: str, variable: VariableMetadata) -> set[str]:
     """Return the letters of a dimension by listed coordinates that vary along it alone."""
     listed = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
-    along = [other for other in listed if other is not None and other.dimensions == (name,)]
-    return {letter for other in along for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}
+    on_axis = [other for other in listed if other is not None and other.dimensions == (name,)]
+    return {letter for other in on_axis for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}
 
 
 def _letters_from_attributes(attributes: Mapping[str, Any]) -> set[str]:

@@ -71,19 +71,19 @@ class DraftSink(TileSink):
         with collective_errors(grid), write_errors(path):
             note = json.loads(read_bytes(self._description_path))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
-            self.lost = note.get("lost", [])
+            self.lost_metadata = note.get("lost", [])
             self._open_draft(note["facts"])
             self._is_open = True
 
     @abstractmethod
     def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
-        """Create the file at `_draft` without its cells, on rank 0, and return the facts for `_open_draft`.
+        """Create the file at `_draft` without its cells, on rank 0, and return the values for `_open_draft`.
 
         Set `chunks` to those of the file.
         """
 
     @abstractmethod
-    def _open_draft(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, values: dict[str, Any]) -> None:
         """Open the file that rank 0 has created, on every rank."""
 
     @abstractmethod
@@ -119,11 +119,11 @@ class DraftSink(TileSink):
         self._remove_files()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            facts = self._create_draft(like)
+            values = self._create_draft(like)
             if like is not None:
                 self._list_lost_metadata(like)
-            note = {"asked": request, "resumed": False, "chunks": self.chunks, "facts": facts, "lost": self.lost}
-            write_text(self._description_path, json.dumps(note))
+            state = {"resumed": False, "chunks": self.chunks, "facts": values, "lost": self.lost_metadata}
+            write_text(self._description_path, json.dumps({"asked": request} | state))
         except BaseException:
             self._remove_files()
             raise
@@ -141,17 +141,18 @@ class DraftSink(TileSink):
         )
 
     def _list_lost_metadata(self, like: TileSource) -> None:
-        """List in `lost` the metadata of the `like` image that the file does not store."""
+        """List in `lost_metadata` the metadata of the `like` image that the file does not store."""
         for name in like.metadata_names():
             copied, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
             declared = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
             missing = [axis for axis in declared if axis not in (copied or ())]
             if defaults and missing:
-                self.lost.append(name if missing == declared else f"{name} of {' '.join(missing)}")
+                self.lost_metadata.append(name if missing == declared else f"{name} of {' '.join(missing)}")
             elif not defaults and copied is None:
-                self.lost.append(name)
-        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost]
-        self.lost = names[:_MAX_NAMES] + ([f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else [])
+                self.lost_metadata.append(name)
+        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost_metadata]
+        more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+        self.lost_metadata = names[:_MAX_NAMES] + more
 
     def _require_disk_space(self) -> None:
         """Raise OutputError if there is no disk space for all cells, uncompressed."""

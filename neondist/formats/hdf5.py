@@ -90,8 +90,10 @@ class HDF5Source(TileSource):
         for name in (*_DEFAULT_ARRAY_NAMES, *(names if len(names) == 1 else ())):
             if name in names:
                 return name
-        choices = ", ".join(f"{path}:{name}" for name in names) or "none"
-        raise DataError(f"{path}: no unique data set; name one: {choices}")
+        choices = ", ".join(f"{path}:{name}" for name in names)
+
+        problem = f"several arrays; specify one of {choices}" if names else "no array; specify another file"
+        raise DataError(f"{path}: contains {problem}")
 
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes, or None if the file does not name them, the dtype of the values, and metadata for sinks."""

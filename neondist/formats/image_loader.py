@@ -138,7 +138,7 @@ class ImageLoader:
             _MODE_WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
         )
         if target not in _KEPT_MODES:
-            raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
+            raise DataError(f"{path}: has {mode} pixels; convert them (--mode RGB), or save them as RGB")
         return str(target)
 
     def _convert_image(self, path: Path, image: Any) -> Any:
@@ -151,14 +151,14 @@ class ImageLoader:
             target = self.mode
             if mode in _WIDE_MODES:
                 raise DataError(
-                    f"{path}: has {mode} pixels, with values beyond the 8 bits of --mode {self.mode}; leave --mode"
-                    " out, or scale them to 0 ... 255 yourself"
+                    f"{path}: has {mode} pixels, with values beyond the 8 bits of mode {self.mode}; leave the"
+                    " mode out, or scale them to 0 ... 255 yourself"
                 )
             if transparent and target != "RGBA":
                 image = image.convert("RGBA")
                 if image.getextrema()[-1][0] < 255:
                     raise DataError(
-                        f"{path}: has transparent pixels, which --mode {target} would lose; give --mode RGBA, or"
+                        f"{path}: has transparent pixels, which mode {target} would lose; use mode RGBA, or"
                         " composite it on a background yourself"
                     )
         image = image if image.mode == target else image.convert(target)

@@ -57,9 +57,9 @@ class NetCDFSource(HDF5Source):
         if len(largest) == 1:
             return largest[0]
         if not ndims:
-            raise DataError(f"{path}: has no numeric variable of two or more dimensions; name a variable: {path}:NAME")
+            raise DataError(f"{path}: has no numeric variable of two or more dimensions; give a variable: {path}:NAME")
         choices = ", ".join(f"{path}:{name}" for name in ndims)
-        raise DataError(f"{path}: has several variables; name one: {choices}")
+        raise DataError(f"{path}: has several variables; specify one: {choices}")
 
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         where = f"{self._file.filename}:{self._name}"
@@ -68,16 +68,18 @@ class NetCDFSource(HDF5Source):
                 f"{self._file.filename}: its variable is nested in more than {_MAX_NESTING} groups; move it up"
             )
         if _lacks_coordinates(array):
-            raise DataError(f"{where}: is a dimension without coordinates; name a variable")
+            raise DataError(f"{where}: is a dimension without coordinates; specify a variable")
         if not is_numeric(array):
-            raise DataError(f"{where}: holds text, records or lists, not numbers; name a variable of numbers")
+            raise DataError(f"{where}: holds text, records or lists, not numbers; specify a variable of numbers")
         self._packing = Packing(where, array.dtype, _all_attributes(array), has_default_fill=True)
         dimensions = self._dimensions(array)
         names = tuple(name for name, _ in dimensions)
         axes = self._axes_option
         if axes is None and array.ndim:
             coordinates = {name: self._variable_metadata(name, one) for name, one in dimensions if one is not None}
-            for name in split_words(array.attrs["coordinates"]) if "coordinates" in _storable(array, "", []) else ():
+            for name in (
+                split_words(array.attrs["coordinates"]) if "coordinates" in _storable_attributes(array, "", []) else ()
+            ):
                 other = self._find_in_scope(name)
                 if name not in coordinates and other is not None:
                     coordinates[name] = self._variable_metadata(name, other)
@@ -172,16 +174,16 @@ class NetCDFSource(HDF5Source):
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the file as '/', the variable as '', and those it refers to; and the names of unreadable ones."""
-        array, lost = self._array, list[str]()
+        array, unreadable = self._array, list[str]()
         with hdf5_read_errors(Path(self.path)):
-            variables = [AuxiliaryVariable("/", (), None, _storable(self._file, "", lost))]
-            own = _storable(array, "", [])
-            lost += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
-            along = [self._load_variable(name, one, lost) for name, one in self._dimensions(array) if name]
+            variables = [AuxiliaryVariable("/", (), None, _storable_attributes(self._file, "", unreadable))]
+            own = _storable_attributes(array, "", [])
+            unreadable += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
+            axes = [self._load_variable(name, one, unreadable) for name, one in self._dimensions(array) if name]
             variables += conventions.collect_referenced_variables(
-                own, along, lambda name: self._load_variable(name, self._find_in_scope(name), lost)
+                own, axes, lambda name: self._load_variable(name, self._find_in_scope(name), unreadable)
             )
-        return variables, list(dict.fromkeys(lost))
+        return variables, list(dict.fromkeys(unreadable))
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the variable."""
@@ -192,20 +194,20 @@ class NetCDFSource(HDF5Source):
         """Return the names of the variable's metadata."""
         return list_metadata_names(*self.auxiliary_variables())
 
-    def _load_variable(self, name: str, array: Any, lost: list[str]) -> AuxiliaryVariable:
+    def _load_variable(self, name: str, array: Any, unreadable: list[str]) -> AuxiliaryVariable:
         if array is None:
-            lost.append(name)
+            unreadable.append(name)
             return AuxiliaryVariable(name, (), None, {})
         dimensions = tuple(dimension for dimension, _ in self._dimensions(array))
         if _lacks_coordinates(array):
             return AuxiliaryVariable(name, dimensions, None, {})
         if is_numeric(array) and "" not in dimensions and array.nbytes <= conventions.MAX_COORDINATE_BYTES:
-            attributes = _storable(array, f"{name}:", lost)
+            attributes = _storable_attributes(array, f"{name}:", unreadable)
             unread = [
                 one for one, value in _all_attributes(array).items() if value is None and one not in _OWN_ATTRIBUTES
             ]
             return AuxiliaryVariable(name, dimensions, read_array(array, name), attributes, tuple(unread))
-        lost.append(name)
+        unreadable.append(name)
         return AuxiliaryVariable(name, dimensions, None, {})
 
 
@@ -221,7 +223,7 @@ class NetCDFSink(HDF5Sink):
 
     Attributes
     ----------
-    lost : list of str
+    lost_metadata : list of str
         Names of metadata that cannot be stored.
     """
 
@@ -246,10 +248,10 @@ class NetCDFSink(HDF5Sink):
     def _write_metadata(self, arrays: Sequence[Any], like: TileSource | None) -> None:
         file, names, variables = arrays[0].file, dict[str, str](), list[AuxiliaryVariable]()
         if like is not None:
-            variables, self.lost = like.auxiliary_variables()
+            variables, self.lost_metadata = like.auxiliary_variables()
             self._copied_metadata = {
-                name: set() for name in list_metadata_names(variables, self.lost)
-            }  # others are in `lost`
+                name: set() for name in list_metadata_names(variables, self.lost_metadata)
+            }  # others are in `lost_metadata`
             stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             names = {letter: name for letter, name in stored if name}
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
@@ -264,7 +266,7 @@ class NetCDFSink(HDF5Sink):
                     sizes, kept[one.name] = sizes | extents, one
                     file[one.name] = one.values
                 else:
-                    self.lost.append(one.name)
+                    self.lost_metadata.append(one.name)
         for number, (name, n) in enumerate(sizes.items()):
             if name not in kept:
                 file[name] = np.zeros(n, ">f4")
@@ -286,15 +288,15 @@ class NetCDFSink(HDF5Sink):
                     for target in [file[one.name]] if one.name else arrays:
                         target.attrs[key] = value
                 else:
-                    self.lost.append(f"{one.name}:{key}" if one.name else key)
+                    self.lost_metadata.append(f"{one.name}:{key}" if one.name else key)
         for array, (_, attributes) in zip(arrays, self._options["variables"] or (), strict=False):
             for key, value in attributes.items():
                 array.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
-        self.lost = list(dict.fromkeys(self.lost))
+        self.lost_metadata = list(dict.fromkeys(self.lost_metadata))
 
 
-def _storable(item: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
-    """Return attributes that are numbers or fixed-length text; append others, except netCDF's own, to `lost`."""
+def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[str, Any]:
+    """Return attributes that are numbers or fixed-length text; append others, except netCDF's own, to `unreadable`."""
     kept: dict[str, Any] = {}
     for name in item.attrs:
         if name in _OWN_ATTRIBUTES or name.startswith("_N"):
@@ -302,7 +304,7 @@ def _storable(item: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
         if _has_text(item, name) or (is_numeric(item.attrs.get_id(name)) and item.attrs.get_id(name).shape is not None):
             kept[name] = item.attrs[name]
         else:
-            lost.append(f"{prefix}{name}")
+            unreadable.append(f"{prefix}{name}")
     return kept
 
 
@@ -327,7 +329,7 @@ def _users_of_dimension(scale: Any) -> list[tuple[int, int]]:
 
 def _all_attributes(array: Any) -> dict[str, Any]:
     """Return all attributes: text as str, numbers as arrays, None for others and for variable-length text."""
-    values = dict.fromkeys(array.attrs) | _storable(array, "", [])
+    values = dict.fromkeys(array.attrs) | _storable_attributes(array, "", [])
     return {name: v.decode(errors="replace") if isinstance(v, bytes) else v for name, v in values.items()}
 
 

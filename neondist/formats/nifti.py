@@ -70,8 +70,8 @@ class NIfTISource(TileSource):
             scaled = (proxy.slope, proxy.inter) != (1, 0)
             self._value_dtype = np.dtype(np.float64) if scaled else stored
             usual = "".join(_NIFTI_AXES[axis] for axis in kept)
-            facts = _volume_metadata(image.header, kept, axes or usual, usual)
-            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._value_dtype, metadata=facts)
+            metadata = _volume_metadata(image.header, kept, axes or usual, usual)
+            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
 
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._array_proxy.shape)
@@ -163,15 +163,15 @@ def _volume_metadata(header: Any, kept_axes: list[int], axes: str, default_axes:
     units = {
         axis: time if name == "T" else space for axis, name in zip(axes, default_axes, strict=False) if name in "XYZT"
     }
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "scale": {axis: float(zooms[at]) for axis, at in zip(axes, kept_axes, strict=False) if at < len(zooms)},
         "units": {axis: unit for axis, unit in units.items() if unit},
     }
     if header["qform_code"] or header["sform_code"]:
-        facts["affine" if axes == default_axes else f"affine of {default_axes}"] = (
+        metadata["affine" if axes == default_axes else f"affine of {default_axes}"] = (
             header  # under another name if axes are renamed
         )
     for name, fields in (_TIMING_FIELDS | _OTHER_METADATA_FIELDS).items():
         if any(header[one].tobytes().strip(b"\0") for one in fields):
-            facts[name] = header
-    return facts | ({"extensions": header} if len(header.extensions) else {})
+            metadata[name] = header
+    return metadata | ({"extensions": header} if len(header.extensions) else {})

@@ -66,13 +66,13 @@ def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
     except ElementTree.ParseError:
         return {"OME-XML": text}
     images = [one for one in root if _tag_name(one) == "Image"]
-    scale, units, facts = dict[str, float](), dict[str, str](), dict[str, Any]()
+    scale, units, other = dict[str, float](), dict[str, str](), dict[str, Any]()
     if image_number < len(images):
         for one in images[image_number].iter():
             structural = _LAYOUT_ATTRIBUTES.get(_tag_name(one), set())
-            facts |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
+            other |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
             if (one.text or "").strip() and _tag_name(one) != "UUID":
-                facts[_tag_name(one)] = (one.text or "").strip()
+                other[_tag_name(one)] = (one.text or "").strip()
         for pixels in (one for one in images[image_number] if _tag_name(one) == "Pixels"):
             for axis, name in _SIZE_ATTRIBUTES.items():
                 if (size := _to_float(pixels.get(name))) is not None and isfinite(size):
@@ -80,18 +80,18 @@ def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
                     unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
                     units |= {axis: unit} if unit != _NO_UNIT else {}
                 elif name in pixels.attrib:
-                    facts[f"Pixels {name}"] = pixels.get(name)
-    facts |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
-    return {"scale": scale, "units": units, **facts}
+                    other[f"Pixels {name}"] = pixels.get(name)
+    other |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
+    return {"scale": scale, "units": units, **other}
 
 
 def max_plane_count(attributes: Mapping[str, str]) -> float:
     """Return the largest number of planes, or of plane indices, that an element of OME-XML specifies."""
-    numbers = {name: _to_float(value) or 0.0 for name, value in attributes.items()}
-    counts = [numbers.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
-    counts.append(prod(numbers.get(f"Size{axis}", 1.0) for axis in "ZCT"))
-    if {"Start", "End"} <= {*numbers}:
-        counts.append(abs(numbers["End"] - numbers["Start"]) / (abs(numbers.get("Step", 1.0)) or 1e-30))
+    values = {name: _to_float(value) or 0.0 for name, value in attributes.items()}
+    counts = [values.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
+    counts.append(prod(values.get(f"Size{axis}", 1.0) for axis in "ZCT"))
+    if {"Start", "End"} <= {*values}:
+        counts.append(abs(values["End"] - values["Start"]) / (abs(values.get("Step", 1.0)) or 1e-30))
     return max(inf if isnan(count) else count for count in counts)
 
 
@@ -145,8 +145,8 @@ class MultiscaleImage:
 
     def to_variable_metadata(self) -> VariableMetadata:
         """Return names and types, from which the axes are inferred."""
-        along = zip(self.names, self.axis_types, strict=False)
-        coordinates = {name: VariableMetadata((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
+        named_types = zip(self.names, self.axis_types, strict=False)
+        coordinates = {name: VariableMetadata((name,), {"_CoordinateAxisType": kind}) for name, kind in named_types}
         return VariableMetadata(tuple(self.names), {}, coordinates)
 
     def array_metadata(self, axes: str) -> dict[str, Any]:

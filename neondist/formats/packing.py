@@ -131,14 +131,14 @@ class Packing:
             bound += 1 << 8 * self._stored_dtype.itemsize
         return bound
 
-    def _representable(self, numbers: np.ndarray) -> list[Any]:
+    def _representable(self, candidates: np.ndarray) -> list[Any]:
         """Return the numbers that the stored type represents exactly, without rounding or wrap-around of integers."""
         if self._stored_dtype.kind == "f":
             with np.errstate(over="ignore", invalid="ignore"):
-                cast = numbers.ravel().astype(self._stored_dtype)
-            return list(cast[np.isfinite(cast) == np.isfinite(numbers.ravel())])
+                cast = candidates.ravel().astype(self._stored_dtype)
+            return list(cast[np.isfinite(cast) == np.isfinite(candidates.ravel())])
         exact = []
-        for number in numbers.ravel().tolist():
+        for number in candidates.ravel().tolist():
             if isinstance(number, float) and not number.is_integer():
                 continue
             whole = int(number)

@@ -69,9 +69,11 @@ class FolderSource(TileSource):
         self._files = image_files_in(path)
         with open_source(self._files[0], level=level) as first:
             shape, chunks = first.shape, first.chunks
-            facts = {f"{name} of each image": None for name in first.metadata_names()}
+            metadata = {f"{name} of each image": None for name in first.metadata_names()}
             stacked = (len(self._files), *shape)
-            super().__init__(path, "N" + first.axes, stacked, first.dtype, chunks and (1, *chunks), first.levels, facts)
+            super().__init__(
+                path, "N" + first.axes, stacked, first.dtype, chunks and (1, *chunks), first.levels, metadata
+            )
         self._level = level
         for file in self._files[1:]:
             self._open_image(file).close()

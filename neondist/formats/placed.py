@@ -60,8 +60,8 @@ class Placement:
                 whole -= 1
             at = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
             for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
-                along = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
-                at = np.add.outer(at, np.array(along, np.int64) * strides[axis]).ravel()
+                places = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
+                at = np.add.outer(at, np.array(places, np.int64) * strides[axis]).ravel()
             yield relative_slices(part, cells), at, item * prod(extents[whole - 1 :])
 
 
@@ -84,9 +84,9 @@ class PlacedSink(DraftSink):
         os.truncate(self._draft, max(end, self._draft.stat().st_size))
         return asdict(place)
 
-    def _open_draft(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, values: dict[str, Any]) -> None:
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
         self._placement = Placement(**fields)
         self._stored_axes = Axes(self._placement.axes)

@@ -43,7 +43,7 @@ class Format:
     sink: str | Callable[..., TileSink] | None = None
     package: str = ""
 
-    def load(self, role: str, path: Path) -> Callable[..., Any]:
+    def import_factory(self, role: str, path: Path) -> Callable[..., Any]:
         """Return the factory of a 'source' or a 'sink'; MissingPackageError if its library is not installed."""
         factory = self.source if role == "source" else self.sink
         if factory is None:
@@ -115,7 +115,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
         raise DataError(f"{text}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
         raise DataError(f"{text}: no such file; check the path")
-    source: TileSource = kind.load("source", file)(file, inside, level or 0, axes)
+    source: TileSource = kind.import_factory("source", file)(file, inside, level or 0, axes)
     if not 0 <= (level or 0) < source.levels:
         source.close()
         raise DataError(f"{text}: has no level {level}; its levels are 0 to {source.levels - 1}")
@@ -172,7 +172,7 @@ def create_sink(
     path, kind = Path(path), _format_by_suffix(Path(path))
     if kind is None:
         raise ConfigError(f"{path}: unknown file type; choose from {_list_choices('sink')}")
-    make = kind.load("sink", path)
+    make = kind.import_factory("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
     ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
     if len(axes) != len(extents) or not ordered or min(extents) < 1:

@@ -108,11 +108,13 @@ class TIFFSource(TileSource):
             named[y], named[x] = named[x], named[y]
         flips = (("Y", _FLIPPED_Y), ("X", _FLIPPED_X))
         self._flipped_axes = [stored.index(axis) for axis, codes in flips if orientation in codes]
-        masks, facts = _mask_numbers(images, number), image_metadata(self._tiff, path, number, level)
-        facts = rename_metadata_axes(facts, stored, "".join(named), orientation) | ({"mask": None} if masks else {})
+        masks, metadata = _mask_numbers(images, number), image_metadata(self._tiff, path, number, level)
+        metadata = rename_metadata_axes(metadata, stored, "".join(named), orientation) | (
+            {"mask": None} if masks else {}
+        )
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
         super().__init__(
-            name, "".join(named), shape, series.dtype, chunks, len(levels), facts, axes_given=axes is not None
+            name, "".join(named), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes is not None
         )
         if series.dtype.kind == "f":
             check_side_file_nodata(path)

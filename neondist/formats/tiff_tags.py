@@ -42,34 +42,34 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
     first, key = levels[0].keyframe, levels[level].keyframe
     ratio = {"X": first.imagewidth / key.imagewidth, "Y": first.imagelength / key.imagelength}
     tags = {tag.code: tag.value for tag in first.tags}
-    facts: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if place := {code: tags[code] for code in GEOREFERENCE_TAGS if code in tags}:
         scaled = _scaled_georeference(place, ratio) if level else place
-        facts["georeference" if scaled else "georeference of level 0"] = scaled or place
+        metadata["georeference" if scaled else "georeference of level 0"] = scaled or place
     if {*RESOLUTION_TAGS[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
         x, y = (_to_float(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
-        facts["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
+        metadata["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
     described = {"imagej": file.is_imagej, "ome": file.is_ome, "shaped": first.is_shaped}
     for code, name in _OTHER_TAG_NAMES.items():
         if code in tags and not (code == 270 and any(described.values())):
-            facts[name] = tags[code]
+            metadata[name] = tags[code]
     if file.is_ome:
-        facts |= metadata_from_xml(file.ome_metadata, image_number)
+        metadata |= metadata_from_xml(file.ome_metadata, image_number)
     elif file.is_imagej:
-        facts |= _imagej_metadata(file.imagej_metadata or {}, tags)
+        metadata |= _imagej_metadata(file.imagej_metadata or {}, tags)
     elif first.is_shaped:
         shaped: dict[str, Any] = (file.shaped_metadata or ({},))[0]
-        facts |= {str(name): value for name, value in shaped.items() if name not in ("shape", "axes", "truncate")}
+        metadata |= {str(name): value for name, value in shaped.items() if name not in ("shape", "axes", "truncate")}
     elif match := _MICRONS_PER_PIXEL.search(str(tags.get(270, ""))):
-        facts |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
-    if "scale" in facts:
-        facts["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in facts["scale"].items()}
-    facts |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
+        metadata |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
+    if "scale" in metadata:
+        metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
+    metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
     for suffix in _SIDE_FILE_SUFFIXES:
         for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
             if side.is_file():
-                facts[f"side file {side.name}"] = None
-    return facts
+                metadata[f"side file {side.name}"] = None
+    return metadata
 
 
 def nodata_value(path: Path, keyframe: Any) -> float | None:
@@ -100,7 +100,9 @@ def rename_metadata_axes(metadata: dict[str, Any], stored: str, axes: str, orien
     renamed = dict[str, Any]()
     for name, value in metadata.items():
         if name in AXIS_METADATA_DEFAULTS:
-            renamed[name] = {to: value[of] for of, to in zip(stored, axes, strict=False) if of in value}
+            renamed[name] = {
+                to: value[stored_axis] for stored_axis, to in zip(stored, axes, strict=False) if stored_axis in value
+            }
         else:
             renamed[
                 f"{name} before it is turned" if rearranged and name in _ORIENTATION_DEPENDENT_METADATA else name

@@ -31,7 +31,7 @@ def require_no_pickle(name: str, array: Any) -> None:
 
 
 def dimension_names(array: Any) -> tuple[str, ...]:
-    """Return the names of the dimensions, '' for one without; () if the array names none."""
+    """Return the names of the dimensions, '' for an unnamed one; () if none is named."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get(_DIMENSION_NAMES_ATTRIBUTE) or ()
     if not isinstance(names, (list, tuple)) or len(names) != array.ndim or not any(names):
         return ()
@@ -67,14 +67,14 @@ def variable_metadata(array_path: Path, array: Any) -> VariableMetadata:
 
 
 def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
-    """Return the variables that an array refers to, itself as '', and the names of those that cannot be read."""
-    lost = list[str]()
+    """Return the variables that an array refers to, the array itself under '', and the names of unreadable ones."""
+    unreadable = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:
         other = _find_in_scope(array_path, name)
         if other is None:
             if name not in dimension_names(array):
-                lost.append(name)
+                unreadable.append(name)
             return AuxiliaryVariable(name, (), None, {})
         names = dimension_names(other)
         if (
@@ -83,18 +83,19 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
             or len(names) != other.ndim
             or "" in names
         ):
-            lost.append(name)
+            unreadable.append(name)
             return AuxiliaryVariable(name, names, None, {})
         require_no_pickle(f"{array_path.parent}:{name}", other)
-        return AuxiliaryVariable(name, names, np.asarray(other[...]), _encoded_attributes(other, f"{name}:", lost))
+        attributes = _encoded_attributes(other, f"{name}:", unreadable)
+        return AuxiliaryVariable(name, names, np.asarray(other[...]), attributes)
 
     return collect_referenced_variables(
-        _encoded_attributes(array, "", lost), [load(name) for name in dimension_names(array) if name], load
-    ), lost
+        _encoded_attributes(array, "", unreadable), [load(name) for name in dimension_names(array) if name], load
+    ), unreadable
 
 
 def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or the variable with most dimensions that no other variable refers to."""
+    """Return the only array, or the variable with the most dimensions that no other variable refers to."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
         auxiliary = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
@@ -102,8 +103,9 @@ def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
         candidates = {key: array for key, array in arrays.items() if key not in auxiliary} or candidates
         candidates = {key: a for key, a in candidates.items() if a.ndim == max(one.ndim for one in candidates.values())}
     if len(candidates) != 1:
-        choices = ", ".join(f"{name}:{key}" for key in arrays) or "none"
-        raise DataError(f"{name}: no unique data set; name one: {choices}")
+        choices = ", ".join(f"{name}:{key}" for key in arrays)
+        problem = f"several arrays; specify one of {choices}" if arrays else "no array; specify another file"
+        raise DataError(f"{name}: contains {problem}")
     return next(iter(candidates))
 
 
@@ -127,10 +129,10 @@ def _find_in_scope(array_path: Path, name: str) -> Any:
     return None
 
 
-def _encoded_attributes(array: Any, prefix: str, lost: list[str]) -> dict[str, Any]:
-    """Return numbers, and text as bytes; append the names of other attributes, with the prefix, to `lost`."""
+def _encoded_attributes(array: Any, prefix: str, unreadable: list[str]) -> dict[str, Any]:
+    """Return numbers, and text as bytes; append the names of other attributes, with the prefix, to `unreadable`."""
     values = decoded_attributes(array)
-    lost += [f"{prefix}{name}" for name, value in values.items() if value is None]
+    unreadable += [f"{prefix}{name}" for name, value in values.items() if value is None]
     encoded = {name: value.encode() if isinstance(value, str) else value for name, value in values.items()}
     if "_FillValue" in encoded and encoded["_FillValue"] is not None:
         encoded["_FillValue"] = np.ravel(encoded["_FillValue"])[-1].astype(array.dtype)
@@ -141,10 +143,10 @@ def _decode_attribute(value: Any) -> Any:
     if isinstance(value, str):
         return value
     try:
-        numbers = np.asarray(value)
+        converted = np.asarray(value)
     except ValueError:
         return None
-    return numbers if numbers.dtype.kind in "iuf" and numbers.size else None
+    return converted if converted.dtype.kind in "iuf" and converted.size else None
 
 
 def _decode_fill_value(text: str) -> Any:

@@ -44,7 +44,7 @@ class ZarrSource(TileSource):
 
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
         if ".." in name_in_file.split("/"):
-            raise DataError(f"{name}: points outside the folder; name an array in it")
+            raise DataError(f"{name}: points outside the folder; specify an array in it")
         with read_errors(name):
             if name_in_file.strip("/") and not (path / name_in_file.strip("/")).exists():
                 names = sorted(
@@ -65,17 +65,18 @@ class ZarrSource(TileSource):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_no_pickle(name, array)
             store.limit_chunks_to(array)
-            facts = dict[str, Any]()
+            metadata = dict[str, Any]()
             self._packing, self._array_path = None, path / name_in_file.strip("/") / at
             if image.names:
                 axes = axes or infer_axes(name, image.to_variable_metadata(), array.shape)
             elif dims := dimension_names(array):
-                self._packing, facts = Packing(name, array.dtype, decoded_attributes(array)), {"dimensions": list(dims)}
+                self._packing = Packing(name, array.dtype, decoded_attributes(array))
+                metadata = {"dimensions": list(dims)}
                 axes = axes or infer_axes(name, variable_metadata(self._array_path, array), array.shape)
             self._array = array
             if self._packing is None:
                 image.other_metadata |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
-                facts = image.array_metadata(axes or guess_axes(array.shape, name))
+                metadata = image.array_metadata(axes or guess_axes(array.shape, name))
             super().__init__(
                 name,
                 axes or guess_axes(array.shape, name),
@@ -83,7 +84,7 @@ class ZarrSource(TileSource):
                 array.dtype if self._packing is None else self._packing.dtype,
                 array.chunks,
                 len(paths),
-                facts,
+                metadata,
                 axes_given=axes is not None,
             )
 
@@ -216,11 +217,11 @@ class ZarrSink(DraftSink):
         halved = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
         return [axis for axis, name in enumerate(self.axes) if name in halved]
 
-    def _open_draft(self, facts: dict[str, Any]) -> None:
+    def _open_draft(self, values: dict[str, Any]) -> None:
         import zarr
 
-        self._levels = [zarr.open_array(str(self._draft / name), mode="r+") for name in facts["levels"]]
-        self._stored_axes, self._nearest = Axes(facts["axes"]), facts["nearest"]
+        self._levels = [zarr.open_array(str(self._draft / name), mode="r+") for name in values["levels"]]
+        self._stored_axes, self._nearest = Axes(values["axes"]), values["nearest"]
         self._lock_fd = os.open(
             str(self._draft) + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
         )
@@ -265,7 +266,7 @@ def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage
         ome = attributes.pop("ome", attributes)
         members = _image_collection(ome)
         if members:
-            raise DataError(f"{name}: is {members[0]}, not one image; name one of them, such as {name}/{members[1]}")
+            raise DataError(f"{name}: is {members[0]}, not one image; specify one of them, such as {name}/{members[1]}")
         if images := ome.get("multiscales"):
             rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
             return node, parse_multiscale(images[0], level, rest)

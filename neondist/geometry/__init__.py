@@ -13,8 +13,8 @@ from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
 from .lattice import Cells, Lattice, Range, as_ranges, clip_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
-from .plan import HaloPlan, Kinds, Level, RepartitionPlan, TransferPlan, fold, halo_volume, sources_within
-from .regions import Overlapping, hulls, joined, sources, view_cells
+from .plan import HaloPlan, Kinds, Level, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
+from .regions import Overlapping, hull_of_ranges, hull_partition, source_cells, view_cells
 from .transfer import DimRequest, Piece, Transfer
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -46,17 +46,17 @@ __all__ = [
     "clip_ranges",
     "coords_of",
     "factorisations",
-    "fold",
+    "fold_index",
     "grid_shape",
     "halo_volume",
     "hull_of",
-    "hulls",
+    "hull_of_ranges",
+    "hull_partition",
     "index_of",
-    "joined",
     "part_range",
     "same_padding",
     "shift_range",
-    "sources",
+    "source_cells",
     "sources_within",
     "to_slice",
     "view_cells",

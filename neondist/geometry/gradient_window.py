@@ -31,12 +31,14 @@ class GradientWindow(Window):
         """Whether the window is pointwise."""
         return self.window.pointwise
 
-    def _fit(self, axis: int, n: int) -> int:
+    def _output_extent_along(self, axis: int, n: int) -> int:
         return self.extent[axis]
 
     def needs(self, out: Box) -> Box:
         """Return the box of output cells of the window that depend on the input cells `out`."""
-        return Box.from_ranges(hull_of(self.along(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes()))
+        return Box.from_ranges(
+            hull_of(self.axis_window(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes())
+        )
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""
@@ -50,9 +52,9 @@ class GradientWindow(Window):
         """Return the inverse of the window's scale factor."""
         return 1, self.window.stride[axis]
 
-    def along(self, axis: int) -> Window:
+    def axis_window(self, axis: int) -> Window:
         """Return the window of one axis."""
-        return GradientWindow(self.window.along(axis), self.extent[axis : axis + 1])
+        return GradientWindow(self.window.axis_window(axis), self.extent[axis : axis + 1])
 
     def check(self, extent: Sequence[int]) -> None:
         """Accept every extent."""

@@ -118,13 +118,13 @@ def grid_shape(
     choices = factorisations(per_plane, 2) if not rest else []
     fitting = [(r, c) for r, c in choices if rows in (None, r) and cols in (None, c)]
     if not fitting:
-        raise GridError(_explain(ranks, replicas, rows, cols, planes, choices))
+        raise GridError(_mismatch_message(ranks, replicas, rows, cols, planes, choices))
     # a tie between r x c and c x r goes to more rows: a halo along H is one contiguous run
     best = min(fitting, key=lambda rc: (abs(rc[0] - rc[1]), -rc[0]))
     return GridShape(replicas, *best, planes)
 
 
-def _explain(
+def _mismatch_message(
     ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, choices: list[tuple[int, ...]]
 ) -> str:
     requested = f"{replicas} replicas x " + (f"{planes} planes x " if planes > 1 else "")

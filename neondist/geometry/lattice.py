@@ -77,7 +77,7 @@ def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
 
 def hull_of(cells: Cells) -> Range:
     """Return the smallest range that contains all cells."""
-    return (cells[0].start, max(each[-1] for each in cells) + 1) if cells else (0, 0)
+    return (cells[0].start, max(one[-1] for one in cells) + 1) if cells else (0, 0)
 
 
 def as_ranges(indices: Sequence[int]) -> Cells:

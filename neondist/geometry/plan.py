@@ -117,7 +117,7 @@ class HaloPlan(TransferPlan):
         outputs : Partition, optional
             Outputs that each tile computes; default: the output is partitioned like the input.
         """
-        axes = _axes(partition, window, outputs)
+        axes = _axis_plans(partition, window, outputs)
         own, places = partition.box(tile), list(zip(axes, partition.coords(tile), strict=True))
         need = Box.from_ranges(axis.needs[at] for axis, at in places)
         seen = Box.from_ranges(axis.sources[at] for axis, at in places)
@@ -136,7 +136,7 @@ class HaloPlan(TransferPlan):
     @classmethod
     @lru_cache(maxsize=512)
     def kinds(cls, cells: Partition, window: Window, outputs: Partition | None = None, level: Level = "all") -> Kinds:
-        """Return the kinds of parts: plans of tiles whose parts are of the same kinds are alike.
+        """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
 
         Parameters
         ----------
@@ -144,13 +144,13 @@ class HaloPlan(TransferPlan):
             Property that plans of the same kinds share: message sizes; extents of boxes, and whether they are trivial;
             everything except position.
         """
-        axes = _axes(cells, window, outputs)
+        axes = _axis_plans(cells, window, outputs)
         return Kinds(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
 
 
 def halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = [axis.request.counts for axis in _axes(partition, window)]
+    counts = [axis.request.counts for axis in _axis_plans(partition, window)]
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
@@ -217,8 +217,8 @@ class _Axis:
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode, self.n = partition, axis, window.modes[axis], partition.extent[axis]
         self.own, step = partition.ranges_along(axis), window.stride[axis]
-        self.needs, along = needs_along(outputs, window, axis), window.along(axis)
-        self.used = [along.used_cells(lo, hi) for lo, hi in outputs.ranges_along(axis)]
+        self.needs, axis_window = needs_along(outputs, window, axis), window.axis_window(axis)
+        self.used = [axis_window.used_cells(lo, hi) for lo, hi in outputs.ranges_along(axis)]
         for part, ((lo, hi), (first, last)) in enumerate(zip(self.needs, self.own, strict=True)):
             if lo >= hi:  # an empty view lies within its own cells
                 self.needs[part] = (min(max(lo, first), last),) * 2
@@ -246,7 +246,7 @@ class _Axis:
         if hi - lo == sum(map(len, used)):
             return (range(*self.sources[part]),)
         return as_ranges(
-            sorted({i if 0 <= i < self.n else fold(i, self.n, self.mode) for cells in used for i in cells})
+            sorted({i if 0 <= i < self.n else fold_index(i, self.n, self.mode) for cells in used for i in cells})
         )
 
     def kinds(self, level: Level) -> list[Hashable]:
@@ -276,7 +276,7 @@ class _Axis:
 _axis = lru_cache(maxsize=512)(_Axis)  # shared by the plans of all tiles
 
 
-def _axes(partition: Partition, window: Window, outputs: Partition | None = None) -> list[_Axis]:
+def _axis_plans(partition: Partition, window: Window, outputs: Partition | None = None) -> list[_Axis]:
     """Return all axes; by default the output is partitioned like the input."""
     if outputs is None and window.pointwise:
         outputs = partition
@@ -290,7 +290,7 @@ def needs_along(outputs: Partition, window: Window, axis: int) -> list[Range]:
     ranges = outputs.ranges_along(axis)
     if window.pointwise:
         return ranges
-    axis_window = window.along(axis)
+    axis_window = window.axis_window(axis)
     return [next(axis_window.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
 
@@ -301,11 +301,11 @@ def sources_within(lo: int, hi: int, n: int, mode: str) -> Range:
     if mode == "zeros":
         return max(lo, 0), min(hi, n)
     turning = (lo, -1, 0, n - 1, n, hi - 1)  # fold is monotonic between these
-    cells = [fold(i, n, mode) for i in turning if lo <= i < hi]
+    cells = [fold_index(i, n, mode) for i in turning if lo <= i < hi]
     return min(cells), max(cells) + 1
 
 
-def fold(i: Any, n: int, mode: str) -> Any:
+def fold_index(i: Any, n: int, mode: str) -> Any:
     """Return the cell in [0, n) from which cell i (or each cell of an array) is filled: reflect, replicate or wrap."""
     if mode == "wrap":
         return i % n

@@ -37,10 +37,10 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
-def hulls(first: Partition, other: Partition) -> Overlapping:
+def hull_partition(first: Partition, other: Partition) -> Overlapping:
     """Return the hull of each part over two partitions."""
     axes = range(len(first.parts))
-    ranges = tuple(tuple(map(joined, first.ranges_along(axis), other.ranges_along(axis))) for axis in axes)
+    ranges = tuple(tuple(map(hull_of_ranges, first.ranges_along(axis), other.ranges_along(axis))) for axis in axes)
     return Overlapping(first.extent, first.parts, first.copies, ranges)
 
 
@@ -50,7 +50,7 @@ def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> O
     return Overlapping(extent, outputs.parts, outputs.copies, ranges)
 
 
-def sources(
+def source_cells(
     outputs: Partition, window: Window, extent: tuple[int, ...], owners: Partition | None = None
 ) -> Overlapping:
     """Return the cells of an image that each part of `outputs` depends on; the nearest cell if there are none.
@@ -70,12 +70,14 @@ def sources(
         for part, view in enumerate(views):
             lo, hi = sources_within(*view, n, window.modes[axis])
             nearest = min(max(lo, 0), n - 1)
-            axis_ranges.append(joined((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
+            axis_ranges.append(
+                hull_of_ranges((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part))
+            )
         ranges.append(tuple(axis_ranges))
     return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
 
 
-def joined(a: Range, b: Range) -> Range:
+def hull_of_ranges(a: Range, b: Range) -> Range:
     """Return the hull of two ranges; empty ranges are ignored."""
     if a[0] >= a[1]:
         return b

@@ -223,7 +223,7 @@ class Transfer:
         """Whether no rank needs anything of another."""
         if not self.separable:
             return not self._sends
-        return not any(each.crosses for each in self.requests) or not all(any(each.needs) for each in self.requests)
+        return not any(one.crosses for one in self.requests) or not all(any(one.needs) for one in self.requests)
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:

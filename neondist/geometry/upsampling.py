@@ -30,7 +30,7 @@ class Upsampling(Window):
         """Whether every output cell depends only on the input cell at the same position."""
         return super().pointwise and all(factor == 1 for factor in self.factor)
 
-    def _fit(self, axis: int, n: int) -> int:
+    def _output_extent_along(self, axis: int, n: int) -> int:
         return n * self.factor[axis]
 
     def needs(self, out: Box) -> Box:
@@ -56,7 +56,7 @@ class Upsampling(Window):
         """Return (1, factor)."""
         return 1, self.factor[axis]
 
-    def along(self, axis: int) -> Window:
+    def axis_window(self, axis: int) -> Window:
         """Return the window of one axis."""
         return Upsampling(self.factor[axis : axis + 1], self.linear)
 

@@ -114,10 +114,10 @@ class Window:
     def output_extent(self, extent: int | Sequence[int]) -> int | tuple[int, ...]:
         """Return the number of windows along every axis (an int is the extent of axis 0)."""
         if isinstance(extent, Sequence):
-            return tuple(self._fit(axis, n) for axis, n in enumerate(extent))
-        return self._fit(0, int(extent))
+            return tuple(self._output_extent_along(axis, n) for axis, n in enumerate(extent))
+        return self._output_extent_along(0, int(extent))
 
-    def _fit(self, axis: int, n: int) -> int:
+    def _output_extent_along(self, axis: int, n: int) -> int:
         return max(0, (n + sum(self.padding[axis]) - self.span[axis]) // self.stride[axis] + 1)
 
     def needs(self, out: Box) -> Box:
@@ -138,7 +138,7 @@ class Window:
         """Return integers a and b such that a shift by b outputs shifts the window by a input cells."""
         return self.stride[axis], 1
 
-    def along(self, axis: int) -> Window:
+    def axis_window(self, axis: int) -> Window:
         """Return the window of one axis."""
         window = copy(self)
         for field in ("kernel", "stride", "padding", "dilation"):

@@ -1,7 +1,7 @@
 """Halo exchange: views of tiled activations, exact or by a border scheme.
 
 In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: memory of
-one view. exchange: gathering of ghost cells from their owners, and the adjoint, which scatters and adds. padding: cells
+one view. exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding: cells
 copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes for several layers,
 which recompute cells of other tiles and leave the exchange exact. redistribute: activations on another grid.
 """
@@ -14,7 +14,7 @@ from .policies.every import Every
 from .policies.halo import Halo
 from .policies.halo_oneway import HaloOneway
 from .policies.names import as_scheme, scheme_names, scheme_text
-from .policies.narrow_halo import halo_in
+from .policies.narrow_halo import halo_in_precision
 from .policies.quantised import Quantised
 from .policies.stale import Stale
 from .policies.tower import Tower
@@ -37,7 +37,7 @@ __all__ = [
     "Stale",
     "Tower",
     "as_scheme",
-    "halo_in",
+    "halo_in_precision",
     "scheme_names",
     "scheme_text",
 ]

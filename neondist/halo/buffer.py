@@ -11,7 +11,7 @@ from ..backends import Backend
 from ..comm import Exchange, Message, ProcessGrid
 from ..geometry import Box, HaloPlan, Lattice
 from .exchange import WHOLE, HaloExchange, Phase
-from .padding import fold_back, fold_in
+from .padding import add_padding_gradient, fill_padding
 from .policies.base import ExchangePolicy
 
 Slots = tuple[Any, Any]
@@ -41,7 +41,7 @@ class HaloBuffer:
     tile, view : parts of `cells` that the tile owns and that its window needs
     dtile, dview : the same parts of `gradient`
     gather, scatter_add : HaloExchange
-        Gathering of ghost cells from their owners, and its adjoint.
+        Gathering of halo cells from their owners, and its adjoint.
     """
 
     def __init__(self, owner: Owner, samples: int, slots: Slots = (None, None)) -> None:
@@ -76,7 +76,7 @@ class HaloBuffer:
         self._exchange(self.gather)
         for target, source in self.wrapped:
             self.cells[target] = self.cells[source]
-        fold_in(self.cells, self.plan)
+        fill_padding(self.cells, self.plan)
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
@@ -84,7 +84,7 @@ class HaloBuffer:
         self.phase = phase
         if dview is not self.dview:
             self.kernels.copy(dview, self.dview_place())
-        fold_back(self.gradient, self.plan)
+        add_padding_gradient(self.gradient, self.plan)
         self._exchange(self.scatter_add)
         for target, source in self.wrapped:
             self.gradient[source] += self.gradient[target]
@@ -105,7 +105,7 @@ class HaloBuffer:
         for index, part in self._border(place):
             part[...] = self.cells[index]
 
-    def restored(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
+    def rebuild_view(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
         """Rebuild the view in other memory from the border saved in `place`; `write` fills in the tile."""
         cells = self._new(slot)
         for index, part in self._border(place):
@@ -117,9 +117,9 @@ class HaloBuffer:
         """Yield the index of each box around the tile, and its part of `place`."""
         start = 0
         for box in self.plan.buffer.outside(self.plan.own):
-            numbers = box.size * self.owner.channels
-            yield self.index(box), place[:, start : start + numbers].reshape(-1, *box.shape, self.owner.channels)
-            start += numbers
+            elements = box.size * self.owner.channels
+            yield self.index(box), place[:, start : start + elements].reshape(-1, *box.shape, self.owner.channels)
+            start += elements
 
     def dview_place(self) -> Any:
         """Return the view's part of the gradient, with zeros around it."""
@@ -130,10 +130,10 @@ class HaloBuffer:
             self.gradient[...] = 0
         return self.dview
 
-    def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
+    def create_exchange(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return a new exchange of messages, and record it."""
-        owner, numbers = self.owner, [self.cells[cells].size for _, cells in halo.sends]
-        owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
+        owner, elements = self.owner, [self.cells[cells].size for _, cells in halo.sends]
+        owner.policy.check_messages(elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
         exchange = owner.grid.tile_comm.create_exchange(sends, receives)
         exchange.observers = owner.grid.observers
         owner.recorded.append((halo.direction, exchange))

@@ -1,4 +1,4 @@
-"""Halo exchange of one view: gathering of ghost cells from their owners, and the adjoint, which scatters and adds.
+"""Halo exchange of one view: gathering of halo cells from their owners, and the adjoint, which scatters and adds.
 
 This is the interface of policies, which know neither boxes nor messages.
 """
@@ -48,7 +48,7 @@ class Buffer(Protocol):
     def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
         """Return the index of cells of the image in the buffer."""
 
-    def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
+    def create_exchange(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return a new exchange of messages, and record it."""
 
 
@@ -133,7 +133,7 @@ class HaloExchange:
     def _direct(self) -> Exchange:
         """Exchange directly between arrays."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
-        return self.buffer.planned(self, *ends)
+        return self.buffer.create_exchange(self, *ends)
 
     @cached_property
     def _packed(self) -> PackedExchange:
@@ -151,9 +151,9 @@ class PackedExchange:
 
     def __init__(self, halo: HaloExchange, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> None:
         self.kernels = halo.buffer.kernels
-        self.outgoing, self.sends, sends = _messages(halo, halo.sends, shape, dtype)
-        self.incoming, self.receives, receives = _messages(halo, halo.receives, shape, dtype)
-        self.exchange = halo.buffer.planned(halo, sends, receives)
+        self.outgoing, self.sends, sends = _create_messages(halo, halo.sends, shape, dtype)
+        self.incoming, self.receives, receives = _create_messages(halo, halo.receives, shape, dtype)
+        self.exchange = halo.buffer.create_exchange(halo, sends, receives)
 
     def start(self, messages: Sequence[Any] | None = None) -> None:
         """Send copies of these arrays, one for each message, or the contents of `outgoing`; finished by `wait`."""
@@ -167,7 +167,7 @@ class PackedExchange:
         return self.receives
 
 
-def _messages(
+def _create_messages(
     halo: HaloExchange, regions: Sequence[Region], shape: Callable[[Shape], Shape] | None, dtype: Any
 ) -> tuple[Any, list[Any], list[Message]]:
     """Return a flat array, its parts (one for each message), and the messages."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..registry.ranges import Count, Positive
-from ..system.machine import Machine, MachineFigures, read_machine
+from ..system.machine import Machine, MachineProfile, read_machine
 from .exchange import HaloExchange
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
@@ -35,8 +35,8 @@ class Fusion(Halo):
     @abstractmethod
     def __init__(self) -> None: ...
 
-    def planner_figures(self, ranks: int, samples: int | None = None) -> MachineFigures | None:
-        """Return the machine figures by which a planner fuses layers; None: fuse up to `layers` layers.
+    def planner_profile(self, ranks: int, samples: int | None = None) -> MachineProfile | None:
+        """Return the machine profile by which a planner fuses layers; None: fuse up to `layers` layers.
 
         Parameters
         ----------
@@ -56,7 +56,7 @@ def fusion_of(scheme: ExchangePolicy | None) -> Fusion | None:
 class DeepHalo(Fusion):
     """One wide halo exchange for several layers, and one return of gradients.
 
-    Ghost cells in between are computed redundantly by every tile that needs them.
+    Halo cells in between are computed redundantly by every tile that needs them.
 
     Consecutive layers of a chain with this scheme are fused, together with the pointwise layers between them.
     Normalisation counts every cell once.
@@ -67,7 +67,7 @@ class DeepHalo(Fusion):
         Number of windowed layers that share an exchange.
     """
 
-    formula = "each way n c (2 R (h + w) + 4 R²) numbers once for all layers of a segment; R is their radius together"
+    formula = "each way n c (2 R (h + w) + 4 R²) elements once for all layers of a segment; R is their radius together"
 
     def __init__(self, layers: Count = 2) -> None:
         self.layers = layers
@@ -98,7 +98,7 @@ class OverlapTile(Fusion):
 
     backward = forward
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return zeros: nothing is exchanged."""
         return 0, 0, 0
 
@@ -107,12 +107,12 @@ class Auto(DeepHalo):
     """`deep_halo` with segments chosen by a planner for the grid: the higher the latency, the longer the segments.
 
     The planner adds the cost of an inner tile's exchanges and of its redundant computation, and chooses the cheapest
-    division of a chain into segments by dynamic programming. It is only as good as the machine figures.
+    division of a chain into segments by dynamic programming. It is only as good as the machine profile.
 
     Parameters
     ----------
     machine : str, optional
-        A file written by `neondist bench model calibrate`, or one like it, whose figures for the link between the
+        A file written by `neondist bench model calibrate`, or one like it, whose values for the link between the
         grid's ranks are used. The parameters below override it.
     latency : float, optional
         Seconds per message.
@@ -140,9 +140,9 @@ class Auto(DeepHalo):
         super().__init__(layers=10**9)
         self.machine: Machine | None = None if machine is None else read_machine(Path(machine).expanduser())
 
-    def planner_figures(self, ranks: int, samples: int | None = None) -> MachineFigures:
-        """Return the given figures, those of the machine, or defaults."""
-        figures = MachineFigures() if self.machine is None else self.machine.planner_figures(ranks)
+    def planner_profile(self, ranks: int, samples: int | None = None) -> MachineProfile:
+        """Return the given profile, that of the machine, or defaults."""
+        profile = MachineProfile() if self.machine is None else self.machine.planner_profile(ranks)
         if samples is not None:
-            figures = replace(figures, samples=samples)
-        return replace(figures, **self.overrides)
+            profile = replace(profile, samples=samples)
+        return replace(profile, **self.overrides)

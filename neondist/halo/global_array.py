@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.namespace import to_host
 from ..backends import Backend, get_backend
-from ..comm import CALL_FACT, Exchange, ProcessGrid, Reductions, check_alike, reduction_group
+from ..comm import CALL_KEY, Exchange, ProcessGrid, Reductions, check_equal_on_ranks, reduction_group
 from ..errors import GridError, ShapeError
 from ..geometry import Box, HaloPlan, Partition, Window, part_range
 from ..registry.arguments import type_checked
@@ -17,7 +17,7 @@ from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
-from .redistribute import Boxes, boxes_of, redistribute
+from .redistribute import BoxesForSampleCount, boxes_of, redistribute
 
 
 class GlobalArray:
@@ -84,9 +84,9 @@ class GlobalArray:
         self.memory: dict[tuple[int, str], dict[str, Any]] = {}
         self.recorded: list[tuple[str, Exchange]] = []
         self.reductions = Reductions(grid)
-        self.cut()
+        self.repartition()
 
-    def cut(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
+    def repartition(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
         """Repartition the array before first use, into tiles that may overlap and are then complete without messages.
 
         Parameters
@@ -98,9 +98,9 @@ class GlobalArray:
         """
         grid, window = self.grid, self.window or Window.of_one(len(self.extent))
         self.tiles = grid.partition(self.extent) if tiles is None else tiles
-        self.take(HaloPlan.of(self.tiles, window, grid.tile, outputs))
+        self.use_plan(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
-    def take(self, plan: HaloPlan) -> None:
+    def use_plan(self, plan: HaloPlan) -> None:
         """Use the tile and the view of a plan, before first use."""
         self.plan, grid = plan, self.grid
         self.own, self.need = plan.own, plan.need
@@ -110,12 +110,7 @@ class GlobalArray:
         self._buffers: dict[tuple[int, int], HaloBuffer] = {}
 
     @property
-    def held(self) -> int:
-        """Number of elements per sample of the view together with its tile."""
-        return self.plan.buffer.size * self.channels
-
-    @property
-    def outside(self) -> tuple[tuple[int, int], ...] | None:
+    def zero_padding_cells(self) -> tuple[tuple[int, int], ...] | None:
         """Number of zero padding cells at both ends of each axis of the view; None: padding may be nonzero."""
         if self.window is None or self.window.mode != "zeros" or self.window.fill != 0:
             return None
@@ -126,7 +121,7 @@ class GlobalArray:
         return tuple(sides)
 
     @property
-    def tiled(self) -> bool:
+    def is_tiled(self) -> bool:
         """False for a vector, which is replicated on the ranks of all tiles."""
         return bool(self.extent)
 
@@ -183,7 +178,7 @@ class GlobalArray:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
         if self.grid.size > 1:
-            self.grid.note_replicated("the array given to scatter", to_host(whole))
+            self.grid.record_replicated("the array given to scatter", to_host(whole))
         lo, hi = self.grid.sample_range(len(whole))
         return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
@@ -229,22 +224,22 @@ class GlobalArray:
 
         return self._redistribute(tile, other, boxes)
 
-    def owned(self, tile: Any) -> Any:
+    def owned_part(self, tile: Any) -> Any:
         """Return the part of an array on this rank's tile that no other rank also holds."""
         own = self.grid.tile_box(self.extent).relative_to(self.own)
         return tile[(slice(None), *own.slices)]
 
-    def total(self, array: Any, replicas: bool = False) -> Any:
+    def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over tiles (and replicas) of values that each rank computed on its own cells.
 
         A vector is replicated, so nothing is summed over the tiles. The input array is not modified; the result is a
         new array on every rank.
         """
-        group, total = reduction_group(self.tiled, replicas), array.copy()
+        group, total = reduction_group(self.is_tiled, replicas), array.copy()
         return total if group is None else self.reductions.allreduce(group, total)
 
     def buffer(self, samples: int, number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
-        """Return the memory for batches of so many samples (of this rank's replica).
+        """Return the memory for batches of this number of samples (of this rank's replica).
 
         Parameters
         ----------
@@ -259,7 +254,7 @@ class GlobalArray:
         return self._buffers[key]
 
     @property
-    def exchanges(self) -> dict[tuple[int, str], HaloExchange]:
+    def exchanges_by_samples_and_direction(self) -> dict[tuple[int, str], HaloExchange]:
         """The halo exchanges used so far, by number of samples and direction."""
         return {
             (samples, halo.direction): halo
@@ -267,32 +262,35 @@ class GlobalArray:
             for halo in (buffer.gather, buffer.scatter_add)
         }
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Wait for all pending messages, so that none arrives in a released buffer."""
         for _, exchange in self.recorded:
             exchange.finish()
 
-    def remembered(self) -> dict[tuple[int, str], list[Any]]:
+    def scheme_state(self) -> dict[tuple[int, str], list[Any]]:
         """Return copies of the policy's state from earlier steps, by number of samples and direction."""
-        return {key: [array.copy() for array in self.policy.remembered(halo)] for key, halo in self.exchanges.items()}
+        return {
+            key: [array.copy() for array in self.policy.get_state(halo)]
+            for key, halo in self.exchanges_by_samples_and_direction.items()
+        }
 
-    def remember(self, memory: dict[tuple[int, str], list[Any]]) -> None:
-        """Replace the policy's state by a result of `remembered`; collective."""
-        self.settle()
+    def restore_scheme_state(self, memory: dict[tuple[int, str], list[Any]]) -> None:
+        """Replace the policy's state by a result of `scheme_state`; collective."""
+        self.wait_for_messages()
         for samples, _ in memory:
             self.buffer(samples)
-        for key, halo in self.exchanges.items():
-            self.policy.remember(halo, memory.get(key, []))
+        for key, halo in self.exchanges_by_samples_and_direction.items():
+            self.policy.set_state(halo, memory.get(key, []))
 
     def renew_buffers(self) -> None:
         """Recreate the buffers for the current transport of `grid.tile_comm`; policies keep their state; collective."""
-        memory = self.remembered()
-        self.settle()
+        memory = self.scheme_state()
+        self.wait_for_messages()
         self._buffers = {}
         self.memory.clear()
-        self.remember({key: arrays for key, arrays in memory.items() if arrays})
+        self.restore_scheme_state({key: arrays for key, arrays in memory.items() if arrays})
 
-    def _redistribute(self, tile: Any, other: GlobalArray, target: Boxes) -> Any:
+    def _redistribute(self, tile: Any, other: GlobalArray, target: BoxesForSampleCount) -> Any:
         return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
 
     def _convert(self, name: str, array: Any) -> Any:
@@ -308,8 +306,8 @@ class GlobalArray:
     def _check_call(self, call: str, array: Any) -> None:
         """Check that all ranks of the replica make the same call, unless layers call."""
         if not self.reuse:
-            facts = {CALL_FACT: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
-            check_alike(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, facts)
+            values = {CALL_KEY: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
+            check_equal_on_ranks(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, values)
 
     def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:

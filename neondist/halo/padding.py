@@ -1,4 +1,4 @@
-"""Cells copied from inside, and the adjoint: padding from inside the image, ghost cells from inside the own tile.
+"""Cells copied from inside, and the adjoint: padding from inside the image, halo cells from inside the own tile.
 
 Both proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies cells that HaloPlan
 includes in the buffer.
@@ -11,25 +11,25 @@ from math import isinf
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..geometry import Box, HaloPlan, Lattice, fold
+from ..geometry import Box, HaloPlan, Lattice, fold_index
 
 Index = Callable[[Box | Lattice], tuple[slice, ...]]
 """Returns the index of cells of the image in an array of the buffer."""
 
 
-def fold_in(buffer: Any, plan: HaloPlan) -> None:
+def fill_padding(buffer: Any, plan: HaloPlan) -> None:
     """Fill the cells outside the image from cells inside."""
-    for target, source in _pairs(plan):
+    for target, source in _index_pairs(plan):
         buffer[target] = buffer[source]
 
 
-def fold_back(gradient: Any, plan: HaloPlan) -> None:
+def add_padding_gradient(gradient: Any, plan: HaloPlan) -> None:
     """Add the gradient of the cells outside the image to the cells from which they were copied."""
-    for target, source in reversed(list(_pairs(plan))):
+    for target, source in reversed(list(_index_pairs(plan))):
         gradient[source] += gradient[target]
 
 
-def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
+def _index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
     """Yield (padding layer, source layer) as indices into the buffer; a layer is one cell thick."""
     if plan.need.empty:
         return
@@ -39,7 +39,7 @@ def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
         before = (slice(None),) * (axis + 1)
         start = plan.buffer.lo[axis]
         for cell in (*range(lo, min(0, hi)), *range(max(n, lo), hi)):
-            yield (*before, cell - start), (*before, fold(cell, n, mode) - start)
+            yield (*before, cell - start), (*before, fold_index(cell, n, mode) - start)
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
@@ -55,7 +55,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
             buffer[target] = 0 if isinf(constant) else constant
             continue
         cells = buffer[index(own)]
-        for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
+        for axis, sources in enumerate(_source_indices(piece.target, own, mode), start=1):
             cells = cells.take(sources, axis=axis)
         buffer[target] = cells
 
@@ -67,7 +67,7 @@ def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> No
         return
     for piece in plan.receives:
         cells = gradient[index(piece.target)]
-        for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
+        for axis, sources in enumerate(_source_indices(piece.target, own, mode), start=1):
             before, shape = (slice(None),) * axis, list(cells.shape)
             shape[axis] = own.shape[axis - 1]
             folded = namespace(cells).zeros(shape, cells.dtype)
@@ -77,15 +77,15 @@ def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> No
         gradient[index(own)] += cells
 
 
-def _sources(target: Lattice, own: Box, mode: str) -> list[list[int]]:
+def _source_indices(target: Lattice, own: Box, mode: str) -> list[list[int]]:
     """Return, for every axis, the cells of the tile from which those of `target` are copied."""
     return [
-        [mirror(cell - start, stop - start, mode) for cell in cells]
+        [source_cell(cell - start, stop - start, mode) for cell in cells]
         for cells, (start, stop) in zip(target.ranges, own.axes(), strict=True)
     ]
 
 
-def mirror(i: int, n: int, mode: str) -> int:
+def source_cell(i: int, n: int, mode: str) -> int:
     """Return the cell of a tile of n cells from which cell i is filled; reflection may repeat."""
     if mode != "reflect":
         return min(max(i, 0), n - 1)

@@ -10,11 +10,11 @@ from ..arrays.namespace import to_host
 from ..comm import ProcessGrid, Redistribution
 from ..geometry import Box, Partition
 
-Boxes = Callable[[int], Sequence[Box]]
+BoxesForSampleCount = Callable[[int], Sequence[Box]]
 """Returns the box (samples, *spatial, C) of each rank, given the total number of samples."""
 
 
-def redistribute(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...], target: Boxes) -> Any:
+def redistribute(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...], target: BoxesForSampleCount) -> Any:
     """Return this rank's `target` box on the host, given its tile; collective over all ranks."""
     tiles = grid.partition(extent)
     ends = [0, *accumulate(grid.world.allgather(len(tile))[:: grid.shape.tiles])]

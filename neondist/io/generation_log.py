@@ -55,7 +55,7 @@ class GenerationLog:
         """Append an event."""
         append_text(self.path, format_event(event, **fields))
 
-    def note(self, event: str, **fields: Any) -> None:
+    def log_event(self, event: str, **fields: Any) -> None:
         """Append an event, ignoring errors, so that the run continues."""
         with suppress(OutputError):
             self.add(event, **fields)

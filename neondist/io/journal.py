@@ -46,7 +46,7 @@ class Journal:
             words = (line.split(" ") for line in lines[1:-1])  # text after the last line break is incomplete
             self._completed_parts = {int(word[0]) for word in words if word == [word[0], self._line_checksum(word[0])]}
 
-    def done(self, job: dict[str, Any], overwrite: bool) -> set[int]:
+    def completed_parts(self, job: dict[str, Any], overwrite: bool) -> set[int]:
         """Return the numbers of the completed parts.
 
         Parameters
@@ -67,26 +67,26 @@ class Journal:
         if differ and not overwrite:
             raise OutputError(
                 f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
-                " resume it, or --overwrite to start over"
+                " resume it, or overwrite to start over"
             )
         return set() if differ else set(self._completed_parts)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no part was completed when the journal was read."""
         return not self._completed_parts
 
-    def begin(self, job: dict[str, Any]) -> None:
+    def start_job(self, job: dict[str, Any]) -> None:
         """Start the journal of a job without completed parts."""
         text = json.dumps({"title": _FILE_TITLE, **job})
         write_text(self.path, text + "\n")
         self.recorded_job, self._header_checksum, self._completed_parts = job, zlib.crc32(text.encode()), set()
 
-    def add(self, part: int) -> None:
+    def record_part(self, part: int) -> None:
         """Record a completed part, whose data is on disk."""
         append_text(self.path, f"{part} {self._line_checksum(str(part))}\n")
 
-    def remove(self) -> None:
+    def delete_file(self) -> None:
         """Remove the journal of a completed job."""
         with file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)

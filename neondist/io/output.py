@@ -79,14 +79,14 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
         if world.rank == 0:
             created = missing_folders(folder)
             if resume is True and not folder.exists():
-                raise DataError(f"{folder}: no run to resume; check --output, or give --resume auto")
+                raise DataError(f"{folder}: no run to resume; check output, or set resume to auto")
             make_folder(folder)
             lock = FolderLock(folder)
             try:
                 if not (resume or overwrite) and has_run(folder):
                     raise ConfigError(
-                        f"output: {folder} has a run already; continue it with --resume, replace it with"
-                        " --overwrite, or choose another folder with --output"
+                        f"output: {folder} has a run already; resume it (--resume), overwrite it (--overwrite), or"
+                        " choose another folder (--output)"
                     )
             except BaseException:
                 lock.release()
@@ -171,7 +171,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    with file_errors(path, "cannot be removed", "check permissions, or choose another folder with --output"):
+    with file_errors(path, "cannot be removed", "check permissions, or choose another output folder"):
         path.unlink(missing_ok=True)
 
 

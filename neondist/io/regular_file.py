@@ -67,7 +67,7 @@ def read_bytes(
     with open_regular(path, root) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise DataError(f"{path}: is larger than {max_bytes:,} bytes, the limit for such files; name another")
+        raise DataError(f"{path}: is larger than {max_bytes:,} bytes, the limit for such files; specify another")
     return content
 
 

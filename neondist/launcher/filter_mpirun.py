@@ -28,9 +28,9 @@ _EXIT_NOTICES = (
 def copy_stream(source: int, target: int, notice_filter: NoticeFilter | None = None) -> None:
     """Copy one file descriptor to another until end of file, through an optional filter."""
     while chunk := os.read(source, 1 << 16):
-        _write(target, notice_filter.feed(chunk) if notice_filter else chunk)
+        _write_all(target, notice_filter.feed(chunk) if notice_filter else chunk)
     if notice_filter:
-        _write(target, notice_filter.flush())
+        _write_all(target, notice_filter.flush())
 
 
 class NoticeFilter:
@@ -112,7 +112,7 @@ class NoticeFilter:
         return b"" if self.dropped_last_block else held_lines
 
 
-def _write(target: int, data: bytes) -> None:
+def _write_all(target: int, data: bytes) -> None:
     """Write all data; ignore a closed reader or a full disk, which must not end the job."""
     with suppress(OSError):
         while data:

@@ -51,7 +51,7 @@ def run_generations(
     with SnapshotKeepers(addresses) as snapshot_keepers:
         run = _SupervisedRun(arguments, experiment, log, snapshot_keepers, start, sleep)
         code = run.run()
-        run.note("end", code=code)
+        run.log_event("end", code=code)
     return code
 
 
@@ -105,7 +105,7 @@ class _SupervisedRun:
                 self.report_change(members)
             else:
                 if ending.loss:
-                    self.note("loss", what=ending.loss)
+                    self.log_event("loss", what=ending.loss)
                     self.snapshot_keepers.exit_message = ""  # for --resume
                 return report_loss(ending, self.arguments)
 
@@ -122,7 +122,9 @@ class _SupervisedRun:
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
         self.checkpoints_before = self.find_checkpoints()
         spares = {"spares": members.spares} if self.roster.spares else {}
-        self.note("start", ranks=members.ranks, grid=self.grid_factors(members.ranks), hosts=members.hosts, **spares)
+        self.log_event(
+            "start", ranks=members.ranks, grid=self.grid_factors(members.ranks), hosts=members.hosts, **spares
+        )
         say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
         self.roster.keep_size_of(members)
         variables = {GENERATION: str(self.generation), **self.snapshot_keepers.environment}
@@ -134,7 +136,7 @@ class _SupervisedRun:
         self.restarts += 1
         self.loss_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
-        self.note("loss", what=ending.loss, host=", ".join(hosts) or None)
+        self.log_event("loss", what=ending.loss, host=", ".join(hosts) or None)
         number, left_out = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
@@ -147,7 +149,7 @@ class _SupervisedRun:
         before = members.hosts or {}
         added = [host for host, count in slots.items() if count > before.get(host, 0)]
         removed = [host for host, count in before.items() if slots.get(host, 0) < count]
-        self.note("hosts", added=added, removed=removed)
+        self.log_event("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
         say(f"hosts changed: {', '.join(texts)}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
 
@@ -212,10 +214,10 @@ class _SupervisedRun:
 
     def report_wait(self, text: str) -> None:
         """Report what the run waits for."""
-        self.note("wait", what=text)
+        self.log_event("wait", what=text)
         say(text)
 
-    def note(self, event: str, **fields: Any) -> None:
+    def log_event(self, event: str, **fields: Any) -> None:
         """Append an event to the log."""
         if self.log is not None:
-            self.log.note(event, generation=self.generation, **fields)
+            self.log.log_event(event, generation=self.generation, **fields)

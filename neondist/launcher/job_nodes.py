@@ -88,7 +88,7 @@ class JobNode:
         if fork_server is not None and (process := fork_server.start(words, env, name, output)) is not None:
             return process
         return subprocess.Popen(
-            safe_path.command("neondist", *words, ends_with_parent=True),
+            safe_path.python_command("neondist", *words, ends_with_parent=True),
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -156,7 +156,7 @@ class JobNodes:
             if process.stdout is not None:
                 process.stdout.close()
 
-    def drop_node(self, lost: str) -> None:
+    def drop_node(self, lost_node: str) -> None:
         """Remove a machine; its workers are distributed over the others.
 
         Raises
@@ -164,22 +164,24 @@ class JobNodes:
         NodeLostError
             No other machine is left.
         """
-        del self._nodes[lost]
+        del self._nodes[lost_node]
         if not self._nodes:
-            raise NodeLostError(lost)
-        workers = [name for name in self.workers if name != lost]
+            raise NodeLostError(lost_node)
+        workers = [name for name in self.workers if name != lost_node]
         while len(workers) < len(self.workers):
             workers.append(min(self._nodes, key=workers.count))
         self.workers = workers
 
-    def replace(self, lost: str, workers: Sequence[str]) -> str:
+    def replace(self, lost_node: str, workers: Sequence[str]) -> str:
         """Return the machine for a worker whose machine was lost: the reachable one with the fewest of `workers`.
 
         The lost machine is kept if it is reachable again, or if there is no other.
         """
         count = Counter(workers)
-        others = sorted((node for node in self._nodes.values() if node.name != lost), key=lambda node: count[node.name])
-        return next((node.name for node in (self._nodes[lost], *others) if node.is_reachable()), lost)
+        others = sorted(
+            (node for node in self._nodes.values() if node.name != lost_node), key=lambda node: count[node.name]
+        )
+        return next((node.name for node in (self._nodes[lost_node], *others) if node.is_reachable()), lost_node)
 
 
 def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
@@ -208,10 +210,10 @@ def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) 
     """Return the number of workers on each host, as `assign_workers`."""
     room = {node: count // tiles for node, count in slots.items()}
     if workers > sum(room.values()):
-        each, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
+        tiles_text, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
         raise LaunchError(
-            f"-n {workers * tiles}: the nodes have room for {counted(limit, 'worker')}{each}, each on one node; give at"
-            f" most -n {limit * tiles}, or list more cpus, gpus or slots"
+            f"-n {workers * tiles}: the nodes have room for {counted(limit, 'worker')}{tiles_text}, each on one node;"
+            f" give at most -n {limit * tiles}, or list more cpus, gpus or slots"
         )
     counts = {}
     for node, limit in room.items():
@@ -266,9 +268,9 @@ def _create_resource_node(placement: NodePlacement, report: NodeReport, local_ad
     variables = placement.variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, local_address, variables=variables)
-    remote_program = report.python, f"{report.facts['package']}/safe_path.py", MODULE
+    remote_program = report.python, f"{report.node_info['package']}/safe_path.py", MODULE
     # servers write checkpoints to the folder of the run
-    address = report.facts["address"] if report.facts["shared"] else ""
+    address = report.node_info["address"] if report.node_info["shared"] else ""
 
     def remote_command(words: Sequence[str]) -> list[str]:
         return ssh_command(report.node, placement.ssh_config, list(words), os.environ, _SSH_KEEP_ALIVE)

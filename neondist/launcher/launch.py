@@ -71,7 +71,7 @@ def launch(
             env |= {**job.environment, **monitor.environment}
             names = [name for name in _FORWARDED_VARIABLES if name in env]
             if placement is None:
-                command = [*mpirun.command(ranks, names), *safe_path.command(*rank_command(arguments))]
+                command = [*mpirun.command(ranks, names), *safe_path.python_command(*rank_command(arguments))]
             else:
                 command = placement.command(mpirun, rank_command(arguments), names, os.environ)
                 env = placement.environment(env)
@@ -172,7 +172,7 @@ def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ran
     variables = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
     if not threads.is_set_by_user(env):
         variables.update(dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(threads.threads_per_rank(ranks))))
-    variables |= pinning.environment(ranks, variables) if pin_ranks else {}
+    variables |= pinning.pinning_environment(ranks, variables) if pin_ranks else {}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         variables.update(COLUMNS=str(size.columns), LINES=str(size.lines))

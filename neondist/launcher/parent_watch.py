@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def parent_death_preexec() -> Callable[[], None] | None:
     """Return a `preexec_fn` by which a child receives SIGTERM when this process is killed (Linux).
 
-    Processes of neondist are bound by `safe_path.command`, which is safe with gRPC threads.
+    Processes of neondist are bound by `safe_path.python_command`, which is safe with gRPC threads.
     """
     if sys.platform != "linux":
         return None

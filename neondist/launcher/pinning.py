@@ -20,7 +20,7 @@ CPUS = "NEONDIST_CPUS"
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind `ranks` ranks with the threads in `env` to cores; empty if unbound."""
     setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
     thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)

@@ -58,7 +58,7 @@ class NodePlacement:
             start += ["--host", f"{report.node.address}:{report.ranks}"]
             if node_variables:
                 start += ["env", *(f"{name}={value}" for name, value in node_variables.items())]
-            safe_path_file = str(Path(report.facts["package"]) / "safe_path.py")
+            safe_path_file = str(Path(report.node_info["package"]) / "safe_path.py")
             parts += [":", *start, report.python, safe_path_file, *words]
         return [mpirun.path, *parts[1:]]
 
@@ -68,7 +68,7 @@ class NodePlacement:
         if threads.is_set_by_user({**env, **shared}):
             return dict(shared)
         return {
-            **dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(max(1, report.facts["cores"] // report.ranks))),
+            **dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(max(1, report.node_info["cores"] // report.ranks))),
             **shared,
         }
 
@@ -117,7 +117,7 @@ class HostPlacement:
         for host, ranks in self.hosts.items():
             start = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
             start = mpirun.command(ranks, names)[1:] if not parts else start
-            parts += [":", *start, "--host", f"{host}:{ranks}", *safe_path.command(*words)]
+            parts += [":", *start, "--host", f"{host}:{ranks}", *safe_path.python_command(*words)]
         return [mpirun.path, *parts[1:]]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:

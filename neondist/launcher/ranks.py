@@ -94,7 +94,7 @@ def run_on_ranks(
         return run_rank(SingleTransport())
     code = run_rank(_start_mpi(job, arguments.watchdog))
     with _limit_stall(job, arguments.watchdog, "the end of MPI"):
-        mpi.finish()
+        mpi.finalise_mpi()
     return code
 
 
@@ -116,7 +116,7 @@ def _run_and_report_errors(
 ) -> int:
     """Prepare and work; return the exit code of the work, or of an error.
 
-    User errors in `prepare` occur on all ranks alike. An error of one rank ends all of them, and one reports it.
+    User errors in `prepare` occur on all ranks. An error of one rank ends all of them, and one reports it.
     """
     from ..comm import end_job
 
@@ -205,7 +205,7 @@ def _start_mpi(job: Job, watchdog: Watchdog | None) -> Transport:
     if job.local_size:
         threads.limit_threads(job.local_size)
     with _limit_stall(job, watchdog, "the start of MPI"):
-        world = mpi.world()
+        world = mpi.world_transport()
     if (job.size or 1) > 1 and world.size == 1:
         raise LaunchError(
             f"mpirun has started {job.size} ranks, but mpi4py sees one: they belong to different MPI libraries;"

@@ -38,7 +38,7 @@ exit 2"""
 
 def remote_side_command(host: str) -> list[str]:
     """Return the command that runs the remote side on a host with the same files; it reports missing files."""
-    return ["sh", "-c", _REMOTE_SHELL_SCRIPT, host, *safe_path.command(MODULE)]
+    return ["sh", "-c", _REMOTE_SHELL_SCRIPT, host, *safe_path.python_command(MODULE)]
 
 
 class RemoteProcess:
@@ -116,7 +116,7 @@ def _run_request(requests: IO[str]) -> int:
         sys.stderr.write(f"error: {prefix}: {error.strerror}; share it, or copy it to the same path\n")
         return 2
     child = subprocess.Popen(
-        safe_path.command("neondist", *request["words"], ends_with_parent=True),
+        safe_path.python_command("neondist", *request["words"], ends_with_parent=True),
         stdin=subprocess.DEVNULL,
         env={**os.environ, **request["variables"]},
         start_new_session=True,

@@ -50,11 +50,11 @@ def check_demand(demand: Demand, source: HostSource | None) -> None:
     slots, capacity = sum(hosts.values()), sum(slots // demand.width for slots in hosts.values())
     if demand.high > capacity and (source is None or not source.is_script):
         place = f"{source.path} lists" if source is not None else "this machine has"
-        each = f" of {demand.width} tiles" if demand.width > 1 else ""
+        tiles_text = f" of {demand.width} tiles" if demand.width > 1 else ""
         remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
-            f"--num-workers {demand.low}:{demand.high}: {place} {slots} slots, too few for {demand.high} workers{each};"
-            f" {remedy} (localhost:SLOTS or HOST:SLOTS)"
+            f"--num-workers {demand.low}:{demand.high}: {place} {slots} slots, too few for {demand.high} workers"
+            f"{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 

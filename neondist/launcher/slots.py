@@ -103,8 +103,8 @@ class _Entry:
             held = Counter({str(host): count for host, count in fields["held"].items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        numbers = [order, low, high, width, *held.values()]
-        return cls(order, Demand(low, high, width), held) if all(map(_is_count, numbers)) else None
+        counts = [order, low, high, width, *held.values()]
+        return cls(order, Demand(low, high, width), held) if all(map(_is_count, counts)) else None
 
 
 class SlotTable:

@@ -57,7 +57,7 @@ class SnapshotKeepers:
         self._thread.join(2 * _TIMEOUT)
         for connection in list(self._connection_by_node.values()):
             if self.exit_message:
-                _dismiss(connection, self.exit_message)
+                _send_exit_message(connection, self.exit_message)
         for connection in list(self._connection_by_node.values()):
             if self.exit_message:
                 with suppress(OSError):  # the process exits once it has removed them
@@ -95,10 +95,10 @@ class SnapshotKeepers:
             previous = self._connection_by_node.pop(node.decode(errors="replace"), None)
             self._connection_by_node[node.decode(errors="replace")] = connection
             if previous is not None:
-                _dismiss(previous, "leave")
+                _send_exit_message(previous, "leave")
                 previous.close()
 
 
-def _dismiss(connection: socket.socket, word: str) -> None:
+def _send_exit_message(connection: socket.socket, word: str) -> None:
     with suppress(OSError):
         connection.sendall(f"{word}\n".encode())

@@ -192,11 +192,11 @@ class _SignalForwarder:
         if self.ranks_listen:
             self.send(self.deferred)
 
-    def send(self, numbers: list[int]) -> None:
+    def send(self, signal_numbers: list[int]) -> None:
         """Send and remove the signals of a list, to which more may be added meanwhile."""
-        while numbers and self.process is not None:
+        while signal_numbers and self.process is not None:
             with suppress(IndexError):
-                self.process.send_signal(numbers.pop(0))
+                self.process.send_signal(signal_numbers.pop(0))
 
 
 def _translate_signal(number: int, graceful: bool) -> int:
@@ -207,6 +207,6 @@ def _translate_signal(number: int, graceful: bool) -> int:
 
 def _install_handlers(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Install the handler for supported signals that are not ignored; return the previous handlers."""
-    numbers = [getattr(signal, name) for name in FORWARDED_SIGNALS if hasattr(signal, name)]
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    signal_numbers = [getattr(signal, name) for name in FORWARDED_SIGNALS if hasattr(signal, name)]
+    handled = [number for number in signal_numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, forward) for number in handled}

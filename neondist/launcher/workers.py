@@ -48,7 +48,7 @@ def _import_modules() -> None:
 
     from .. import train  # noqa: F401
     from ..io import environment  # noqa: F401
-    from ..services import recovery, server, training, worker_tasks  # noqa: F401
+    from ..services import master_client, recovery, server, training  # noqa: F401
     from ..torch.training.definition import load_capture
 
     load_capture()
@@ -103,8 +103,8 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     shape = experiment_grid_shape(experiment, ranks)
     if shape.replicas == 1:
         raise LaunchError(
-            f"strategy: servers are for several replicas, and {ranks} ranks are one of {shape.tiles} tiles; set"
-            f" grid.replicas, {remedy}"
+            f"strategy: servers are for several replicas, but {ranks} ranks form one replica of {shape.tiles} tiles;"
+            f" set grid.replicas, {remedy}"
         )
     assign_workers(arguments, shape.replicas, shape.tiles)
 
@@ -156,9 +156,9 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             except NodeLostError as lost:
                 nodes.drop_node(lost.node)
                 say(f"{lost.node} cannot be reached; continuing without it, from the servers' checkpoint", sys.stderr)
-                log.note("lost", host=lost.node)
+                log.log_event("lost", host=lost.node)
                 arguments.resume = "auto"
-        log.note("end", code=code)
+        log.log_event("end", code=code)
     return code
 
 
@@ -233,7 +233,7 @@ def _run_job(
         lambda index: _report_lost(master.address, addresses, token, index),
         elastic_slots,
         lambda: _fetch_progress(master.address, token),
-        log.note,
+        log.log_event,
     )
     arguments.signals.add_listener(workers.forward_signal)
     code = workers.watch_workers()
@@ -312,8 +312,8 @@ def _check_resume(arguments: argparse.Namespace) -> None:
     if not arguments.resume:
         if count is not None and not arguments.overwrite:
             raise ConfigError(
-                f"output: {arguments.folder} has a run already; continue it with --resume, replace it with"
-                " --overwrite, or choose another folder with --output"
+                f"output: {arguments.folder} has a run already; resume it (--resume), overwrite it (--overwrite), or"
+                " choose another folder (--output)"
             )
         return
     if count is None and (arguments.resume is True or has_run(arguments.folder)):

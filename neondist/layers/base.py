@@ -56,7 +56,7 @@ class Node(Registered, ABC):
         """Name unnamed nodes by prefix, class and a number from `counts`."""
 
     @abstractmethod
-    def distributed_twin(self) -> Node:
+    def distributed_counterpart(self) -> Node:
         """Return the distributed twin, under the same names."""
 
     @property
@@ -220,7 +220,7 @@ class Layer(LayerDescription):
         the output: results of `forward` are sent to the tiles that own the cells and added there.
     """
 
-    has_dist_twin = True
+    has_dist_counterpart = True
     distributed = False
     regions: tuple[Partition | None, Partition | None] = (None, None)
     activation: Activation | None = None
@@ -296,12 +296,12 @@ class Layer(LayerDescription):
         """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
         self.input = self.register_array(self.input_shape, self.window)
         if self.regions != (None, None):
-            self.input.cut(*self.regions)
+            self.input.repartition(*self.regions)
         self.ifmshape = self.input.local_shape[1:]
         self.ofmshape = (*self.tile.shape, self.output_shape[-1])
-        self.adjust_for_tile()
+        self.prepare_for_tile()
 
-    def adjust_for_tile(self) -> None:
+    def prepare_for_tile(self) -> None:
         """Create everything that depends on `tile`; called again for the tile of a strip or a block."""
 
     def register_array(self, shape: Shape, window: Window | None) -> GlobalArray:
@@ -318,7 +318,7 @@ class Layer(LayerDescription):
     def wait_for_messages(self) -> None:
         """Wait for pending messages of a border scheme; collective."""
         for array in self.arrays:
-            array.settle()
+            array.wait_for_messages()
 
     def lower(self, builder: Any, value: int) -> int:
         """Append this layer to the graph."""
@@ -329,7 +329,7 @@ class Layer(LayerDescription):
         """Name this layer, if it has no name."""
         self._set_default_name(prefix, counts)
 
-    def distributed_twin(self) -> Layer:
+    def distributed_counterpart(self) -> Layer:
         """Return a new layer of the distributed class, with the same arguments and name."""
         layer: Layer = dist_class(type(self))(**self.arguments() | {"name": self.name})
         return layer

@@ -16,8 +16,8 @@ from .reduction import Reduction
 class BatchNormLayer(NormLayer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
-    In training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their numbers
-    of cells; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
+    In training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cell
+    counts; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
     'var' (C,), the latter unbiased. Input and output (N, *spatial, C), local.
 
     Parameters
@@ -69,16 +69,16 @@ class BatchNormLayer(NormLayer):
         if ctx.training:
             ctx.save(count=ctx.reduced[0])
             running = ctx.state["mean"], ctx.state["var"]
-            numbers = self.kernels.batch_scale_and_shift(ctx.reduced, running, learned, self.momentum, self.eps)
+            channel_arrays = self.kernels.batch_scale_and_shift(ctx.reduced, running, learned, self.momentum, self.eps)
         else:
-            numbers = self.kernels.scale_and_shift(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
-        ctx.save(scale=numbers[3])
-        return self.normalise_view(ctx, view, *(array[None] for array in numbers[:3]))
+            channel_arrays = self.kernels.scale_and_shift(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
+        ctx.save(scale=channel_arrays[3])
+        return self.normalise_view(ctx, view, *(array[None] for array in channel_arrays[:3]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
-        (by_beta,), (along,) = self.backward_sums(ctx, dy)
-        by_gamma = along * ctx.scale
+        (by_beta,), (from_mean,) = self.backward_sums(ctx, dy)
+        by_gamma = from_mean * ctx.scale
         ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
 
@@ -88,10 +88,10 @@ class BatchNormLayer(NormLayer):
             return None
         if ctx.reduced is None:
             return self.view_gradient(ctx, dy, (ctx.params["gamma"] * ctx.scale)[None], None)
-        through, *statistics = self.kernels.batch_gradient_factors(
+        dy_factor, *statistics = self.kernels.batch_gradient_factors(
             ctx.reduced, ctx.count, ctx.params["gamma"], ctx.scale
         )
-        return self.view_gradient(ctx, dy, through[None], [array[None] for array in statistics])
+        return self.view_gradient(ctx, dy, dy_factor[None], [array[None] for array in statistics])
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

@@ -52,8 +52,8 @@ class Branches(Container):
         for layer, shape in zip(self.layers, shapes, strict=True):
             if shape[compared_axes] != shapes[0][compared_axes] or len(shape) != len(shapes[0]):
                 raise ShapeError(
-                    f"{type(self).__name__} '{self.name}': branch {_label(self.layers[0])} outputs {shapes[0]},"
-                    f" but branch {_label(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
+                    f"{type(self).__name__} '{self.name}': branch {_node_label(self.layers[0])} outputs {shapes[0]},"
+                    f" but branch {_node_label(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
                 )
         return shapes
 
@@ -98,5 +98,5 @@ class Concat(Branches):
         return [dy[..., stop - n : stop] for n, stop in zip(channels, accumulate(channels), strict=True)]
 
 
-def _label(node: Node) -> str:
+def _node_label(node: Node) -> str:
     return f"'{node.name}'" if node.leaves else f"'{node.name}' (the identity)"

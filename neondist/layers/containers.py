@@ -36,9 +36,9 @@ class Container(Node):
         for layer in self.layers:
             layer.give_names(f"{self.name}.", inner_counts)
 
-    def distributed_twin(self) -> Node:
+    def distributed_counterpart(self) -> Node:
         """Return the container of the twins."""
-        container: Node = type(self)([layer.distributed_twin() for layer in self.layers], name=self.name)
+        container: Node = type(self)([layer.distributed_counterpart() for layer in self.layers], name=self.name)
         return container
 
     @property

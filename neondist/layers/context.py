@@ -31,7 +31,7 @@ class Context:
 
 
 class BuiltLayer(Protocol):
-    """Facts about the layer of a call."""
+    """Properties of the layer of a call."""
 
     name: str | None
     context: Context

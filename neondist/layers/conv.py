@@ -127,7 +127,8 @@ class ConvLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
-        self.kernels.conv_into(y, view, ctx.params["weights"], *self._conv_args, bias, ctx.activate, self.input.outside)
+        zeros, weights = self.input.zero_padding_cells, ctx.params["weights"]
+        self.kernels.conv_into(y, view, weights, *self._conv_args, bias, ctx.activate, zeros)
         ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_deferred else y)
         return y
 
@@ -141,7 +142,7 @@ class ConvLayer(Layer):
             ctx.params["weights"],
             *self._conv_args,
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
-            self.input.outside,
+            self.input.zero_padding_cells,
             ctx.needs_weight_gradients,
             ctx.applies_relu_gradient,
             self.bias,

@@ -82,5 +82,5 @@ def _as_negative_padding(cropping: int | Sequence[Any]) -> Any:
     if isinstance(cropping, Sequence):
         return tuple(_as_negative_padding(side) for side in cropping)
     if cropping < 0:
-        raise ConfigError(f"cropping {cropping}: needs at least 0; use PadLayer to add cells")
+        raise ConfigError(f"cropping {cropping}: must be at least 0; use PadLayer to add cells")
     return -cropping

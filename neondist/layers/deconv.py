@@ -115,7 +115,7 @@ class DeconvLayer(Layer):
         self.scattered_output_array.reverse = self.reverse_halos
         inputs, outputs = self.regions
         if inputs is not None and outputs is not None:
-            self.scattered_output_array.cut(outputs, inputs)
+            self.scattered_output_array.repartition(outputs, inputs)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the contributions of this rank's windows to the outputs, including those of other tiles."""

@@ -42,15 +42,15 @@ class PerCellFilters(Filters):
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
-        return self.kernels.unshared_forward(view, weights, self.window.stride)
+        return self.kernels.locally_connected_forward(view, weights, self.window.stride)
 
     def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
-        return self.kernels.unshared_backward_input(z, weights, extent, self.window.stride)
+        return self.kernels.locally_connected_backward_input(z, weights, extent, self.window.stride)
 
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return the gradient of the weights."""
-        return self.kernels.unshared_backward_weights(view, dz, weights, self.window.stride)
+        return self.kernels.locally_connected_backward_weights(view, dz, weights, self.window.stride)
 
 
 class BlockFilters(Filters):
@@ -108,7 +108,7 @@ class BlockFilters(Filters):
         return self.window.stride, (1,) * len(self.window.kernel), 1
 
 
-def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
+def orthonormalise(weights: Any, ndim: int, scale: float) -> Any:
     """Return the nearest filters that are orthonormal up to the factor `scale`.
 
     The filters of one cell (or block) are the columns of a matrix M (kernel · C, out_channels); this is the symmetric

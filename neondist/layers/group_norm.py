@@ -69,7 +69,7 @@ class SampleNormLayer(NormLayer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
-        mean, var = (self._repeat_for_channels(numbers) for numbers in (moments[0], moments[1] / count))
+        mean, var = (self._repeat_for_channels(values) for values in (moments[0], moments[1] / count))
         scale, shift = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps)), ctx.xp.zeros_like(mean)
         ctx.save(scale=scale)
         if self.affine:
@@ -78,14 +78,16 @@ class SampleNormLayer(NormLayer):
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return this rank's sums for the statistics of the groups."""
-        offset, along = self.backward_sums(ctx, dy)
-        along = along * ctx.scale
+        by_beta, from_mean = self.backward_sums(ctx, dy)
+        by_gamma = from_mean * ctx.scale
         if self.affine:
-            ctx.grads["gamma"] = ctx.local_contribution(along.sum(axis=0))
-            ctx.grads["beta"] = ctx.local_contribution(offset.sum(axis=0))
-            along, offset = along * ctx.params["gamma"], offset * ctx.params["gamma"]
+            ctx.grads["gamma"] = ctx.local_contribution(by_gamma.sum(axis=0))
+            ctx.grads["beta"] = ctx.local_contribution(by_beta.sum(axis=0))
+            by_gamma, by_beta = by_gamma * ctx.params["gamma"], by_beta * ctx.params["gamma"]
         return (
-            ctx.xp.stack([self._sum_by_group(along), self._sum_by_group(offset)]) if ctx.needs_input_gradient else None
+            ctx.xp.stack([self._sum_by_group(by_gamma), self._sum_by_group(by_beta)])
+            if ctx.needs_input_gradient
+            else None
         )
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -93,21 +95,21 @@ class SampleNormLayer(NormLayer):
         if not ctx.needs_input_gradient:
             return None
         count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.groups_for(self.input_shape))
-        along, offset = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
-        through = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
-        return self.view_gradient(ctx, dy, through, (-ctx.scale * ctx.scale * along, -ctx.scale * offset))
+        by_gamma, by_beta = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
+        dy_factor = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
+        return self.view_gradient(ctx, dy, dy_factor, (-ctx.scale * ctx.scale * by_gamma, -ctx.scale * by_beta))
 
     def _sum_by_group(self, sums: Any) -> Any:
         """Return the sums of each group (n, groups), given those of the channels (n, C)."""
         groups = self.groups_for(self.input_shape)
         return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
 
-    def _repeat_for_channels(self, numbers: Any) -> Any:
+    def _repeat_for_channels(self, values: Any) -> Any:
         """Return each channel's number (n, C), given those of the groups (n, groups)."""
-        (samples, groups), channels = numbers.shape, self.input_shape[-1]
+        (samples, groups), channels = values.shape, self.input_shape[-1]
         if groups == channels:
-            return numbers
-        repeated = namespace(numbers).broadcast_to(numbers[..., None], (samples, groups, channels // groups))
+            return values
+        repeated = namespace(values).broadcast_to(values[..., None], (samples, groups, channels // groups))
         return repeated.reshape(samples, channels)
 
 

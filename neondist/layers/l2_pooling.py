@@ -19,14 +19,14 @@ class L2PoolingLayer(PoolingLayer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the roots."""
-        root = ctx.xp.sqrt(self._window_sums(view))
+        root = ctx.xp.sqrt(self._window_square_sums(view))
         ctx.save(view=view, root=root)
         return root
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
         ratio = dy / ctx.xp.where(ctx.root > 0, ctx.root, inf)
-        return self._backward_of_window_sums(ctx.view, ratio)
+        return self._half_gradient_of_square_sums(ctx.view, ratio)
 
     def window_sums_of_squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
         """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
@@ -34,23 +34,23 @@ class L2PoolingLayer(PoolingLayer):
         They cover only owned cells, even if a segment of layers also computes others.
         """
         view = self.input.get_fprop_view(x, phase)
-        return self._window_sums(view)[self._owned_output_slices], view
+        return self._window_square_sums(view)[self._owned_output_slices], view
 
     def window_sums_of_squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
-        """Return the gradient of the input tile of `squares`, given that of the sums; collective over the tiles."""
+        """Return the gradient of the input of `window_sums_of_squares`, given that of the sums; collective."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._owned_output_slices] = 2 * dsums
-        return self.input.get_bprop_view(self._backward_of_window_sums(view, by_cell), phase)
+        return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, by_cell), phase)
 
     @property
     def _owned_output_slices(self) -> tuple[slice, ...]:
         own = self.context.grid.tile_box(self.output_shape[:-1])
         return slice(None), *own.relative_to(self.tile).slices
 
-    def _window_sums(self, view: Any) -> Any:
+    def _window_square_sums(self, view: Any) -> Any:
         return self.kernels.window_sum(view * view, *self._kernel_and_stride)
 
-    def _backward_of_window_sums(self, view: Any, by_cell: Any) -> Any:
+    def _half_gradient_of_square_sums(self, view: Any, by_cell: Any) -> Any:
         return view * self.kernels.window_sum_adjoint(by_cell, view.shape[1:-1], *self._kernel_and_stride)
 
 

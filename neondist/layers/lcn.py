@@ -117,7 +117,7 @@ class LCNLayer(Layer):
         directions = ("forward", "backward") if self.reduces_over_image else ()
         return [Reduction(direction, "tiles", elements_per_sample=1) for direction in directions]
 
-    def adjust_for_tile(self) -> None:
+    def prepare_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""
         self.axis_weights = self.local.axis_weights(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1

@@ -13,7 +13,7 @@ from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
-from .filters import BlockFilters, Filters, PerCellFilters, orthonormal
+from .filters import BlockFilters, Filters, PerCellFilters, orthonormalise
 from .functions import Activation
 from .layout import Replicate, Tiled
 
@@ -67,7 +67,7 @@ class LocalFilteringLayer(Layer):
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
-            raise ConfigError(f"shared {shared}: needs true, false, or blocks of at least 1 cell")
+            raise ConfigError(f"shared {shared}: expected true, false, or blocks of at least 1 cell")
         self.shared, self.position_dependent = shared, shared is not True or bias
         if bias or shared is False:
             self.recompute_blocker = "each tile stores only the weights of its own outputs"
@@ -102,10 +102,10 @@ class LocalFilteringLayer(Layer):
             return tuple(max(1, n) for n in out)
         block = (self.shared,) * len(out) if isinstance(self.shared, int) else tuple(self.shared)
         if len(block) != len(out):
-            raise ConfigError(f"shared {self.shared}: needs one number, or {len(out)}")
+            raise ConfigError(f"shared {self.shared}: expected one number, or {len(out)}, one per spatial axis")
         return block
 
-    def adjust_for_tile(self) -> None:
+    def prepare_for_tile(self) -> None:
         """Determine the filters of this rank's cells."""
         block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
         self.filters: Filters = PerCellFilters(kernels, self.window)
@@ -137,7 +137,7 @@ class LocalFilteringLayer(Layer):
         outputs = prod(self.output_shape)
         scale = min(1.0, prod(self.input_shape) / outputs) ** 0.5 if outputs else 1.0
         weights = self.params["weights"]
-        weights[...] = orthonormal(weights, len(self.window.kernel), scale)
+        weights[...] = orthonormalise(weights, len(self.window.kernel), scale)
 
 
 class LocalFilteringLayerDist(Dist, LocalFilteringLayer):

@@ -52,8 +52,8 @@ class LRNLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the cell itself and through its neighbours' sums."""
         channels = dy.shape[-1]
-        through = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
-        sums = self.kernels.window_sum_adjoint(through, (channels + self.depth - 1,), (self.depth,), (1,))
+        scaled = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
+        sums = self.kernels.window_sum_adjoint(scaled, (channels + self.depth - 1,), (self.depth,), (1,))
         first = self.depth // 2
         neighbours = sums[:, first : first + channels].reshape(dy.shape)
         return dy * ctx.base**-self.beta - ctx.view * neighbours * (2 * self.alpha * self.beta / self.depth)

@@ -32,8 +32,8 @@ class NormLayer(Layer):
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
         return self.kernels.normalise_gradient_sums(ctx.view, dy, ctx.norm)
 
-    def view_gradient(self, ctx: StepContext, dy: Any, through: Any, statistics: Sequence[Any] | None) -> Any:
-        """Return the gradient of the view: through * dy, plus the gradient through the statistics.
+    def view_gradient(self, ctx: StepContext, dy: Any, dy_factor: Any, statistics: Sequence[Any] | None) -> Any:
+        """Return the gradient of the view: dy_factor * dy, plus the gradient through the statistics.
 
         The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; None: 0.
         """
@@ -41,8 +41,8 @@ class NormLayer(Layer):
         own = [ctx.owned(array) for array in (x, dy, dx)]
         if statistics is None or own[0].size < x.size:  # a segment includes cells of other tiles
             own[0] = own[0].copy()  # dx may be the view's memory
-            alone = through, *ctx.xp.zeros((2, *through.shape), dy.dtype)
+            alone = dy_factor, *ctx.xp.zeros((2, *dy_factor.shape), dy.dtype)
             self.kernels.normalise_backward(x, dy, ctx.norm, alone, dx)
         if statistics is not None:
-            self.kernels.normalise_backward(own[0], own[1], ctx.norm, (through, *statistics), own[2])
+            self.kernels.normalise_backward(own[0], own[1], ctx.norm, (dy_factor, *statistics), own[2])
         return dx

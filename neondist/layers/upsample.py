@@ -46,7 +46,7 @@ class UpsampleLayer(Layer):
         super().__init__(name=name, scheme=scheme)
         factors = (factor,) if isinstance(factor, int) else tuple(factor)
         if any(f < 1 for f in factors):
-            raise ConfigError(f"factor {factor}: needs integers of at least 1")
+            raise ConfigError(f"factor {factor}: expected integers of at least 1")
         if mode not in MODES:
             raise ConfigError(f"mode '{mode}': choose from {', '.join(MODES)}")
         self.factor, self.mode = factor, mode
@@ -56,7 +56,7 @@ class UpsampleLayer(Layer):
         ndim = len(input_shape) - 1
         factor = (self.factor,) * ndim if isinstance(self.factor, int) else tuple(self.factor)
         if len(factor) != ndim:
-            raise ConfigError(f"factor {self.factor}: needs one integer, or one for each of {ndim} axes")
+            raise ConfigError(f"factor {self.factor}: expected one integer, or one for each of {ndim} axes")
         return Upsampling(factor, self.mode == "bilinear")
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

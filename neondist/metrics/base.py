@@ -47,7 +47,7 @@ class Metric(Registered, ABC):
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
 
-    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError if the metric cannot be used with the metadata of the output fields."""
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
@@ -74,7 +74,7 @@ class Meter:
         return self.metric.result(self.outputs.sum_over_ranks(self.sums))
 
 
-class PerSample(Metric):
+class PerSampleMetric(Metric):
     """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
     #: number of extra cells after the end of a part, along each axis, that its sums need
@@ -119,7 +119,7 @@ class PerSample(Metric):
 
 
 class _SampleMeter(Meter):
-    metric: PerSample
+    metric: PerSampleMetric
 
     def add(self, y: Any, targets: Any) -> None:
         sums = np.array(self.metric.sum_samples(y, targets, self.outputs))

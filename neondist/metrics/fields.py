@@ -31,7 +31,7 @@ class FieldMetric(Metric):
         self.weights = weights
 
     @abstractmethod
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return sums (k, C) over samples and cells for outputs and targets (n, *tile, C) in float64."""
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ class FieldMetric(Metric):
             return {f"{self.name}_{name}": float(value) for name, value in zip(fields.names, values, strict=True)}
         return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
-    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
         if len(y_shape) < 2:
             raise ShapeError(
@@ -71,7 +71,7 @@ class FieldMetric(Metric):
             targets = targets[..., None]
         if targets.shape != y.shape:
             return np.full((self.num_sums, y.shape[-1]), np.nan)
-        return self.channel_sums(y.astype("f8"), targets.astype("f8"), weights)
+        return self.channel_sums_and_divisor(y.astype("f8"), targets.astype("f8"), weights)
 
 
 class _FieldMeter(Meter):
@@ -112,8 +112,8 @@ class RMSE(FieldMetric):
 
     name = "rmse"
 
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the sum of squared errors and the divisor."""
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Return the sum of squared errors of each channel, and the divisor."""
         return _weighted_sums((y - targets) ** 2, weights)
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -127,7 +127,7 @@ class MeanAbsoluteError(FieldMetric):
     name = "mae"
     _called_in_fields = ("MAE",)
 
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of absolute errors and the divisor."""
         return _weighted_sums(np.abs(y - targets), weights)
 
@@ -137,7 +137,7 @@ class Bias(FieldMetric):
 
     name = "bias"
 
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of errors and the divisor."""
         return _weighted_sums(y - targets, weights)
 
@@ -152,7 +152,7 @@ class R2(FieldMetric):
     larger_is_better = True
     num_sums = 4
 
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of squared errors, targets and squared targets, and the divisor."""
         errors, cells = _weighted_sums((y - targets) ** 2, weights)
         return np.stack([errors, _weighted_sums(targets, weights)[0], _weighted_sums(targets**2, weights)[0], cells])
@@ -183,7 +183,7 @@ class ACC(FieldMetric):
     larger_is_better = True
     num_sums = 3
 
-    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of f o, f² and o²."""
         return np.stack([_weighted_sums(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
 
@@ -191,9 +191,9 @@ class ACC(FieldMetric):
         """Return the correlations of sums (3, ..., C)."""
         return np.asarray(sums[0] / np.sqrt(sums[1] * sums[2]))
 
-    def check_fields(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there is a climatology."""
-        super().check_fields(y_shape, fields)
+        super().check_field_metadata(y_shape, fields)
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave it out")
         if tuple(y_shape[:-1]) != tuple(fields.extent):
@@ -227,8 +227,8 @@ class _CorrelationMeter(_FieldMeter):
     def result(self) -> dict[str, MetricValue]:
         sums = np.zeros(self.outputs.shape[-1] + 1) if self.sums is None else self.sums
         *total, count = self.outputs.sum_over_replicas(sums)
-        numbers = np.array(total) / count if count else np.full(len(total), np.nan)
-        return self.metric.values_by_variable(numbers, self.fields)
+        means = np.array(total) / count if count else np.full(len(total), np.nan)
+        return self.metric.values_by_variable(means, self.fields)
 
 
 def _weighted_sums(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:

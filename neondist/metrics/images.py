@@ -10,14 +10,14 @@ import numpy as np
 from ..errors import ShapeError
 from ..geometry import Window
 from ..registry.ranges import Positive
-from .base import PerSample
+from .base import PerSampleMetric
 from .output_layout import OutputLayout
 
 _LINES_PER_BLOCK = 64
 """Lines per block, such that intermediate results fit in the cache."""
 
 
-class PSNR(PerSample):
+class PSNR(PerSampleMetric):
     """Peak signal-to-noise ratio in dB, the mean over the images, as `skimage.metrics.peak_signal_noise_ratio`.
 
     Outputs and targets are (n, *spatial, C). Infinite for an image that is reproduced exactly.
@@ -45,7 +45,7 @@ class PSNR(PerSample):
             return 10 * np.log10(self.data_range**2 * sums[:, 1] / sums[:, 0])
 
 
-class SSIM(PerSample):
+class SSIM(PerSampleMetric):
     """Structural similarity (Wang et al. 2004), the mean over all windows, channels and images.
 
     It equals `skimage.metrics.structural_similarity` on whole images: windows of 7 cells along each axis, or of 11 with
@@ -90,9 +90,9 @@ class SSIM(PerSample):
             if means.shape[1 + axis] < len(self._window_weights):  # no window fits in the tile
                 return np.zeros((len(both), 0))
             inner = means.shape[1 + axis] - self.extra_cells
-            along = (slice(None),) * (1 + axis)
+            leading = (slice(None),) * (1 + axis)
             weights = self._window_weights.tolist()
-            means = sum(w * means[(*along, slice(at, at + inner))] for at, w in enumerate(weights))
+            means = sum(w * means[(*leading, slice(at, at + inner))] for at, w in enumerate(weights))
         ma, mb, aa, bb, ab = means
         cells = len(self._window_weights) ** len(axes)
         unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0

@@ -86,7 +86,9 @@ class _ROCMeter(Meter):
         columns = self.metric.scores(scores).T
         first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
         new = [_count_by_score(column, labels == first + at) for at, column in enumerate(columns)]
-        self.tables = new if self.tables is None else [_merge(pair) for pair in zip(self.tables, new, strict=True)]
+        self.tables = (
+            new if self.tables is None else [_merge_tables(pair) for pair in zip(self.tables, new, strict=True)]
+        )
         self.fits_in_memory = all(table.shape[1] <= MAX_SCORES for table in self.tables)
 
     def result(self) -> dict[str, MetricValue]:
@@ -98,7 +100,7 @@ class _ROCMeter(Meter):
         valid = [table for table in tables if table is not None]
         if not all(classification) or (all(fit) and not valid):
             return {self.metric.name: float("nan")}
-        merged = [_merge(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
+        merged = [_merge_tables(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
         if not merged or max(table.shape[1] for table in merged) > MAX_SCORES:
             raise DataError(
                 f"ROCAUC: more than {MAX_SCORES:,} distinct scores, which would not fit in memory; quantise them with"
@@ -115,10 +117,10 @@ class _ROCMeter(Meter):
 
 
 def _count_by_score(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
-    return _merge([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
+    return _merge_tables([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
 
 
-def _merge(tables: Iterable[np.ndarray]) -> np.ndarray:
+def _merge_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
     """Return one table of distinct scores, sorted."""
     scores, *counts = np.concatenate(list(tables), axis=1)
     distinct, at = np.unique(scores, return_inverse=True)

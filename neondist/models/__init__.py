@@ -14,7 +14,7 @@ from .gb import GB
 from .mlp import MLP
 from .model import Model, require_layers
 from .reconstruction import Reconstruction
-from .script import ScriptModel
+from .script import TrainingScriptAdapter
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep, TrainStep
 from .trainable import RemoteUpdate, Trainable, TrainableModel
@@ -32,10 +32,10 @@ __all__ = [
     "ModelStep",
     "Reconstruction",
     "RemoteUpdate",
-    "ScriptModel",
     "TrainStep",
     "Trainable",
     "TrainableModel",
+    "TrainingScriptAdapter",
     "distribute",
     "optimal_stimulus",
     "require_layers",

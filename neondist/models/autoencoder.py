@@ -55,7 +55,7 @@ class Autoencoder:
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.accumulate = model.accumulate
         self.momentum: float | None = None
-        self.learning_rate_scale, self.step, self.uncounted_steps = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.steps_without_optimizer = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
 
@@ -103,7 +103,7 @@ class Autoencoder:
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the cost of `y`, the result of the last fprop, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
-        error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.dpooled(y.pooled)
+        error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.pooled_gradient(y.pooled)
         dz = self.pool.window_sums_of_squares_backward(self.pooled_view, dpooled, self.phase)
         dz = filters.correlate(error, weights) + dz
         gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
@@ -121,15 +121,15 @@ class Autoencoder:
         for lo, hi in micro_batch_ranges(len(x), self.accumulate):
             y = self.fprop(x[lo:hi], training=True)
             value = self.cost.local_sum(y)
-            observers.value(self.layer, "weights", self._weights)
-            observers.value(self.layer, "output", self.z)
-            observers.value(self.layer, "reconstruction of the input", y.residual)
-            observers.value(None, f"cost of {self}", value.reshape(1))
+            observers.on_value(self.layer, "weights", self._weights)
+            observers.on_value(self.layer, "output", self.z)
+            observers.on_value(self.layer, "reconstruction of the input", y.residual)
+            observers.on_value(None, f"cost of {self}", value.reshape(1))
             cost += value
             self.bprop(y, scale)
         gradient = self.layer.grads["weights"]
         self.parameters.reductions.allreduce(self.weights_shard.parameter.layout.group, gradient)
-        observers.value(self.layer, "gradients of the weights", gradient)
+        observers.on_value(self.layer, "gradients of the weights", gradient)
         return cost
 
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
@@ -171,9 +171,9 @@ class PretrainingStep(LayerStep):
         """Fill the gradient of the stage's weights; the flags are sent with the cost."""
         stage, xp, flags = self.trainable, self.model.context.backend.xp, self.parameters.sync.flags
         value = stage.cost_and_gradient(x, 1.0 / batch)
-        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
-        numbers[1 + Flag.NON_FINITE] = xp.logical_not(is_finite(stage.layer.grads["weights"]))
-        cost = to_host(stage.output.reductions.allreduce("world", numbers))
+        cost_and_flags = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
+        cost_and_flags[1 + Flag.NON_FINITE] = xp.logical_not(is_finite(stage.layer.grads["weights"]))
+        cost = to_host(stage.output.reductions.allreduce("world", cost_and_flags))
         flags.rank_counts[...] = cost[1:]
         return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.rank_counts[Flag.NON_FINITE]
 
@@ -183,7 +183,7 @@ class PretrainingStep(LayerStep):
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
         total = partial(self.parameters.reductions.allreduce, "tiles")
         layout = FlatLayout(((0, values.size),), (True,), 0 if stage.weights_shard.is_tiled else 1, total)
-        count, scale = stage.step - stage.uncounted_steps, stage.learning_rate_scale
+        count, scale = stage.step - stage.steps_without_optimizer, stage.learning_rate_scale
         stage.optimizer.with_momentum(stage.momentum).update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ..arrays.namespace import to_host
 from ..comm.agree import checksum_of
-from ..comm.facts import describe_object
+from ..comm.argument_text import describe_object
 from ..halo import scheme_text
 from ..parallel import LayerParameters
 from ..plan import ModelPlan
 from .trainable import TrainableModel
 
 
-def facts_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
+def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
     """Return the layers, the layout of the weights, and the settings of training, by name."""
     strategy = plan.parameters.strategy
     return {
@@ -20,7 +20,7 @@ def facts_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
         "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),
         "cost": describe_object(model.cost, model.cost.arguments()),
-        **dict(line.split(": ", 1) for line in plan.agreed_facts()),
+        **dict(line.split(": ", 1) for line in plan.replicated_settings()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",
     }

@@ -16,7 +16,7 @@ def distribute(model: Model) -> Model:
     ConfigError
         If a layer or the model has no distributed class; the message names it and explains how to write one.
     """
-    layers = [layer.distributed_twin() for layer in model.layers]
+    layers = [layer.distributed_counterpart() for layer in model.layers]
     twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
     state = model.pending_state if model.parameters is None else model.state()
     if state is not None:

@@ -142,6 +142,6 @@ class GB(Convnet):
         self.trains_head_only = epoch < self.num_initial_epochs
         self.trained_parameters = self.head_parameters if self.trains_head_only else self.built_parameters
         if not seen and epoch == self.num_initial_epochs > 0:
-            self.uncounted_steps = self.step
+            self.steps_without_optimizer = self.step
             for slot in self.slots.values():
                 slot[...] = 0

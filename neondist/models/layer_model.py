@@ -15,7 +15,7 @@ from ..parallel import LayerParameters
 from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
 from ..runtime.debug import guard_executor
-from ..runtime.observers.ledger import Ledger, ledger
+from ..runtime.observers.ledger import Ledger, count_messages
 from .trainable import TrainableModel
 
 
@@ -25,7 +25,7 @@ class LayerModel(TrainableModel):
     Attributes
     ----------
     layers, leaves : sequence
-        Layers and containers, and all single layers.
+        Top-level layers and containers, and all single layers, including those in containers.
     executor : Executor
     last_pass : the pass that `bprop` differentiates
     slots : dict of str to array
@@ -59,7 +59,7 @@ class LayerModel(TrainableModel):
 
     def ledger(self) -> Ledger:
         """Return all messages and reductions since `build`, with their counts, sizes and receivers."""
-        return ledger(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
+        return count_messages(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
 
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
@@ -68,7 +68,7 @@ class LayerModel(TrainableModel):
 
     @property
     def exchanged_arrays(self) -> dict[str, Sequence[GlobalArray]]:
-        """The arrays with border schemes, by layer."""
+        """The tiled arrays of each layer."""
         return {str(layer.name): layer.arrays for layer in self.leaves}
 
     @property
@@ -77,13 +77,13 @@ class LayerModel(TrainableModel):
         return self.layers[-1]
 
     def enable_guards(self, seed: int) -> None:
-        """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+        """Check a user's layers and border schemes in every later step of a built model; see DebugHalo."""
         self.executor, self.last_pass = guard_executor(self.executor, self.leaves, seed), None
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         average = self.slots.get(AVERAGE_SLOT)
-        has_average = average is not None and self.step != self.uncounted_steps
+        has_average = average is not None and self.step != self.steps_without_optimizer
         return self.built_parameters.temporarily_replaced(average) if has_average else nullcontext()
 
     def wait_for_messages(self) -> None:

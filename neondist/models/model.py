@@ -16,12 +16,12 @@ from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import GridShape
-from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in, scheme_text
+from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in_precision, scheme_text
 from ..layers import Context, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
 from ..parallel import SYNC_CLASSES, GradientSync, LayerParameters, ParameterShard, TrainedSubset
 from ..parallel.parameters import gather_arrays, load_arrays
-from ..plan import Plan, Training, compile_plan, largest_micro_batch, micro_batch_ranges
+from ..plan import Plan, Training, compile_plan, max_micro_batch_size, micro_batch_ranges
 from ..plan.choices import set_schemes
 from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index, require_integer, require_shape
@@ -29,7 +29,7 @@ from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..system.memory import PROCESS_OVERHEAD_BYTES, network_bytes_per_rank, parse_bytes
-from .consistency import checksum_replicated_weights, facts_to_compare
+from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
 from .scope import class_in_scope
@@ -96,7 +96,7 @@ class Model(LayerModel):
         Bytes that this rank has contributed to reductions, or sent to redistribute vectors, since `build`.
     step : int
         Training steps so far.
-    uncounted_steps : int
+    steps_without_optimizer : int
         Number of steps that the optimiser does not count: skipped steps, and all steps before it was reset.
     pending_state : dict or None
         State passed to `load_state` before the first build.
@@ -112,7 +112,7 @@ class Model(LayerModel):
 
     trained_parameters: LayerParameters | TrainedSubset
     sync: GradientSync
-    has_dist_twin = True
+    has_dist_counterpart = True
     distributed = False
     trial_batch = random_batch
     #: reason why its layers cannot be executed in strips, if any
@@ -151,7 +151,7 @@ class Model(LayerModel):
         self.seed, self.backend, self.dtype = int(seed), backend, np.dtype(dtype)
         self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
-        self.learning_rate_scale, self.step, self.uncounted_steps = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.steps_without_optimizer = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
         self.pending_state: dict[str, Any] | None = None
@@ -224,7 +224,7 @@ class Model(LayerModel):
         self.precision.check_dtype(self.dtype)
         for layer in self.leaves:
             rounds = declared_with(layer, "tolerates_rounded_view", "forward")
-            layer.scheme = halo_in(layer.scheme, self.precision if rounds else FLOAT32)
+            layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else network_bytes_per_rank(self.memory, grid.size)
         execution = self.accumulate, self.recompute, self.strips, memory
         options: Any = {"may_halve_memory": not self.no_strips_reason, "strategy": self.strategy}
@@ -270,7 +270,7 @@ class Model(LayerModel):
             self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype), backend=context.backend
         )
         if plan.wide_tiles is not None:
-            self.input.cut(plan.wide_tiles, plan.wide_tiles)
+            self.input.repartition(plan.wide_tiles, plan.wide_tiles)
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
@@ -278,14 +278,14 @@ class Model(LayerModel):
             self.leaves, context, self._sync, plan.parameters.shares, plan.parameters.compressors
         )
         self.sync = self.parameters.sync
-        samples = largest_micro_batch(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
+        samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.parameters.create_slots(self.optimizer)
         self._uncompared_parts = {"model"}
         if self.pending_state is not None:
             self.load_state(self.pending_state)
 
-    def place_cost(self, fields: FieldMetadata | None) -> None:
+    def set_cost_layout(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns."""
         if isinstance(self.cost, Cost):
             self.cost = self.cost.restrict_to_box(self.output.extent, self.output.own, fields)
@@ -383,14 +383,15 @@ class Model(LayerModel):
         batch = self._global_batch_size(x, batch_size)
         # a single sample of several replicas may be a part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
-            self.grid.note_replicated("the targets passed to train_batch", to_host(targets))
+            self.grid.record_replicated("the targets passed to train_batch", to_host(targets))
         self._compare_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
         """Return this rank's outputs, its targets, and its share of each part of the summed cost, in inference mode."""
         y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
-        return y, targets, [float(part.local_sum(y, targets, self.output.total)) for _, part in self.cost.parts]
+        costs = [float(part.local_sum(y, targets, self.output.sum_over_ranks)) for _, part in self.cost.parts]
+        return y, targets, costs
 
     # Whole arrays and this rank's parts.
 
@@ -482,17 +483,17 @@ class Model(LayerModel):
                 kind = "serial" if self.distributed else "distributed"
                 raise ConfigError(
                     f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {type(self).__name__} is not;"
-                    " use the layer's twin, or nd.distribute"
+                    f" use the {'distributed' if self.distributed else 'serial'} class of the layer, or nd.distribute"
                 )
 
-    def _compare_call(self, call: str, facts: dict[str, Any]) -> None:
+    def _compare_call(self, call: str, values: dict[str, Any]) -> None:
         """Compare a call over the ranks, together with a new model and loaded weights."""
         if self._uncompared_parts and self.grid.size > 1:
             if "weights" in self._uncompared_parts:
-                facts["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"
+                values["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"
             if "model" in self._uncompared_parts:
-                facts |= {f"the {name}": value for name, value in facts_to_compare(self, self.compiled).items()}
-        self.grid.check(call, facts)
+                values |= {f"the {name}": value for name, value in settings_to_compare(self, self.compiled).items()}
+        self.grid.check(call, values)
         self._uncompared_parts.clear()
 
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:

@@ -61,8 +61,8 @@ class ModelPass:
         if not self._executor.compiled.training.backward:
             raise PassError("backward: the model was planned for inference, which saves no activations; build it again")
         dy = output.backend.as_real_array("dy", dy, output.dtype)
-        if self._run.closed or self._version != parameters.version:
-            reason = "it was closed" if self._run.closed else "the weights have changed"
+        if self._run.is_closed or self._version != parameters.version:
+            reason = "it was closed" if self._run.is_closed else "the weights have changed"
             raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
         if len(dy) != self._run.samples:
             raise ShapeError(
@@ -98,5 +98,5 @@ def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
     if not images.tiles.overlaps:
         return dx
     shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
-    shared.cut(outputs=images.tiles)
+    shared.repartition(outputs=images.tiles)
     return shared.get_fprop_view(shared.get_bprop_view(dx))  # not needed for training

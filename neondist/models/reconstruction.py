@@ -45,7 +45,7 @@ class ReconstructionCost:
         error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
         return error + self.sparsity * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
 
-    def dpooled(self, pooled: Any) -> Any:
+    def pooled_gradient(self, pooled: Any) -> Any:
         """Return the gradient of `local_sum` with respect to the pooled squares."""
         return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
 

@@ -24,7 +24,7 @@ class FlagSync:
         self.grid.world.allreduce(self.flags.rank_counts)
 
 
-class ScriptModel:
+class TrainingScriptAdapter:
     """Adapter of a script's own training steps to `TrainState`; this base has no arrays.
 
     Attributes
@@ -33,7 +33,7 @@ class ScriptModel:
         Seed of the order of samples; None until set by a checkpoint or the script.
     step : int
         Steps counted by the session.
-    uncounted_steps, num_initial_epochs : int
+    steps_without_optimizer, num_initial_epochs : int
         As in `Trainable`.
     loss_scaler : None
         A script scales its loss itself, if at all.
@@ -49,11 +49,11 @@ class ScriptModel:
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
         self.seed: int | None = None
-        self.step = self.uncounted_steps = 0
+        self.step = self.steps_without_optimizer = 0
         self.sync: Any = FlagSync(grid)
 
     @property
-    def whole_model(self) -> ScriptModel:
+    def whole_model(self) -> TrainingScriptAdapter:
         """The model itself."""
         return self
 

@@ -92,7 +92,7 @@ def _initial_noise(model: Model, count: int) -> Any:
 
 def _scale_to_norm(model: Model, x: Any, norm: float) -> Any:
     """Return each sample scaled to a norm over all tiles; zero samples stay zero."""
-    own = model.input.owned(x)
+    own = model.input.owned_part(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
     return x * _per_sample_array(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)

@@ -19,12 +19,12 @@ from .trainable import Trainable
 
 
 class TrainStep(ABC):
-    """A step of a model of either kind, or of a stage of pretraining; the owner keeps the step counts.
+    """A step of a layer-based or PyTorch model, or of a stage of pretraining; the owner keeps the step counts.
 
     Attributes
     ----------
     loss_scaler : LossScaler or None
-        Scales the loss, and with it the gradients until they are summed.
+        Scales the loss, and thus the gradients until they are summed.
     """
 
     def __init__(self, trainable: Trainable) -> None:
@@ -51,7 +51,7 @@ class TrainStep(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the gradients until they are summed."""
+        """Factor applied to gradients until they are summed."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # results are checked explicitly
@@ -60,34 +60,34 @@ class TrainStep(ABC):
         trainable, model = self.trainable, self.trainable.whole_model
         restore, observers = self.save_for_rollback(), trainable.grid.observers
         with observers.during("step"):
-            loss, is_finite = self.compute_gradients(x, targets, batch)
-            if is_finite:
+            loss, finite = self.compute_gradients(x, targets, batch)
+            if finite:
                 with observers.during("update"):
                     if model.remote_update is None:
                         self.update_parameters()
                     else:
-                        model.remote_update.update(trainable.learning_rate_scale)
+                        model.remote_update.push_and_pull(trainable.learning_rate_scale)
         location = None
-        if not is_finite:
+        if not finite:
             restore()
-        if not is_finite and self.loss_scaler is not None and np.isfinite(loss):
+        if not finite and self.loss_scaler is not None and np.isfinite(loss):
             model.nonfinite_monitor.record_overflow(trainable.step, self.loss_scaler)
         else:
-            if not is_finite:
+            if not finite:
                 location = self.locate_nonfinite(x, targets, batch)
                 restore()
             model.nonfinite_monitor.record_step(trainable.step, model.nonfinite, location)
-            if is_finite and self.loss_scaler is not None:
+            if finite and self.loss_scaler is not None:
                 self.loss_scaler.update(overflow=False)
         trainable.step += 1
-        if not is_finite:
-            trainable.uncounted_steps += 1
+        if not finite:
+            trainable.steps_without_optimizer += 1
             return float("nan")
         return loss
 
 
 class LayerStep(TrainStep):
-    """A step of layers."""
+    """Training step of a LayerModel."""
 
     def __init__(self, trainable: Trainable) -> None:
         super().__init__(trainable)
@@ -130,7 +130,7 @@ class ModelStep(LayerStep):
             self.parameters.mark_all_written()
         with context.grid.observers.during("cost"):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
-            loss = model.output.total(value, replicas=True)
+            loss = model.output.sum_over_ranks(value, replicas=True)
         self.parameters.sync.record_finiteness(is_finite(loss))
         model.trained_parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
         return self.parameters.read_flags(loss)
@@ -160,7 +160,7 @@ class ModelStep(LayerStep):
         return value
 
     def _captured_graphs(self, x: Any) -> PassGraphs | None:
-        """Return captured graphs of the passes for such images; None if the step is not captured."""
+        """Return captured graphs of the passes for images of this shape; None if the step is not captured."""
         model, parameters = self.model, self.parameters
         executor, first = model.executor, model.trained_parameters.first
         if len(micro_batch_ranges(len(x), model.accumulate)) > 1:
@@ -175,12 +175,12 @@ class ModelStep(LayerStep):
             parameters.zero_unassigned()
 
         kernels = model.context.backend.kernels
-        return executor.pass_graphs(len(x), first, lambda: PassGraphs(kernels, forward, backward, x))
+        return executor.get_or_capture_graphs(len(x), first, lambda: PassGraphs(kernels, forward, backward, x))
 
     def update_parameters(self) -> None:
         """Update the values with the optimiser."""
         model = self.model
-        optimizer, count = model.optimizer.with_momentum(model.momentum), model.step - model.uncounted_steps
+        optimizer, count = model.optimizer.with_momentum(model.momentum), model.step - model.steps_without_optimizer
         model.trained_parameters.update(optimizer, model.slots, count, model.learning_rate_scale)
 
     def _cost_part_factors(self, targets: Any, batch: int) -> list[float]:
@@ -188,19 +188,19 @@ class ModelStep(LayerStep):
         cost, output = self.model.cost, self.model.output
         weights = local_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
         if weights:
-            weights = output.total(np.array(weights), replicas=True).tolist()
+            weights = output.sum_over_ranks(np.array(weights), replicas=True).tolist()
         terms = factors_and_denominators(cost, weights, batch, self.model.output_shape)
         return [factor / count if count else 0.0 for factor, count in terms]
 
     def _cost_and_gradient(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:
-        """Return this rank's share of the mean cost, from samples, and its gradient."""
-        total, observers = self.model.output.total, self.model.context.grid.observers
+        """Return this rank's share of the mean cost, for these samples, and its gradient."""
+        total, observers = self.model.output.sum_over_ranks, self.model.context.grid.observers
         value, slopes = 0.0, []
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
             part_value = part.local_sum(y, targets, total)
-            observers.value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
+            observers.on_value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
             slope = part.gradient(y, targets, total)
-            observers.value(None, "gradient of the cost", slope)
+            observers.on_value(None, "gradient of the cost", slope)
             value = value + scale * part_value
             slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))
         return value, sum(slopes[1:], slopes[0])

@@ -34,7 +34,7 @@ class Trainable(Protocol):
     ----------
     output, output_shape
         Layout of the outputs for `cost`; the shape is global, without the batch.
-    uncounted_steps : int
+    steps_without_optimizer : int
         Number of steps that the optimiser does not count.
     momentum : float or None
         Momentum of the next step; None: the optimiser's own.
@@ -53,7 +53,7 @@ class Trainable(Protocol):
     output_shape: tuple[int, ...]
     accumulate: int
     step: int
-    uncounted_steps: int
+    steps_without_optimizer: int
     learning_rate_scale: float
     momentum: float | None
     num_initial_epochs: int
@@ -97,7 +97,7 @@ class RemoteUpdate(ABC):
     strategy: Strategy
 
     @abstractmethod
-    def update(self, scale: float) -> None:
+    def push_and_pull(self, scale: float) -> None:
         """Send the gradients of a step, and receive new values; collective.
 
         Parameters
@@ -107,7 +107,7 @@ class RemoteUpdate(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> None:
+    def pull_final_values(self) -> None:
         """Receive the final values at the end of training; collective."""
 
 
@@ -228,10 +228,10 @@ class TrainableModel(Registered, Trainable, ABC):
         """Return images and labels of this rank for timing steps of a built model."""
         dataset.open(self.grid)
         lo, hi = self.grid.sample_range(self.batch_size)
-        numbers = np.arange(lo, hi) % len(dataset.train)
-        return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
+        sample_numbers = np.arange(lo, hi) % len(dataset.train)
+        return dataset.train.images(sample_numbers, self.dtype), dataset.train.targets(sample_numbers)
 
-    def place_cost(self, fields: FieldMetadata | None) -> None:
+    def set_cost_layout(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns; the model is built."""
 
     def per_cell_cost(self) -> Any:

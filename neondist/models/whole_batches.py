@@ -34,25 +34,25 @@ def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, 
 
     @wraps(base.__init__)
     def __init__(self: Any, layers: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, [layer.distributed_twin() for layer in Sequential(layers).layers], *args, **kwargs)
+        base.__init__(self, [layer.distributed_counterpart() for layer in Sequential(layers).layers], *args, **kwargs)
         self.configure_execution(strategy=self.strategy or strategy)
         models.append(self)
 
-    names = {"__init__": __init__, "scope_grid": grid, "serial_name": cls.__name__}
+    names = {"__init__": __init__, "default_grid": grid, "serial_name": cls.__name__}
     return type(f"_WholeBatch{cls.__name__}", (_WholeBatchModel, base), names)
 
 
 class _WholeBatchModel(DistributedMixin, Model):
     """A distributed model with the interface of a serial one: whole arrays, the same on every rank."""
 
-    scope_grid: ProcessGrid
+    default_grid: ProcessGrid
     serial_name: str
 
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
     ) -> None:
         """Build the model, by default on the scope's grid."""
-        super().build(input_shape, batch_size, grid or self.scope_grid, plan)
+        super().build(input_shape, batch_size, grid or self.default_grid, plan)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step on a whole batch, and return its mean loss."""

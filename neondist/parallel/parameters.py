@@ -26,7 +26,7 @@ from .sync import AllReduce, GradientSync, is_finite
 class Parameters:
     """The trained arrays of a model of either kind, their gradients, and their order in memory.
 
-    Arrays that every rank updates alike come first, the compressed ones last among them; then this rank's part of the
+    Arrays that every rank updates identically come first, the compressed ones last; then this rank's part of the
     arrays cut over the tiles; from `owned_start` on, whole, the arrays whose parts have owners.
 
     Parameters
@@ -219,9 +219,9 @@ class Parameters:
         """
         xp, sync = namespace(self.grads), self.sync
         all_finite = is_finite(self.grads[: self.shared_size]).reshape(1)
-        numbers = to_host(xp.concatenate([sync.header, all_finite, loss]))
-        sync.flags.rank_counts[...] = numbers[:HEADER_SIZE]
-        return float(numbers[-1]), bool(numbers[HEADER_SIZE]) and not sync.flags.rank_counts[Flag.NON_FINITE]
+        message = to_host(xp.concatenate([sync.header, all_finite, loss]))
+        sync.flags.rank_counts[...] = message[:HEADER_SIZE]
+        return float(message[-1]), bool(message[HEADER_SIZE]) and not sync.flags.rank_counts[Flag.NON_FINITE]
 
     def slot_shards(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""

@@ -87,8 +87,8 @@ class RowExchange:
         for table, total, (ids, _) in zip(self.tables, totals, sends[self.rank], strict=True):
             total[table.number_indices(ids, self.rank)] = 0
         for message in self._exchange_messages(sends, gradients):
-            for table, total, (ids, numbers) in zip(self.tables, totals, message, strict=True):
-                total[table.number_indices(ids, self.rank)] += numbers
+            for table, total, (ids, row_values) in zip(self.tables, totals, message, strict=True):
+                total[table.number_indices(ids, self.rank)] += row_values
         self._copy_to_device(totals, gradients)
 
     def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
@@ -103,25 +103,25 @@ class RowExchange:
             for table, old in zip(self.tables, before, strict=True)
         ]
         for rank, message in enumerate(self._exchange_messages([own_rows] * self.size, values)):
-            for table, (ids, numbers) in zip(self.tables, message, strict=True):
+            for table, (ids, row_values) in zip(self.tables, message, strict=True):
                 if rank != self.rank and ids.size:
                     part = table.rank_view(values, rank)
-                    part[namespace(part).asarray(table.number_indices(ids, rank))] = namespace(part).asarray(numbers)
+                    part[namespace(part).asarray(table.number_indices(ids, rank))] = namespace(part).asarray(row_values)
 
     def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
         """Yield the message of each rank to this one, in rank order, given this rank's message to each."""
         if not self.tables:
             return
         dtype = np.dtype(flat.dtype)
-        counts = [np.array([(ids.size, numbers.size) for ids, numbers in send]) for send in sends]
+        counts = [np.array([(ids.size, row_values.size) for ids, row_values in send]) for send in sends]
         counts_received = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.size)
         packed = [np.concatenate([array.view(np.uint8) for pair in send for array in pair]) for send in sends]
         lengths = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
         messages = self.reductions.all_to_all("world", packed, [(length,) for length in lengths])
         for count, message in zip(counts_received, messages, strict=True):
             received, start = [], 0
-            for rows, numbers in count.tolist():
-                middle, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * numbers
+            for rows, elements in count.tolist():
+                middle, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * elements
                 received.append((message[start:middle].view(np.int64), message[middle:stop].view(dtype)))
                 start = stop
             yield received

@@ -14,7 +14,7 @@ from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .model_plan import ModelPlan
 from .parameters import ParameterPlan
-from .plan import GRADIENTS, LOSS, Plan, Training, largest_micro_batch, micro_batch_ranges
+from .plan import GRADIENTS, LOSS, Plan, Training, max_micro_batch_size, micro_batch_ranges
 from .section import PlannedSection
 from .stream import Stream
 
@@ -33,7 +33,7 @@ __all__ = [
     "Stream",
     "Training",
     "compile_plan",
-    "largest_micro_batch",
+    "max_micro_batch_size",
     "micro_batch_ranges",
     "name_layer_error",
     "plan_memory",

@@ -22,7 +22,7 @@ IMAGE_COPIES = 4
 _CHUNK_CELLS = 256
 """cells; extents of large blocks are multiples of it, so that each chunk of a file is in one block"""
 
-MAX_CACHED_KINDS = 4
+MAX_CACHED_BLOCK_KINDS = 4
 """kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn"""
 
 
@@ -50,26 +50,26 @@ class OutputBlocks(ABC):
         """Return a block's position in the grid of blocks."""
         return self.blocks.coords(number)
 
-    def output(self, number: int) -> Box:
+    def output_box(self, number: int) -> Box:
         """Return a block's cells of the output."""
         return self.blocks.box(number)
 
     @abstractmethod
-    def image(self, number: int) -> Box:
+    def image_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
 
     @property
-    def largest_image(self) -> Box:
+    def largest_image_box(self) -> Box:
         """The most cells of the image that a block depends on."""
-        return max(map(self.image, self.candidates), key=lambda box: box.size)
+        return max(map(self.image_box, self.candidate_blocks), key=lambda box: box.size)
 
     @cached_property
-    def candidates(self) -> list[int]:
+    def candidate_blocks(self) -> list[int]:
         """Numbers of blocks of which one needs most: along each axis, at the ends, and inside."""
-        ends = ({0, self.fullest(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
+        ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
         return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
 
-    def fullest(self, axis: int) -> int:
+    def largest_block_index(self, axis: int) -> int:
         """Return a block inside the image that needs most along an axis."""
         return self.blocks.parts[axis] // 2
 
@@ -94,7 +94,7 @@ class BlockPlan(OutputBlocks):
     """
 
     def __init__(self, graph: Graph, size: Sequence[int], beyond: int = 0) -> None:
-        super().__init__(graph.shapes[graph.output][:-1], size, beyond)
+        super().__init__(graph.shapes[graph.output_value][:-1], size, beyond)
         self.graph = graph
         planes, rows, cols = [*[1] * (3 - len(self.blocks.parts)), *self.blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
@@ -103,7 +103,7 @@ class BlockPlan(OutputBlocks):
             graph, self.blocks, lambda layer, outputs, value: needed_cells(layer, outputs, shapes[value])
         )
 
-    def image(self, number: int) -> Box:
+    def image_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
         return self.cells[0].box(number)
 
@@ -117,27 +117,27 @@ class BlockPlan(OutputBlocks):
         return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
-    def largest(self) -> int:
+    def largest_block_size(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._block_elements(number) for number in self.candidates)
+        return max(self._block_elements(number) for number in self.candidate_blocks)
 
     @cached_property
     def max_network_elements(self) -> int:
         """Elements that the network's arrays of the largest block need."""
-        return max(self.section.live_ranges(number).length for number in self.candidates)
+        return max(self.section.memory_plan(number).num_elements for number in self.candidate_blocks)
 
-    def fullest(self, axis: int) -> int:
+    def largest_block_index(self, axis: int) -> int:
         """Return the block that needs most along an axis."""
-        return max(range(self.blocks.parts[axis]), key=lambda part: self._extent(axis, part))
+        return max(range(self.blocks.parts[axis]), key=lambda part: self._total_extent(axis, part))
 
-    def _extent(self, axis: int, part: int) -> int:
+    def _total_extent(self, axis: int, part: int) -> int:
         ranges = (cells.range(axis, part) for cells in self.cells)
         return sum(hi - lo for lo, hi in ranges)
 
-    def layer_needing_most(self) -> str:
+    def layer_with_largest_arrays(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
         steps = [step for step in self.graph.steps if step.layer is not None]
-        step = max(steps, key=lambda step: sum(self._value_elements(value, 0) for value in (*step.inputs, step.output)))
+        step = max(steps, key=lambda s: sum(self._value_elements(value, 0) for value in (*s.inputs, s.output_value)))
         return str(step.layer.name) if step.layer is not None else ""
 
     def _block_elements(self, number: int) -> int:
@@ -147,10 +147,10 @@ class BlockPlan(OutputBlocks):
             if not cells.trivial
         ]
         # kept; and scratch of the kernels for the largest
-        extra = MAX_CACHED_KINDS * sum(added) + max(added, default=0)
-        extra += 2 * max(self.section.saved(number, 8), default=0) // 8  # saved by a layer, and its scratch
-        ends = IMAGE_COPIES * sum(self._value_elements(value, number) for value in (0, self.graph.output))
-        return self.section.live_ranges(number).length + extra + ends
+        extra = MAX_CACHED_BLOCK_KINDS * sum(added) + max(added, default=0)
+        extra += 2 * max(self.section.saved_bytes(number, 8), default=0) // 8  # saved by a layer, and its scratch
+        ends = IMAGE_COPIES * sum(self._value_elements(value, number) for value in (0, self.graph.output_value))
+        return self.section.memory_plan(number).num_elements + extra + ends
 
     def _value_elements(self, value: int, number: int) -> int:
         return self.cells[value].box(number).size * self.graph.shapes[value][-1]
@@ -165,16 +165,16 @@ class BlockPlan(OutputBlocks):
         kinds = []
         position_dependent = any(step.layer is not None and step.layer.position_dependent for step in self.graph.steps)
         for axis, ratios in enumerate(self._scale_factors):
-            numbers: dict[tuple[object, ...], int] = {}
-            periodic = not position_dependent and None not in ratios and self.size[axis] % _period(ratios) == 0
+            number_of_key: dict[tuple[object, ...], int] = {}
+            periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
             ranges = [self._ranges(axis, part, ratios) if periodic else (part,) for part in parts]
-            kinds.append([numbers.setdefault(key, len(numbers)) for key in ranges])
+            kinds.append([number_of_key.setdefault(key, len(number_of_key)) for key in ranges])
         return kinds
 
     def _ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
         """Return the start, relative to the block, and the number of the cells of every value."""
-        first, _ = self.cells[self.graph.output].range(axis, part)
+        first, _ = self.cells[self.graph.output_value].range(axis, part)
         ranges = []
         for cells, ratio in zip(self.cells, ratios, strict=True):
             lo, hi = cells.range(axis, part)
@@ -198,11 +198,11 @@ def scale_factors(graph: Graph) -> list[list[Ratio | None]]:
     None where two paths from a value to the output have different factors.
     """
     factors: list[list[Ratio | None]] = []
-    for axis in range(len(graph.shapes[graph.output]) - 1):
-        ratios: dict[int, Ratio | None] = {graph.output: (1, 1)}
+    for axis in range(len(graph.shapes[graph.output_value]) - 1):
+        ratios: dict[int, Ratio | None] = {graph.output_value: (1, 1)}
         for step in reversed(graph.steps):
             for value in step.inputs:
-                ratio = _compose_scale_factor(step, graph.shapes[value], axis, ratios[step.output])
+                ratio = _compose_scale_factor(step, graph.shapes[value], axis, ratios[step.output_value])
                 ratios[value] = ratio if ratios.get(value, ratio) == ratio else None
         factors.append([ratios[value] for value in range(len(graph.shapes))])
     return factors
@@ -216,7 +216,7 @@ def _compose_scale_factor(step: Step, shape: Extent, axis: int, ratio: Ratio | N
     return a // gcd(a, b), b // gcd(a, b)
 
 
-def _period(ratios: Sequence[Ratio | None]) -> int:
+def _common_period(ratios: Sequence[Ratio | None]) -> int:
     return lcm(*(ratio[1] for ratio in ratios if ratio is not None))
 
 
@@ -235,7 +235,7 @@ def find_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
         if layer is None:
             continue
         window = layer.window_for(shape) if len(shape) > 1 else None
-        if len(graph.shapes[step.output]) < 2:
+        if len(graph.shapes[step.output_value]) < 2:
             yield str(layer.name), "needs the whole image to compute a vector"
         elif any(not reduction.spans_batch for reduction in layer.reductions_for(shape)):
             yield str(layer.name), "sums over the whole image"
@@ -245,13 +245,13 @@ def find_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
             yield str(layer.name), "its image wraps around"
 
 
-def fit_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int, beyond: int = 0) -> BlockPlan:
-    """Return blocks of at most this size, smaller if one would need more than `numbers` elements.
+def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: int, beyond: int = 0) -> BlockPlan:
+    """Return blocks of at most this size, smaller if one would need more than `max_elements` elements.
 
     Parameters
     ----------
     size : (*spatial,)
-    numbers : int
+    max_elements : int
         Elements available, of `itemsize` bytes each.
     beyond : int
         As for `BlockPlan`.
@@ -261,33 +261,34 @@ def fit_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int, b
     ConfigError
         Not even the smallest blocks fit; the message names the layer with the largest arrays.
     """
-    periods = [_period(ratios) for ratios in scale_factors(graph)]
-    extent = graph.shapes[graph.output][:-1]
-    return shrink_to_fit(lambda size: BlockPlan(graph, size, beyond), extent, size, numbers, itemsize, periods)
+    periods = [_common_period(ratios) for ratios in scale_factors(graph)]
+    extent = graph.shapes[graph.output_value][:-1]
+    return shrink_to_fit(lambda size: BlockPlan(graph, size, beyond), extent, size, max_elements, itemsize, periods)
 
 
 def shrink_to_fit(
     blocks: Callable[[Sequence[int]], Any],
     extent: Extent,
     size: Sequence[int],
-    numbers: int,
+    max_elements: int,
     itemsize: int = 1,
     periods: Sequence[int] | None = None,
 ) -> Any:
-    """Return `blocks(size)` for the largest size, at most this one, that needs at most `numbers` elements."""
+    """Return `blocks(size)` for the largest size, at most this one, that needs at most `max_elements` elements."""
     periods = periods or [1] * len(extent)
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
         plan = blocks(size)
-        if plan.largest <= numbers:
+        if plan.largest_block_size <= max_elements:
             return plan
         halves = [_round_down((n + 1) // 2, *bounds) for n, *bounds in zip(size, extent, periods, strict=True)]
         axis = max(range(len(size)), key=lambda axis: (size[axis] - halves[axis], -axis))
         if halves[axis] == size[axis]:
             raise ConfigError(
-                f"memory: even a block of {' x '.join(map(str, size))} takes {format_bytes(plan.largest * itemsize)},"
-                f" but only {format_bytes(max(0, numbers) * itemsize)} are available; layer"
-                f" '{plan.layer_needing_most()}' needs most of it; give more memory, or use fewer ranks"
+                f"memory: even a block of {' x '.join(map(str, size))} takes"
+                f" {format_bytes(plan.largest_block_size * itemsize)}, but only"
+                f" {format_bytes(max(0, max_elements) * itemsize)} are available, most of it for layer"
+                f" '{plan.layer_with_largest_arrays()}'; give more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else n for at, n in enumerate(size)]
 

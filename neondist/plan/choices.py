@@ -12,7 +12,7 @@ from ..geometry import GridShape
 from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
-from ..system.machine import Machine, MachineFigures
+from ..system.machine import Machine, MachineProfile
 from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, segment_seconds
 from .segments import Members, is_pointwise, place_layers, windowed_layer
 
@@ -37,7 +37,7 @@ class SchemeChoice:
     halo_seconds: float
 
 
-def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, figures: MachineFigures) -> list[SchemeChoice]:
+def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: MachineProfile) -> list[SchemeChoice]:
     """Return the cheapest exact scheme of every layer with a halo on the grid.
 
     Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` or, from the image on,
@@ -48,23 +48,23 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, figures: Ma
         choice
         for number, links in chains
         for places in _joinable_layers(links, grid)
-        for choice in _SegmentSearch(links, places, grid, figures, first=number == 0).choices()
+        for choice in _SegmentSearch(links, places, grid, profile, first=number == 0).choices()
     ]
 
 
-def figures_for(
+def machine_profile_for(
     machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
-) -> MachineFigures:
-    """Return the figures of a machine for the tiles of a grid and the samples of its fullest replica.
+) -> MachineProfile:
+    """Return the profile of a machine for the tiles of a grid and the samples of its fullest replica.
 
     Parameters
     ----------
     cell_seconds : mapping of str to float, optional
-        Measured times, as in `MachineFigures`.
+        Measured times, as in `MachineProfile`.
     """
     samples = max(1, part_range(batch_size, grid.replicas, 0)[1])
     return replace(
-        machine.planner_figures(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
+        machine.planner_profile(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
     )
 
 
@@ -103,9 +103,9 @@ class _SegmentSearch:
     """Search for the cheapest cut of the layers with halos at `places` of one chain."""
 
     def __init__(
-        self, links: Members, places: Sequence[int], grid: GridShape, figures: MachineFigures, first: bool
+        self, links: Members, places: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
     ) -> None:
-        self.links, self.places, self.grid, self.figures, self.first = links, places, grid, figures, first
+        self.links, self.places, self.grid, self.profile, self.first = links, places, grid, profile, first
         self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
         self.from_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: places[0]])
 
@@ -117,7 +117,7 @@ class _SegmentSearch:
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
                 alone = [PlacedLayer(node.leaves[0], shape)]
-                halo_seconds = sum(segment_seconds(self.figures, alone, self.grid, self._needs_input_gradient(at)))
+                halo_seconds = sum(segment_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
                 choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
         return choices
 
@@ -127,16 +127,16 @@ class _SegmentSearch:
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
-            options.append(("halo", segment_seconds(self.figures, alone, self.grid, backward)))
+            options.append(("halo", segment_seconds(self.profile, alone, self.grid, backward)))
             if backward:
-                options.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
+                options.append(("halo(backward=gather)", [gather_seconds(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
-            costs = segment_seconds(self.figures, place_layers(segment, self.grid, wide=False), self.grid, backward)
+            costs = segment_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
             options.append((f"deep_halo(layers={last - first + 1})", self._fold_costs(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
-            costs = segment_seconds(self.figures, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            costs = segment_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
             options.append((text, self._fold_costs(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 

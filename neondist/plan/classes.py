@@ -60,12 +60,12 @@ def tile_classes(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.nda
     for parts, keys_of in axes.items():
         whole = np.zeros((), np.int64)
         for count, keys in zip(parts, keys_of, strict=True):
-            whole = whole[..., None] * count + _encode(tuple(key) for key in keys)
-        codes = _combine(codes, whole.reshape(-1))
-    for numbers in extra_keys:
-        codes = _combine(codes, numbers)
-    _, first, of, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
-    return TileClasses(of.reshape(-1), first.tolist(), counts.tolist())
+            whole = whole[..., None] * count + _encode_keys(tuple(key) for key in keys)
+        codes = _combine_codes(codes, whole.reshape(-1))
+    for tile_codes in extra_keys:
+        codes = _combine_codes(codes, tile_codes)
+    _, first, class_of_tile, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
+    return TileClasses(class_of_tile.reshape(-1), first.tolist(), counts.tolist())
 
 
 @lru_cache(maxsize=256)
@@ -82,14 +82,14 @@ def keys_of_tiles(kinds: Kinds, strips: int) -> Kinds:
     return Kinds((len(tiles), *kinds.parts[1:]), [tiles, *others])
 
 
-def _combine(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return codes that are equal where both inputs are equal."""
     (_, a), (values, b) = (np.unique(codes, return_inverse=True) for codes in (first, second))
     combined: np.ndarray = a.reshape(-1) * len(values) + b.reshape(-1)
     return combined
 
 
-def _encode(keys: Iterable[Hashable]) -> np.ndarray:
+def _encode_keys(keys: Iterable[Hashable]) -> np.ndarray:
     """Return an integer code for each key; equal keys get equal codes."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    code_of_key: dict[Hashable, int] = {}
+    return np.array([code_of_key.setdefault(key, len(code_of_key)) for key in keys], np.int64)

@@ -49,19 +49,19 @@ def compile_plan(
     def compile_stream(stream: Stream | None = None) -> Plan:
         whole, layer_regions = graph, regions
         if stream is not None:
-            whole, layer_regions = stream.rest_of(graph), regions | stream.regions
+            whole, layer_regions = stream.with_replicated_output(graph), regions | stream.regions
         plans, unsplit = [], stream is None and training.strips is None and not training.recompute
         idle = _leading_parameterless_nodes(chain, whole) if unsplit else 0
         _, stop = whole.node_ends[idle]
         for step in whole.steps:
             if (layer := step.layer) is not None:
-                shapes = whole.shapes[step.inputs[0]], whole.shapes[step.output]
+                shapes = whole.shapes[step.inputs[0]], whole.shapes[step.output_value]
                 gradient = step.inputs[0] > stop
                 tiles = layer_regions.get(id(layer), (None, None))
                 cuts = whole.redistributions(step, gradient)
-                cuts = [cut for cut in cuts if step.output > stop or cut.direction == "forward"]
+                cuts = [cut for cut in cuts if step.output_value > stop or cut.direction == "forward"]
                 with _name_layer(chain, layer):
-                    if layer.splits_outputs and step.output not in whole.sharded_vectors:
+                    if layer.splits_outputs and step.output_value not in whole.sharded_vectors:
                         raise ConfigError(
                             "split: outputs must be followed by fully connected layers with split: inputs, and"
                             " needs an elementwise activation; use split: inputs"
@@ -147,7 +147,7 @@ def _fastest_stream(
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
     ends = [nodes for nodes in range(len(graph.node_ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
     whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
-    least = {nodes: training_work(graph, _with_all_kept(stream)) for nodes, stream in whole.items()}
+    least = {nodes: training_work(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
         if least[nodes] >= most:
             continue
@@ -155,9 +155,9 @@ def _fastest_stream(
         if isinstance(rows, int):
             stream = stream.with_strips(-(-stream.rows // rows))
         if streamed.needed_bytes_with(None) < limit:
-            stream = _fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows)
+            stream = _stream_with_fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows)
         tried.append((streamed, stream))
-        for work, filled in _fill_memory(streamed, stream, limit, most, fixed):
+        for work, filled in _filling_streams(streamed, stream, limit, most, fixed):
             if (streamed := compile_stream(filled)).needed_bytes <= limit:
                 best, most = streamed, work
                 break
@@ -170,7 +170,7 @@ def _can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions
     """Return whether the first `nodes` nodes can run in strips without dividing a segment of `find_regions`."""
     steps, value = graph.node_ends[nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _is_streamable(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
+        not _is_streamable(step, graph, grid, last=step.output_value == value) for step in graph.steps[:steps]
     ):
         return False
     following = graph.steps[steps:]
@@ -180,7 +180,7 @@ def _can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions
 def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
     """Return whether a step has a bounded window or a reduction, and position-dependent weights only at the end."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
-    if len(graph.shapes[step.output]) < 2 and not last:
+    if len(graph.shapes[step.output_value]) < 2 and not last:
         return False
     if layer is None:
         return True
@@ -198,11 +198,11 @@ def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> boo
     )
 
 
-def _with_all_kept(stream: Stream) -> Stream:
-    return stream.checkpoint(stream.grid.strips, tuple(stream.possible_cuts()))
+def _with_all_checkpoints(stream: Stream) -> Stream:
+    return stream.with_checkpoints(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
-def _fill_memory(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
+def _filling_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
     """Return (work, stream) for at least as many strips, keeping as much as fits to avoid recomputation; best first.
 
     Parameters
@@ -218,26 +218,26 @@ def _fill_memory(plan: Plan, stream: Stream, limit: int, most: float, fixed: boo
     fixed : bool
         Whether the number of strips is fixed.
     """
-    tiles, itemsize, samples = plan.classes(stream).representatives, plan.itemsize, plan.held_samples(0)
+    tiles, itemsize, samples = plan.tile_classes_with(stream).representatives, plan.itemsize, plan.max_live_samples(0)
     options: list[tuple[float, Stream]] = []
 
     def add(stream: Stream) -> None:
         if (work := training_work(plan.graph, stream)) < most:
             options.append((work, stream))
 
-    while training_work(plan.graph, _with_all_kept(stream)) < most:
+    while training_work(plan.graph, _with_all_checkpoints(stream)) < most:
         strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_bytes_with(stream)
         if left < 0:
             break
-        saved = samples * max(stream.checkpoint(strips).saved(tile, itemsize) for tile in tiles)
+        saved = samples * max(stream.with_checkpoints(strips).saved_bytes(tile, itemsize) for tile in tiles)
         checkpointed_strips = _strips_that_fit(strips, saved, left)
-        add(stream.checkpoint(checkpointed_strips))
+        add(stream.with_checkpoints(checkpointed_strips))
         left -= saved * checkpointed_strips // strips
         for largest in sorted(set(cuts.values())):
             nodes_kept = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
             cutting = strips
             while cutting:  # less than proportional: strips also keep cells around their own
-                cut = stream.checkpoint(checkpointed_strips, nodes_kept, cutting)
+                cut = stream.with_checkpoints(checkpointed_strips, nodes_kept, cutting)
                 kept = samples * itemsize * max(cut.kept_elements(tile) for tile in tiles)
                 if kept <= left:
                     add(cut)
@@ -255,7 +255,7 @@ def _strips_that_fit(strips: int, needed: int, room: int) -> int:
     return strips if needed <= room else strips * max(0, room) // needed
 
 
-def _fewest_strips(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
+def _stream_with_fewest_strips(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory."""
     base = plan.needed_bytes_with(None)
     strips, room, previous = stream.grid.strips, limit - base, (0, 0)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
-from ..geometry import Partition, hulls, part_range, sources
+from ..geometry import Partition, hull_partition, part_range, source_cells
 from ..layers import Branches, Layer, Node, Shard, declared_with
 
 Shape = tuple[int, ...]
@@ -22,13 +22,13 @@ class Step(NamedTuple):
         Computes the output from one value.
     join : Branches or None
         Combines several values, if there is no layer.
-    inputs, output : values
+    inputs, output_value : values
     """
 
     layer: Layer | None
     join: Branches | None
     inputs: tuple[int, ...]
-    output: int
+    output_value: int
 
     @property
     def saves_input(self) -> bool:
@@ -80,7 +80,7 @@ class Graph:
     ) -> None:
         self.steps, self.shapes, self.node_ends = list(steps), list(shapes), list(ends)
         self.replicated_vector = replicated
-        self.output = self.node_ends[-1][1]
+        self.output_value = self.node_ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
             for value in step.inputs:
@@ -93,11 +93,11 @@ class Graph:
             host = self._find_recomputing_step(at)
             if host is not None and host not in self.recomputing_steps:  # that step needs its input
                 self.recomputing_steps[at] = host
-        self.sharded_vectors = {step.output for step in self.steps if self._stays_sharded(step)}
+        self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
     def _is_fused(self, at: int) -> bool:
         layer, previous = self.steps[at].layer, self.steps[at - 1]
-        sole_reader = self.readers[previous.output] == [at] and len(self.shapes[previous.output]) > 1
+        sole_reader = self.readers[previous.output_value] == [at] and len(self.shapes[previous.output_value]) > 1
         if (
             layer is None
             or not sole_reader
@@ -111,7 +111,7 @@ class Graph:
     def _find_deferred_relu_gradient(self, at: int) -> tuple[int, int] | None:
         """Return the step that need not reread its output, and the step after it; None if there is no such step."""
         layer, previous = self.steps[at].layer, self.steps[at - 1]
-        sole_reader = self.readers[previous.output] == [at]
+        sole_reader = self.readers[previous.output_value] == [at]
         if layer is None or not layer.can_apply_relu_gradient or previous.layer is None or not sole_reader:
             return None
         host, activation = self.fused_activations.get(at - 1, at - 1), previous.layer.activation
@@ -135,8 +135,8 @@ class Graph:
         return host if saves_input_only and restores else None
 
     def _stays_sharded(self, step: Step) -> bool:
-        readers = self.readers[step.output]
-        vector = len(self.shapes[step.output]) == 1 and step.output != self.replicated_vector
+        readers = self.readers[step.output_value]
+        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.replicated_vector
         gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
         return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
 
@@ -153,8 +153,8 @@ class Graph:
             Whether the gradient of its input is needed.
         """
         cuts, (first, *_) = [], step.inputs
-        if step.output in self.sharded_vectors and not (step.layer and step.layer.splits_outputs):
-            (features,) = self.shapes[step.output]
+        if step.output_value in self.sharded_vectors and not (step.layer and step.layer.splits_outputs):
+            (features,) = self.shapes[step.output_value]
             cuts.append(VectorRedistribution("forward", features, is_reduce_scatter=True))
             cuts.append(VectorRedistribution("backward", features))
         if needed and self.wants_shard(step) and first not in self.sharded_vectors:
@@ -164,21 +164,21 @@ class Graph:
     @cached_property
     def producers(self) -> dict[int, int]:
         """Step that produces each value; for an absorbed activation, the step before it."""
-        return {step.output: self.fused_activations.get(at, at) for at, step in enumerate(self.steps)}
+        return {step.output_value: self.fused_activations.get(at, at) for at, step in enumerate(self.steps)}
 
     def producer_reads_output(self, value: int) -> bool:
         """Return whether the step that produced a value reads it again in the backward pass."""
         at = self.producers.get(value)
         if at is None or at in self.deferred_relu_gradients:
             return False
-        layer, absorbs = self.steps[at].layer, value != self.steps[at].output
+        layer, absorbs = self.steps[at].layer, value != self.steps[at].output_value
         return absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
 
     def subgraph(self, first: int, last: int) -> Graph:
         """Return the graph of the nodes [first, last), whose input becomes value 0."""
         (begin, zero), (end, _) = self.node_ends[first], self.node_ends[last]
         steps = [
-            step._replace(inputs=tuple(value - zero for value in step.inputs), output=step.output - zero)
+            step._replace(inputs=tuple(value - zero for value in step.inputs), output_value=step.output_value - zero)
             for step in self.steps[begin:end]
         ]
         ends = [(count - begin, value - zero) for count, value in self.node_ends[first : last + 1]]
@@ -202,14 +202,14 @@ def trace_needed_cells(
     extra : dict of value to Partition
         Cells that each part has of a value, needed or not.
     """
-    regions = {graph.output: last}
+    regions = {graph.output_value: last}
     for step in reversed(graph.steps):
-        if extra is not None and step.output in extra:
-            regions[step.output] = hulls(regions[step.output], extra[step.output])
-        outputs = regions[step.output]
+        if extra is not None and step.output_value in extra:
+            regions[step.output_value] = hull_partition(regions[step.output_value], extra[step.output_value])
+        outputs = regions[step.output_value]
         for value in step.inputs:
             cells = outputs if step.layer is None else needed(step.layer, outputs, value)
-            regions[value] = hulls(regions[value], cells) if value in regions else cells
+            regions[value] = hull_partition(regions[value], cells) if value in regions else cells
     return [regions[value] for value in range(len(graph.shapes))]
 
 
@@ -219,7 +219,7 @@ def needed_cells(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Pa
     assert reach is not None
     if reach.pointwise:
         return outputs  # empty stays empty: an activation's output may be its input
-    return sources(outputs, reach, shape[:-1])
+    return source_cells(outputs, reach, shape[:-1])
 
 
 class GraphBuilder:

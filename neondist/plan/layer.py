@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from ..comm.facts import format_arguments
+from ..comm.argument_text import format_arguments
 from ..errors import PlanError, ShapeError
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
@@ -27,21 +27,21 @@ class LayerCosts:
 
     Attributes
     ----------
-    sent_most, sent_all : bytes of halos, forward and backward, of the busiest rank and of all ranks
+    max_sent_bytes, total_sent_bytes : bytes of halos, forward and backward, of the busiest rank and of all ranks
     parameters : number of parameter elements
     memory : bytes on the fullest rank, without scratch space of kernels
     """
 
-    sent_most: int = 0
-    sent_all: int = 0
+    max_sent_bytes: int = 0
+    total_sent_bytes: int = 0
     parameters: int = 0
     memory: int = 0
 
     def __add__(self, other: LayerCosts) -> LayerCosts:
         """Add the costs of layers; their busiest ranks may differ, so the sum is an upper bound."""
         return LayerCosts(
-            self.sent_most + other.sent_most,
-            self.sent_all + other.sent_all,
+            self.max_sent_bytes + other.max_sent_bytes,
+            self.total_sent_bytes + other.total_sent_bytes,
             self.parameters + other.parameters,
             self.memory + other.memory,
         )
@@ -76,7 +76,7 @@ class PlannedExchange(NamedTuple):
 class LayerPlan:
     """One layer on all tiles of a replica; shapes without the batch.
 
-    Facts about each tile are computed on demand.
+    Properties of each tile are computed on demand.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class LayerPlan:
         """Return a tile's cells of the output."""
         return self.output_partition.box(tile)
 
-    def agreed_facts(self) -> str:
+    def replicated_settings(self) -> str:
         """Return a text that all ranks must agree on."""
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
         cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
@@ -242,30 +242,30 @@ class LayerPlan:
         """Cells that each tile receives in a forward pass, without channels."""
         return self.classes.per_tile(lambda tile: sum(exchange.plan(tile).halo_volume for exchange in self._exchanges))
 
-    def messages(self, tile: int) -> tuple[list[int], list[int]]:
+    def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
         gathered, returned = self._gather_messages_of(tile), self._return_messages_of(tile)
         return (returned, gathered) if self.reverse else (gathered, returned)
 
     @property
-    def forward(self) -> list[list[int]]:
+    def forward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact forward pass."""
         return self._return_messages if self.reverse else self._gather_messages
 
     @property
-    def backward(self) -> list[list[int]]:
+    def backward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact backward pass."""
         return self._gather_messages if self.reverse else self._return_messages
 
     @property
     def forward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile sends in an exact forward pass."""
-        return [sum(messages) for messages in self.forward]
+        return [sum(sizes) for sizes in self.forward_message_sizes]
 
     @property
     def backward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile receives in an exact forward pass, and sends in the backward pass."""
-        return [sum(messages) for messages in self.backward]
+        return [sum(sizes) for sizes in self.backward_message_sizes]
 
     def halo_bytes_by_tile(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step; arguments as for `halo_bytes_of`."""
@@ -283,7 +283,7 @@ class LayerPlan:
         forwards : int
             Number of forward passes.
         """
-        gathered, returned = ([n * samples for n in messages] for messages in self.messages(tile))
+        gathered, returned = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
         needed = gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
         backward = self.scheme.mean_bytes(returned, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(gathered, itemsize, "forward") + backward

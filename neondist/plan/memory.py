@@ -1,6 +1,6 @@
 """Lifetimes of the arrays of a step, which determine the arrays that may share memory.
 
-A pass of L steps has 2 L moments: step i runs forward at moment i, and backward at moment 2 L - 1 - i.
+A pass of L steps has 2 L time points: step i runs forward at time i, and backward at time 2 L - 1 - i.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _ALIGNMENT = 16  # elements: a cache line of float32
 
 
 class LiveRange(NamedTuple):
-    """Lifetime of an array: elements per sample, and its first and last moment, both included."""
+    """Lifetime of an array: its elements, and its first and last time, both included."""
 
-    elements: int
+    elements_per_sample: int
     first: int
     last: int
 
@@ -27,20 +27,19 @@ class LiveRange(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
-def pack(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
+def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
     """Return an offset for every range, such that ranges alive together are disjoint, and the total length.
 
-    Each range gets the lowest free offset, in the best of a few orders: no order is best for all networks, but the best
-    of them rarely needs more than the peak of live elements.
+    First-fit in several orders; the shortest layout is returned. It rarely needs more than the peak of live elements.
     """
     orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
-        lambda live: (live.first - live.last, -live.elements),
-        lambda live: (-live.elements,),
+        lambda live: (live.first - live.last, -live.elements_per_sample),
+        lambda live: (-live.elements_per_sample,),
         lambda live: (live.first, -live.last),
         lambda live: (-live.last, live.first),
     ]
-    moments = {live.first for live in ranges}
-    least = max((sum(r.elements for r in ranges if r.first <= at <= r.last) for at in moments), default=0)
+    times = {live.first for live in ranges}
+    least = max((sum(r.elements_per_sample for r in ranges if r.first <= at <= r.last) for at in times), default=0)
     layouts: list[tuple[list[int], int]] = []
     for order in orders:
         layouts.append(_place_in_order(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))))
@@ -54,12 +53,12 @@ def _place_in_order(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[
     for at in order:
         start = 0
         met = [other for other in places if ranges[at].overlaps(ranges[other])]
-        for lo, hi in sorted((places[other], places[other] + ranges[other].elements) for other in met):
-            if start + ranges[at].elements <= lo:
+        for lo, hi in sorted((places[other], places[other] + ranges[other].elements_per_sample) for other in met):
+            if start + ranges[at].elements_per_sample <= lo:
                 break
             start = max(start, hi)
         places[at] = start
-    length = max((place + ranges[at].elements for at, place in places.items()), default=0)
+    length = max((place + ranges[at].elements_per_sample for at, place in places.items()), default=0)
     return [places[at] for at in range(len(ranges))], length
 
 
@@ -78,11 +77,11 @@ class MemoryPlan:
     summed_in_place : set of value
         Values whose sum is accumulated in the first of these gradients.
     view_of_value : dict of value to step
-        Step in the middle of whose view a value lies.
+        Step whose view contains the value in its interior.
     rebuilt_views, borders : dict of step to int
         Ranges of views that are rebuilt for the backward pass, and of their kept part: the cells around the tile.
     backward_start : int
-        First moment of the backward pass.
+        First time of the backward pass.
     """
 
     backward_start: int
@@ -99,11 +98,11 @@ class MemoryPlan:
     @cached_property
     def packed(self) -> tuple[list[LiveRange], list[int], int]:
         """Aligned ranges, their offsets, and the total elements per sample."""
-        ranges = [align(live) for live in self.ranges]
-        return ranges, *pack(ranges)
+        ranges = [align_range(live) for live in self.ranges]
+        return ranges, *pack_ranges(ranges)
 
     @property
-    def length(self) -> int:
+    def num_elements(self) -> int:
         """Total elements per sample."""
         return self.packed[2]
 
@@ -113,9 +112,9 @@ class MemoryPlan:
         return len(self.ranges) - 1
 
 
-def align(live: LiveRange) -> LiveRange:
+def align_range(live: LiveRange) -> LiveRange:
     """Return a range padded to whole cache lines."""
-    return live._replace(elements=-(-live.elements // _ALIGNMENT) * _ALIGNMENT)
+    return live._replace(elements_per_sample=-(-live.elements_per_sample // _ALIGNMENT) * _ALIGNMENT)
 
 
 def plan_memory(
@@ -142,7 +141,8 @@ def plan_memory(
     """
     steps, end = graph.steps, 2 * len(graph.steps) - 1
     producers = graph.producers
-    absorbed = {steps[host].output for host in graph.fused_activations.values()}  # values that never exist in memory
+    # values that never exist in memory
+    absorbed = {steps[host].output_value for host in graph.fused_activations.values()}
     plan = MemoryPlan(len(steps))
     restored = graph.recomputing_steps if backward and may_recompute else {}
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
@@ -153,38 +153,39 @@ def plan_memory(
         if len(readers) != 1:
             return bool(readers)
         (at,) = readers
-        return is_private(steps[at].output) if at in graph.fused_activations else steps[at].layer is not None
+        return is_private(steps[at].output_value) if at in graph.fused_activations else steps[at].layer is not None
 
     @cache
-    def begins(value: int) -> bool:
-        """Return whether the other gradients of a value may be added to its first: nothing else reads it."""
+    def can_accumulate_in_first(value: int) -> bool:
+        """Return whether a value's gradient is accumulated in its first gradient, since nothing else reads that."""
         *_, previous, first = sorted(graph.readers[value])
         step = steps[first]
         others = [v for v in step.inputs if v != value]
-        disjoint = value_elements[value] == value_elements[step.output] and is_private(step.output) and previous < first
+        output = step.output_value
+        disjoint = value_elements[value] == value_elements[output] and is_private(output) and previous < first
         unread = (len(graph.readers[v]) == 1 and read_last(v) < end - previous for v in others)
         return step.layer is not None or (disjoint and all(unread))
 
-    def stays(value: int, at: int) -> bool:
+    def remains_in_place(value: int, at: int) -> bool:
         """Return whether a value's gradient stays where a later step has written it."""
         readers = graph.readers[value]
-        return len(readers) == 1 or (max(readers) == at and begins(value))
+        return len(readers) == 1 or (max(readers) == at and can_accumulate_in_first(value))
 
     @cache
     def read_last(value: int) -> int:
-        """Return the moment of the last read of a value's gradient; joins pass theirs on unchanged."""
+        """Return the time of the last read of a value's gradient; joins pass theirs on unchanged."""
         if value == 0:
             return end
         at = producers[value]
         last = end - at
         if steps[at].join is not None and (
-            value == steps[at].output or at in graph.deferred_relu_gradients or is_private(value)
+            value == steps[at].output_value or at in graph.deferred_relu_gradients or is_private(value)
         ):
-            last = max([last, *(read_last(v) for v in steps[at].inputs if stays(v, at))])
+            last = max([last, *(read_last(v) for v in steps[at].inputs if remains_in_place(v, at))])
         return last
 
     def rereads(value: int) -> list[int]:
-        """Return the moments at which the producer of a value rereads it."""
+        """Return the times at which the producer of a value rereads it."""
         return [end - producers[value]] if graph.producer_reads_output(value) else []
 
     for value, readers in enumerate(graph.readers):
@@ -197,29 +198,29 @@ def plan_memory(
             kept = [*saved, *rereads(value)] if backward else []
             plan.values[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
         if backward and (value or needs_input_gradient) and len(readers) > 1:
-            if begins(value):
+            if can_accumulate_in_first(value):
                 plan.summed_in_place.add(value)
             else:
                 plan.gradient_sums[value] = plan.add(value_elements[value], end - max(readers), read_last(value))
     for at, step in enumerate(steps):
         host = graph.fused_activations.get(at)
         in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
-        if step.layer is None or (host is not None and (not in_join or is_private(step.output))):
+        if step.layer is None or (host is not None and (not in_join or is_private(step.output_value))):
             continue
         (value,) = step.inputs
-        back, homed = end - at, plan.view_of_value.get(value) == at
+        back, holds_value = end - at, plan.view_of_value.get(value) == at
         if has_window[at]:
-            first = producers.get(value, at) if homed else at
-            readers = graph.readers[value] if homed else [at]
+            first = producers.get(value, at) if holds_value else at
+            readers = graph.readers[value] if holds_value else [at]
             kept = [end - reader for reader in readers if saves[reader] and (reader == at or not has_window[reader])]
-            kept += rereads(value) if homed else []
+            kept += rereads(value) if holds_value else []
             plan.views[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
         if at in restored:
             plan.rebuilt_views[at] = plan.add(view_elements[at], back, back)
             if has_window[at]:
                 plan.borders[at] = plan.add(view_elements[at] - value_elements[value], at, back)
         if backward and (value or needs_input_gradient):
-            last = read_last(value) if stays(value, at) else back
+            last = read_last(value) if remains_in_place(value, at) else back
             view = plan.rebuilt_views.get(at, plan.views.get(at, plan.values.get(value)))
             if view is not None and can_overwrite[at] and plan.ranges[view].last == back:
                 plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)

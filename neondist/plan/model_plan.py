@@ -103,8 +103,8 @@ class ModelPlan(Protocol):
     def row_of(self, name: str) -> str:
         """Return the table row of a layer or step; other names have their own rows."""
 
-    def agreed_facts(self) -> list[str]:
-        """Return the facts, except the strategy, that all ranks must agree on, one per line."""
+    def replicated_settings(self) -> list[str]:
+        """Return the settings, except the strategy, that all ranks must agree on, one per line."""
 
     def bytes(self, rank: int) -> int:
         """Return the bytes of halos that a rank sends in a training step, averaged if steps differ."""

@@ -37,7 +37,7 @@ LOSS, GRADIENTS = "loss", "gradients"
 
 @dataclass(frozen=True)
 class Training:
-    """Facts about a training step that a plan needs in addition to the layers."""
+    """Properties of a training step that a plan needs in addition to the layers."""
 
     cost: Cost
     optimizer: Optimizer
@@ -110,7 +110,7 @@ class Plan(Sequence[LayerPlan]):
     @property
     def output_shape(self) -> Shape:
         """Output shape of the model, global and without the batch."""
-        return self.graph.shapes[self.graph.output]
+        return self.graph.shapes[self.graph.output_value]
 
     @property
     def wide_tiles(self) -> Partition | None:
@@ -157,14 +157,14 @@ class Plan(Sequence[LayerPlan]):
         )
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
-    def agreed_facts(self) -> list[str]:
-        """Return the facts, except the strategy, that all ranks must agree on, one per line."""
+    def replicated_settings(self) -> list[str]:
+        """Return the settings, except the strategy, that all ranks must agree on, one per line."""
         arrays = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self
             for name, parameter in {**plan.trained_parameters, **plan.layer.state_for(plan.input_shape)}.items()
         )
-        return [*(plan.agreed_facts() for plan in self), *arrays]
+        return [*(plan.replicated_settings() for plan in self), *arrays]
 
     def row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""
@@ -215,7 +215,7 @@ class Plan(Sequence[LayerPlan]):
         sent = {
             plan.name: sum(cut.elements_sent_by(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self
         }
-        nbytes = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
+        nbytes = {name: elements * samples * self.itemsize for name, elements in sent.items()}
         nbytes[GRADIENTS] = self.parameters.redistribution_bytes(rank, samples)
         return {name: count for name, count in nbytes.items() if count}
 
@@ -241,7 +241,9 @@ class Plan(Sequence[LayerPlan]):
             max(plan.halo_bytes_of(t, samples, *self._sent_args(plan)) for t in plan.classes.representatives)
             for plan in self
         )
-        messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.representatives) for plan in self)
+        messages = sum(
+            max(sum(map(len, plan.sent_message_sizes(t))) for t in plan.classes.representatives) for plan in self
+        )
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         sums = sum(ranks[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
         summed = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
@@ -261,7 +263,7 @@ class Plan(Sequence[LayerPlan]):
         Kernels' scratch space is not counted.
         """
         replica, tile = divmod(rank, self.grid.tiles)
-        return self.arena(replica, tile) + self.parameters.memory(rank)
+        return self.arena_bytes(replica, tile) + self.parameters.memory(rank)
 
     def memory_traffic(self, rank: int) -> int:
         """Return a lower bound of the bytes that a rank reads and writes in a training step.
@@ -270,31 +272,31 @@ class Plan(Sequence[LayerPlan]):
         stay in the cache.
         """
         replica, tile = divmod(rank, self.grid.tiles)
-        numbers = 0
+        elements = 0
         for at, plans in enumerate(self.layer_groups.values()):
             view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
             output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
-            numbers += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
-        return self.itemsize * numbers + self.parameters.memory_traffic(rank)
+            elements += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
+        return self.itemsize * elements + self.parameters.memory_traffic(rank)
 
-    def arena(self, replica: int, tile: int) -> int:
+    def arena_bytes(self, replica: int, tile: int) -> int:
         """Return the bytes of the block of all views and gradients, and of saved arrays and checkpoints.
 
         Arrays with disjoint lifetimes share memory in the block.
         """
         stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
-        return self._bytes_outside_stream(replica, tile) + stream * self.held_samples(replica)
+        return self._bytes_outside_stream(replica, tile) + stream * self.max_live_samples(replica)
 
     def needed_bytes_with(self, stream: Stream | None) -> int:
         """Return the bytes of the rank that needs most, with a stream; None: without one."""
 
         def bytes_of(tile: int) -> int:
-            strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
+            strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.max_live_samples(0)
             return self._bytes_outside_stream(0, tile) + self.parameters.max_memory_of(tile) + strips
 
-        return max(map(bytes_of, self.classes(stream).representatives))
+        return max(map(bytes_of, self.tile_classes_with(stream).representatives))
 
-    def classes(self, stream: Stream | None) -> TileClasses:
+    def tile_classes_with(self, stream: Stream | None) -> TileClasses:
         """Return the classes of tiles that differ in more than position, with a stream."""
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
@@ -312,10 +314,10 @@ class Plan(Sequence[LayerPlan]):
         if tile not in self._per_sample:
             inputs = self.sections[self.stream is None :]
             kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-            numbers = self.length(tile) + self.strip_length(tile) + kept
-            saved = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
-            self._per_sample[tile] = numbers * self.itemsize + saved
-        return self._per_sample[tile] * self.held_samples(replica)
+            elements = self.max_section_elements(tile) + self.max_strip_elements(tile) + kept
+            saved = max((sum(section.saved_bytes(tile, self.itemsize)) for section in self.sections), default=0)
+            self._per_sample[tile] = elements * self.itemsize + saved
+        return self._per_sample[tile] * self.max_live_samples(replica)
 
     @property
     def needed_bytes(self) -> int:
@@ -325,17 +327,17 @@ class Plan(Sequence[LayerPlan]):
     max_training_memory = needed_bytes
 
     @property
-    def peak(self) -> int:
-        """Maximum of `arena` over the ranks."""
-        return max(self.arena(0, tile) for tile in self.classes(self.stream).representatives)
+    def peak_arena_bytes(self) -> int:
+        """Maximum of `arena_bytes` over the ranks."""
+        return max(self.arena_bytes(0, tile) for tile in self.tile_classes_with(self.stream).representatives)
 
-    def length(self, tile: int) -> int:
+    def max_section_elements(self, tile: int) -> int:
         """Return the elements per sample of the arena, which sections use in turn."""
-        return max((section.live_ranges(tile).length for section in self.sections), default=0)
+        return max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
 
-    def strip_length(self, tile: int) -> int:
+    def max_strip_elements(self, tile: int) -> int:
         """Return the elements per sample that the largest segment needs in addition."""
-        return max((segment.length(tile) for segment in self.segments), default=0)
+        return max((segment.max_strip_elements(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:
@@ -386,10 +388,10 @@ class Plan(Sequence[LayerPlan]):
             sent = {samples: plan.halo_bytes_by_tile(samples, *self._sent_args(plan)) for samples in shares}
             costs.append(
                 LayerCosts(
-                    sent_most=round(max(sent[self.samples(0, batch_size)])),
-                    sent_all=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
+                    max_sent_bytes=round(max(sent[self.samples(0, batch_size)])),
+                    total_sent_bytes=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
-                    memory=(1 + (index > 0)) * view * self.held_samples(0)
+                    memory=(1 + (index > 0)) * view * self.max_live_samples(0)
                     + max(plan.parameters_by_tile) * self._per_parameter,
                 )
             )
@@ -412,14 +414,14 @@ class Plan(Sequence[LayerPlan]):
             "redistributions: sent per rank": self.redistribution_bytes(0),
         }
         streamed = "" if self.stream is None else str(self.stream)
-        return report.layer_table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
+        return report.layer_table(self, self.costs(), self.peak_arena_bytes, sums, self.pretraining_bytes(), streamed)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.describe())}</pre>"
 
     def describe(self) -> str:
         """Return the table as plain text below a headline, as `neondist check` prints it."""
-        head = report.headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
+        head = report.plan_headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
         return report.render_text(head, self.table())
 
     @property
@@ -442,11 +444,11 @@ class Plan(Sequence[LayerPlan]):
         """Bytes of a parameter element, its gradient, and its optimiser state."""
         return self.itemsize * (2 + len(self.training.optimizer.state_names))
 
-    def held_samples(self, replica: int) -> int:
+    def max_live_samples(self, replica: int) -> int:
         """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""
         samples = self.samples(replica)
         spans_batch = any(sums.spans_batch for plan in self for sums in plan.reductions)
-        return samples if spans_batch else largest_micro_batch(micro_batch_ranges(samples, self.training.accumulate))
+        return samples if spans_batch else max_micro_batch_size(micro_batch_ranges(samples, self.training.accumulate))
 
 
 def micro_batch_ranges(samples: int, accumulate: int) -> list[tuple[int, int]]:
@@ -455,6 +457,6 @@ def micro_batch_ranges(samples: int, accumulate: int) -> list[tuple[int, int]]:
     return [part_range(samples, count, at) for at in range(count)]
 
 
-def largest_micro_batch(batches: Sequence[tuple[int, int]]) -> int:
+def max_micro_batch_size(sample_ranges: Sequence[tuple[int, int]]) -> int:
     """Return the samples of the largest micro-batch."""
-    return max(hi - lo for lo, hi in batches)
+    return max(hi - lo for lo, hi in sample_ranges)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..geometry import GridShape, HaloPlan, Partition, Window
 from ..layers import Layer
-from ..system.machine import MachineFigures
+from ..system.machine import MachineProfile
 
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
@@ -62,7 +62,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
 
 
 def segment_seconds(
-    figures: MachineFigures, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
+    profile: MachineProfile, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
@@ -75,16 +75,16 @@ def segment_seconds(
         Whether the segment's input needs a gradient.
     """
     tile, (first, shape, (inputs, outputs)) = _central_tile(grid, len(segment[0].input_shape) - 1), segment[0]
-    seconds = [_redundant_seconds(figures, placed, grid) for placed in segment]
+    seconds = [_redundant_seconds(profile, placed, grid) for placed in segment]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
             needs_return = backward or first.reverse_halos
-            seconds[0] += figures.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
+            seconds[0] += profile.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
     return seconds
 
 
-def gather_seconds(figures: MachineFigures, placed: PlacedLayer, grid: GridShape) -> float:
+def gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
     layer, shape, _ = placed
     gathers = layer.supported_gradient_gather(shape)
@@ -94,7 +94,7 @@ def gather_seconds(figures: MachineFigures, placed: PlacedLayer, grid: GridShape
     total = 0.0
     for array, seen in [gathers, *([] if window is None else [(shape, window)])]:
         plan = HaloPlan.of(grid.partition(array[:-1]), seen, tile)
-        total += figures.message_seconds(len(plan.receives), plan.halo_volume * array[-1])
+        total += profile.message_seconds(len(plan.receives), plan.halo_volume * array[-1])
     return total
 
 
@@ -104,16 +104,16 @@ def can_recompute(layer: Layer, input_shape: Shape) -> bool:
     return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
-def _redundant_seconds(figures: MachineFigures, placed: PlacedLayer, grid: GridShape) -> float:
+def _redundant_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
     layer, shape, (_, outputs) = placed
     if outputs is None:
         return 0.0
     extra = outputs.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
-    cell_seconds = figures.cell_seconds.get(
-        str(layer.name), TRAINING_COST_FACTOR * operations_per_cell(layer, shape) / figures.speed
+    cell_seconds = profile.cell_seconds.get(
+        str(layer.name), TRAINING_COST_FACTOR * operations_per_cell(layer, shape) / profile.speed
     )
-    return extra * cell_seconds * figures.samples
+    return extra * cell_seconds * profile.samples
 
 
 def operations_per_cell(layer: Layer, input_shape: Shape) -> float:

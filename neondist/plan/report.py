@@ -22,6 +22,7 @@ halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
 memory: view, its gradient, parameters and optimiser state on the fullest rank;
 a layer writes its outputs into the view of the next one"""
+_BYTE_COLUMNS = {"sent, most": "max_sent_bytes", "sent, all": "total_sent_bytes", "summed": "summed"}
 LOCAL_HEAD = "on a rank"
 LOCAL_LEGEND = f"\n{LOCAL_HEAD}: parameters on the fullest rank; each rank keeps those of its own tile"
 
@@ -121,12 +122,8 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
         Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], right=False),
         Column("output", [shape for _, _, shape in rows], right=False),
         *(
-            Column(
-                head.replace("_", ", "),
-                [format_size(getattr(c, head)) for c in costs],
-                format_size(getattr(total, head)),
-            )
-            for head in ("sent_most", "sent_all", "summed")
+            Column(head, [format_size(getattr(c, name)) for c in costs], format_size(getattr(total, name)))
+            for head, name in _BYTE_COLUMNS.items()
         ),
         Column("flops", [format_count(cost.flops) for cost in costs], format_count(total.flops)),
         Column("parameters", [f"{cost.parameters:,}" for cost in costs], f"{total.parameters:,}"),
@@ -146,7 +143,7 @@ def render_text(head: str, content: Any) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size: int) -> str:
+def plan_headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size: int) -> str:
     """Return the headline of a plan."""
     return f"{dtype} on {grid_text(grid)}, inputs {join_extents(input_shape)}, batches of {batch_size}"
 
@@ -162,12 +159,18 @@ def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
     schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
     plain = all(text in ("halo", "-") for text in schemes)
     seen = [[p.view(tile).need for tile in p.representative_tiles] for p in plans]
-    views = ["-" if p.window is None else _extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)]
+    views = [
+        "-" if p.window is None else _format_extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)
+    ]
     return [
         Column("layer", [p.name for p in plans], "total", right=False),
         Column("class", [p.class_name for p in plans], right=False),
         Column("output", [join_extents(p.output_shape) for p in plans], right=False),
-        Column("tile", [_extents(map(p.tile, p.representative_tiles), p.output_shape[-1]) for p in plans], right=False),
+        Column(
+            "tile",
+            [_format_extents(map(p.tile, p.representative_tiles), p.output_shape[-1]) for p in plans],
+            right=False,
+        ),
         Column("view", views, right=False),
         *([] if plain else [Column("scheme", schemes, right=False)]),
     ]
@@ -183,8 +186,8 @@ def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> li
     )
     return [
         Column("halo", halo),
-        Column("sent, most", [format_size(c.sent_most) for c in costs], format_size(total.sent_most)),
-        Column("sent, all", [format_size(c.sent_all) for c in costs], format_size(total.sent_all)),
+        Column("sent, most", [format_size(c.max_sent_bytes) for c in costs], format_size(total.max_sent_bytes)),
+        Column("sent, all", [format_size(c.total_sent_bytes) for c in costs], format_size(total.total_sent_bytes)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
         *([kept] if any(max(p.parameters_by_tile) < p.parameters for p in plans) else []),
         Column("memory", [format_size(c.memory) for c in costs], format_size(total.memory)),
@@ -202,7 +205,7 @@ def join_extents(shape: Iterable[object]) -> str:
     return "×".join(map(str, shape))
 
 
-def _extents(boxes: Iterable[Box], channels: int) -> str:
+def _format_extents(boxes: Iterable[Box], channels: int) -> str:
     """Return the extents of all tiles: '9-10×14×16'."""
     axes = zip(*(box.shape for box in boxes), strict=True)
     ranges = [(min(axis), max(axis)) for axis in axes]

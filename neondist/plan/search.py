@@ -50,15 +50,15 @@ class GridChoice:
     sync: SyncCosts
 
     @property
-    def total(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds of a step."""
         return sum(self.seconds.values())
 
     @property
-    def order(self) -> tuple[float, str, tuple[int, ...]]:
+    def sort_key(self) -> tuple[float, str, tuple[int, ...]]:
         """Sort key: seconds, then builder, then the grid with fewer replicas, then plain halos."""
         grid, schemes = self.plan.grid, len(self.strategy.schemes or ())
-        return self.total, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
+        return self.step_seconds, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
 def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
@@ -84,7 +84,7 @@ def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent
     ]
 
 
-def rank_choices(
+def sort_choices(
     plans: Iterable[ModelPlan | PlanWithSchemes],
     builders: Sequence[StrategyBuilder | Strategy],
     machine: Machine,
@@ -107,7 +107,7 @@ def rank_choices(
             seconds = dict(zip(STEP_PARTS, (*_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
             strategy = replace(strategies[key], grid=_grid_factors(plan.grid), schemes=schemes)
             candidates.append(GridChoice(plan, strategy, seconds, sync))
-    return sorted(candidates, key=lambda choice: choice.order)
+    return sorted(candidates, key=lambda choice: choice.sort_key)
 
 
 def choose_fastest(
@@ -192,7 +192,7 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Seq
         report.Column("", ["choice", "runner-up"][: len(options)], right=False),
         report.Column("replicas, rows, cols; strategy", list(map(choice_label, options)), right=False),
         *(report.Column(part, [_format_seconds(option.seconds[part]) for option in options]) for part in STEP_PARTS),
-        report.Column("step", [_format_seconds(option.total) for option in options]),
+        report.Column("step", [_format_seconds(option.step_seconds) for option in options]),
     ]
     layers = defaultdict[str, list[str]](list)
     for name, scheme in (choice.strategy.schemes or {}).items():
@@ -212,10 +212,10 @@ def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
     if runner_up is None:
         return "reason: no other grid or strategy fits"
     saved = {part: runner_up.seconds[part] - choice.seconds[part] for part in STEP_PARTS}
-    if runner_up.total == choice.total:
+    if runner_up.step_seconds == choice.step_seconds:
         return "reason: both take equally long; the first by name is chosen"
     part = max(STEP_PARTS, key=lambda name: saved[name])
-    slowdown = runner_up.total / choice.total - 1
+    slowdown = runner_up.step_seconds / choice.step_seconds - 1
     return (
         f"reason: {part} takes {_format_seconds(saved[part])} less; a step of the runner-up takes {slowdown:.1%} longer"
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, sources, view_cells
+from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, source_cells, view_cells
 from ..layers import Activation, Layer, Shard, declared_with
 from .graph import Graph, Step, trace_needed_cells
 from .layer import LayerPlan
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
 _MAX_MEMORY_FRACTION = 0.95
 """fraction of the memory: if recomputation needs more than that, values are kept"""
-CACHE_BYTES = 1 << 20
+MAX_STRIP_BYTES_PER_SAMPLE = 1 << 20
 """maximum bytes per sample of a strip with rows='auto', over all layers"""
 
 
@@ -72,15 +72,16 @@ class PlannedSection:
         """
         regions, placed = {0: cells[0]}, dict[int, LayerPlan | Segment]()
         for step in graph.steps:
-            inputs, output = cells[step.inputs[0]], cells[step.output]
+            inputs, output = cells[step.inputs[0]], cells[step.output_value]
             if step.layer is None:
-                regions[step.output] = output
+                regions[step.output_value] = output
                 continue
-            shapes, tiles = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), output if output.extent else None
+            shapes = graph.shapes[step.inputs[0]], graph.shapes[step.output_value]
+            tiles = output if output.extent else None
             placed[id(step.layer)] = LayerPlan(step.layer, *shapes, grid, (inputs, tiles))
         return cls(0, len(graph.node_ends) - 1, graph, placed, grid, regions, True, backward=backward)
 
-    def live_ranges(self, tile: int) -> MemoryPlan:
+    def memory_plan(self, tile: int) -> MemoryPlan:
         """Return the lifetimes of the arrays on a tile's rank."""
         steps = [self.placed.get(id(step.layer)) for step in self.graph.steps]
         views = [None if plan is None else plan.view(tile) for plan in steps]
@@ -97,46 +98,46 @@ class PlannedSection:
             and view.need == view.buffer
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
-        numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        plan_args = self.graph, view_elements, has_window, in_place, numbers, self.needs_input_gradient, self.backward
+        elements = [prod(shape) for shape in self.tile_shapes(tile)]
+        plan_args = self.graph, view_elements, has_window, in_place, elements, self.needs_input_gradient, self.backward
         kept = plan_memory(*plan_args)
         if not (self.may_recompute and self.backward and self.graph.recomputing_steps):
             return kept
         restored = plan_memory(*plan_args, may_recompute=True)
-        return restored if restored.length < _MAX_MEMORY_FRACTION * kept.length else kept
+        return restored if restored.num_elements < _MAX_MEMORY_FRACTION * kept.num_elements else kept
 
-    def saved(self, tile: int, itemsize: int) -> list[int]:
+    def saved_bytes(self, tile: int, itemsize: int) -> list[int]:
         """Return the bytes per sample that each layer saves on a tile's rank in addition to its view and outputs."""
         nbytes = []
         for step in self.graph.steps:
             if step.layer is not None:
-                fixed, numbers = step.layer.saved_bytes_and_elements or (0, 0)
+                saved_bytes, elements = step.layer.saved_bytes_and_elements or (0, 0)
                 cells = self.placed[id(step.layer)].tile(tile).size
-                nbytes.append(cells * self.graph.shapes[step.output][-1] * (fixed + numbers * itemsize))
+                nbytes.append(cells * self.graph.shapes[step.output_value][-1] * (saved_bytes + elements * itemsize))
         return nbytes
 
     def output_halo_plan(self, tile: int) -> list[tuple[HaloPlan, int]]:
         """Return the plan of the outputs and their channels for each layer whose halo is added in the forward pass."""
-        steps = [step for step in self.graph.steps if step.layer is not None]
+        steps = [(step.layer, self.graph.shapes[step.output_value][-1]) for step in self.graph.steps]
         plans = [
-            (self.placed[id(step.layer)].output_halo_plan(tile), self.graph.shapes[step.output][-1]) for step in steps
+            (self.placed[id(layer)].output_halo_plan(tile), channels) for layer, channels in steps if layer is not None
         ]
         return [(cells, channels) for cells, channels in plans if cells is not None]
 
-    def boxes(self, tile: int) -> list[Box]:
+    def value_boxes(self, tile: int) -> list[Box]:
         """Return the cells of a tile of every value of the graph."""
         boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in self.graph.shapes]
         for value, cells in self.regions.items():
             boxes[value] = cells.box(tile)
         for step in self.graph.steps:
             if step.layer is not None:
-                boxes[step.output] = self.placed[id(step.layer)].tile(tile)
+                boxes[step.output_value] = self.placed[id(step.layer)].tile(tile)
         return boxes
 
     def tile_shapes(self, tile: int) -> list[Shape]:
         """Return the shape of a tile of every value of the graph, without the batch."""
         shapes = self.graph.shapes
-        whole = [(*box.shape, shape[-1]) for box, shape in zip(self.boxes(tile), shapes, strict=True)]
+        whole = [(*box.shape, shape[-1]) for box, shape in zip(self.value_boxes(tile), shapes, strict=True)]
         cut = {value: Shard(shapes[value]).input_box(self.grid, tile).shape for value in self.graph.sharded_vectors}
         return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
@@ -185,7 +186,7 @@ class Segment:
         whole = self.tile(tile)
         if whole.empty:
             return
-        ((lo, hi), *others), rows = whole.axes(), self._rows(whole)
+        ((lo, hi), *others), rows = whole.axes(), self._strip_rows(whole)
         cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
         shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
         ones = (1,) * len(others)
@@ -203,21 +204,21 @@ class Segment:
         if value == 0:
             return view_cells(outputs, window, extent)  # its view exists, also outside the image
         none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
-        return sources(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
+        return source_cells(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 
     def can_fuse_activation(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""
         return False
 
-    def length(self, tile: int) -> int:
+    def max_strip_elements(self, tile: int) -> int:
         """Return the elements per sample of the largest strip."""
-        return max((section.live_ranges(at).length for at, section in self.strips(tile)), default=0)
+        return max((section.memory_plan(at).num_elements for at, section in self.strips(tile)), default=0)
 
-    def _rows(self, whole: Box) -> int:
+    def _strip_rows(self, whole: Box) -> int:
         if self.rows != "auto":
             return self.rows
         per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
-        return max(1, min(whole.shape[0], CACHE_BYTES // max(1, per_row)))
+        return max(1, min(whole.shape[0], MAX_STRIP_BYTES_PER_SAMPLE // max(1, per_row)))
 
 
 def group_into_segments(
@@ -230,10 +231,10 @@ def group_into_segments(
         if plan is None or not _is_stripable(plan):
             continue
         previous = groups[-1][-1] if groups else None
-        follows = previous is not None and previous == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
+        follows = previous == at - 1 and graph.readers[graph.steps[at - 1].output_value] == [at]
         exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
         wraps = plan.window is not None and plan.window.wraps
-        if follows and step.inputs == (graph.steps[at - 1].output,) and not exchanges and not wraps:
+        if follows and step.inputs == (graph.steps[at - 1].output_value,) and not exchanges and not wraps:
             groups[-1].append(at)
         else:
             groups.append([at])
@@ -255,8 +256,8 @@ def _merge_steps(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> 
             layer = starts.get(at, step.layer)
             steps.append(Step(layer, step.join, tuple(number[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
             shapes.append(())
-        shapes[len(steps)] = graph.shapes[step.output]
-        number[step.output] = len(steps)
+        shapes[len(steps)] = graph.shapes[step.output_value]
+        number[step.output_value] = len(steps)
         count[at + 1] = len(steps)
     node_ends = [INSIDE_SEGMENT if done in inside else (count[done], number[value]) for done, value in graph.node_ends]
     return Graph(steps, shapes, node_ends)

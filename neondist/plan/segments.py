@@ -7,10 +7,10 @@ from math import inf
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from ..geometry import GridShape, Partition, Window, sources
+from ..geometry import GridShape, Partition, Window, source_cells
 from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
-from ..system.machine import MachineFigures
+from ..system.machine import MachineProfile
 from .graph import Graph
 from .planner import PlacedLayer, can_recompute, cheapest_ranges, segment_seconds
 
@@ -41,7 +41,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
     """
     regions: LayerRegions = {}
     for number, links in enumerate(chain.chains_with_shapes(graph.shapes[0])):
-        for segment in _segments(links, grid, samples, first=number == 0):
+        for segment in _chain_segments(links, grid, samples, first=number == 0):
             regions |= regions_of(segment, grid)
     for step in graph.steps:
         layer, shape = step.layer, graph.shapes[step.inputs[0]]
@@ -52,7 +52,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
     return regions
 
 
-def _segments(links: Members, grid: GridShape, samples: int | None, first: bool) -> Iterator[Members]:
+def _chain_segments(links: Members, grid: GridShape, samples: int | None, first: bool) -> Iterator[Members]:
     """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
     at = 0
     while at < len(links):
@@ -64,9 +64,9 @@ def _segments(links: Members, grid: GridShape, samples: int | None, first: bool)
         end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_wide
         if wide and (not first or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
             raise _scheme_error(layer, _FIRST_LAYERS_ONLY)
-        figures = fusion.planner_figures(grid.size, samples)
-        if figures is not None:
-            yield from _plan_segments(figures, links[at : end + 1], grid, backward=not first or at > 0)
+        profile = fusion.planner_profile(grid.size, samples)
+        if profile is not None:
+            yield from _plan_segments(profile, links[at : end + 1], grid, backward=not first or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
@@ -86,7 +86,7 @@ def _segment_end(links: Members, at: int, first: Layer, longest: int, grid: Grid
     return end
 
 
-def _plan_segments(figures: MachineFigures, links: Members, grid: GridShape, backward: bool) -> Iterator[Members]:
+def _plan_segments(profile: MachineProfile, links: Members, grid: GridShape, backward: bool) -> Iterator[Members]:
     """Yield the segments into which a planner divides layers with the same scheme."""
     places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
     can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
@@ -95,7 +95,7 @@ def _plan_segments(figures: MachineFigures, links: Members, grid: GridShape, bac
         if last > first and not all(can_join[places[first] : places[last] + 1]):
             return inf
         segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(segment_seconds(figures, segment, grid, backward or first > 0))
+        return sum(segment_seconds(profile, segment, grid, backward or first > 0))
 
     for first, last in cheapest_ranges(cost, len(places)):
         if last > first:
@@ -138,7 +138,7 @@ def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> L
     """
     regions: LayerRegions = {}
     if wide is None:
-        wide = any(fusion.reads_wide for fusion in _fusions(segment))
+        wide = any(fusion.reads_wide for fusion in _fusion_schemes(segment))
     last, shape = segment[-1]
     outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
     for place in range(len(segment) - 1, -1, -1):
@@ -148,7 +148,7 @@ def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> L
         inputs: Partition | None = None
         if place or wide:
             _check_recomputable(layer, segment, window)
-            inputs = sources(outputs, window, shape[:-1], grid.partition(shape[:-1]))
+            inputs = source_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.recompute_blocker:
             raise _scheme_error(
                 layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}"
@@ -164,7 +164,7 @@ def _check_recomputable(layer: Layer, segment: Members, window: Window) -> None:
     if reason:
         raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
     if layer.reduces_over_image and any(
-        fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)
+        fusion.reads_wide and fusion.statistics is None for fusion in _fusion_schemes(segment)
     ):
         raise _layer_error(
             layer,
@@ -173,7 +173,7 @@ def _check_recomputable(layer: Layer, segment: Members, window: Window) -> None:
         )
 
 
-def _fusions(segment: Members) -> list[Fusion]:
+def _fusion_schemes(segment: Members) -> list[Fusion]:
     fusions = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in fusions if fusion is not None]
 

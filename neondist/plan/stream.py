@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 from operator import ge
 
-from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
+from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hull_partition
 from ..layers import Layer, declared_with
 from .classes import axis_part_keys, keys_of_tiles
 from .graph import Graph, Step, needed_cells, trace_needed_cells
@@ -66,7 +66,7 @@ class Stream:
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
         return cls(graph.subgraph(0, nodes), nodes, cut, min(strips, checkpointed_strips))
 
-    def checkpoint(
+    def with_checkpoints(
         self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cut_strip_count: int | None = None
     ) -> Stream:
         """Return the same strips with other checkpoints and cuts."""
@@ -85,13 +85,13 @@ class Stream:
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
         sweeps = len(self.reduction_steps("forward")) + len(self._uncut_sweep_stops)
-        tiled = len(self.graph.shapes[self.graph.output]) > 1
+        tiled = len(self.graph.shapes[self.graph.output_value]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
 
-    def rest_of(self, graph: Graph) -> Graph:
+    def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""
-        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated=self.graph.output)
+        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated=self.graph.output_value)
 
     @property
     def rows(self) -> int:
@@ -101,12 +101,12 @@ class Stream:
         return max(hi - lo for lo, hi in last.ranges_along(0))
 
     @property
-    def work(self) -> float:
+    def training_multiplications(self) -> float:
         """Multiplications per sample and training step, on all tiles, including the overlap of strips."""
         forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
         total = self._work_for_counts([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
         for part in self.parts:
-            cut = 0.0 if part.below is None else part._cut_count / (part.grid.last or part.grid.strips)
+            cut = 0.0 if part.stream_below_cut is None else part._cut_count / (part.grid.last or part.grid.strips)
             total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
                 part._uncut_sweep_stops
             )
@@ -128,28 +128,31 @@ class Stream:
         """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
         graph, total, share = self.graph, 0.0, (self.grid.last or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
-            if len(graph.shapes[step.output]) < 2:
+            if len(graph.shapes[step.output_value]) < 2:
                 continue
-            cells = self.cells[step.output]
+            cells = self.cells[step.output_value]
             axes = range(len(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
-            total += count * (computed * step_work(graph, at) + share * prod(cells.parts) * MULTIPLICATIONS_PER_CALL)
+            total += count * (
+                computed * forward_multiplications_per_cell(graph, at)
+                + share * prod(cells.parts) * MULTIPLICATIONS_PER_CALL
+            )
         return total
 
     @property
     def output_is_vector(self) -> bool:
         """Whether the output is a vector."""
-        return len(self.graph.shapes[self.graph.output]) < 2
+        return len(self.graph.shapes[self.graph.output_value]) < 2
 
     @cached_property
-    def below(self) -> Stream | None:
+    def stream_below_cut(self) -> Stream | None:
         """Stream of the nodes below the last cut."""
         if not self.cuts:
             return None
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
         cells = self.cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        extended_output = hulls(*(self._union_over_strips(part, self._cut_count) for part in cells))
+        extended_output = hull_partition(*(self._union_over_strips(part, self._cut_count) for part in cells))
         grid = replace(self.grid, last=self._cut_count)
         return Stream(self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output)
 
@@ -160,12 +163,12 @@ class Stream:
 
     def cut_strips(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
-        return [] if self.below is None else list(self._first_axis_parts(tile))[-self._cut_count :]
+        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._cut_count :]
 
     @property
     def parts(self) -> list[Stream]:
         """This stream and those below each cut, in backward order."""
-        return [self, *([] if self.below is None else self.below.parts)]
+        return [self, *([] if self.stream_below_cut is None else self.stream_below_cut.parts)]
 
     @property
     def sweep_stops(self) -> list[int]:
@@ -173,8 +176,8 @@ class Stream:
 
         The last sweep crosses the next cut, if any, and continues to the layer with a reduction below it.
         """
-        stops = self._uncut_sweep_stops
-        return stops if self.below is None else [at for at in stops if at >= self.below.reduction_steps("backward")[-1]]
+        stops, below = self._uncut_sweep_stops, self.stream_below_cut
+        return stops if below is None else [at for at in stops if at >= below.reduction_steps("backward")[-1]]
 
     @property
     def _uncut_sweep_stops(self) -> list[int]:
@@ -195,7 +198,7 @@ class Stream:
     @cached_property
     def outputs(self) -> Partition:
         """Cells of the output in each strip."""
-        extent = self.graph.shapes[self.graph.output][:-1]
+        extent = self.graph.shapes[self.graph.output_value][:-1]
         own = self.grid.partition(extent)
         if self.extended_output is None:
             return own
@@ -207,9 +210,9 @@ class Stream:
             rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
         return Overlapping(extent, own.parts, own.copies, (tuple(rows), *map(tuple, ranges[1:])))
 
-    def output(self, tile: int) -> Box | None:
+    def output_box(self, tile: int) -> Box | None:
         """Return a tile's cells of the output; None for a vector."""
-        extent = self.graph.shapes[self.graph.output][:-1]
+        extent = self.graph.shapes[self.graph.output_value][:-1]
         return (self.extended_output or self.grid.whole.partition(extent)).box(tile) if extent else None
 
     def reduction_steps(self, direction: str) -> list[int]:
@@ -230,13 +233,13 @@ class Stream:
             and (graph.producer_reads_output(value) or any(steps[at].saves_input for at in graph.readers[value]))
         ]
         needed = {at for at, step in enumerate(steps) if not _declares_saves(step)}
-        head = steps[-1].layer if len(graph.shapes[graph.output]) < 2 else None
+        head = steps[-1].layer if len(graph.shapes[graph.output_value]) < 2 else None
         if head is not None:
             needed.add(len(steps) - 1)
             if head.saves_input or not declared_with(head, "forward_reads_only_reduced", "forward"):
                 pending += steps[-1].inputs
         pending += [value for at in needed if at < len(steps) - 1 or head is None for value in steps[at].inputs]
-        producers = {step.output: at for at, step in enumerate(steps)}
+        producers = {step.output_value: at for at, step in enumerate(steps)}
         while pending:
             at = producers.get(pending.pop(), -1)
             if at >= 0 and at not in needed:
@@ -244,12 +247,12 @@ class Stream:
                 pending += steps[at].inputs
         return frozenset(needed)
 
-    def saved(self, tile: int, itemsize: int) -> int:
+    def saved_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample kept by the checkpoints of a tile's strips."""
         extras = [
-            (self.cells[step.output], self.graph.shapes[step.output][-1], step.layer.saved_bytes_and_elements)
-            for at, step in enumerate(self.graph.steps)
-            if step.layer is not None and step.layer.saved_bytes_and_elements is not None and at not in self.recomputed
+            (self.cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
+            for at, (layer, _, _, value) in enumerate(self.graph.steps)
+            if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed
         ]
         kept = [
             sum(
@@ -266,12 +269,12 @@ class Stream:
             return self.cell_cache
         graph, outputs = self.graph, self.outputs
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
-        own[graph.output] = outputs
+        own[graph.output_value] = outputs
         counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.reduces_over_image}
         # it counts own cells, even those that nothing reads
-        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
+        counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
         traced = trace_needed_cells(graph, outputs, self._needed, {value: own[value] for value in counted})
-        return [hulls(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
+        return [hull_partition(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
 
     def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]
@@ -289,7 +292,7 @@ class Stream:
         """Cells of each layer's input and output on a tile, by the layer's id."""
         tiles = [cells if cells.extent else None for cells in self.tiles]
         return {
-            id(step.layer): (tiles[step.inputs[0]], tiles[step.output])
+            id(step.layer): (tiles[step.inputs[0]], tiles[step.output_value])
             for step in self.graph.steps
             if step.layer is not None
         }
@@ -298,7 +301,8 @@ class Stream:
     def tiles(self) -> list[Partition]:
         """Union of the cells of every value over the strips of a tile; of the image, also those below a cut."""
         image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.cells)
-        return [image if self.below is None else hulls(image, self.below.tiles[0]), *others]
+        below = self.stream_below_cut
+        return [image if below is None else hull_partition(image, below.tiles[0]), *others]
 
     def _union_over_strips(self, cells: Partition, last: int | None = None) -> Overlapping:
         """Return the union of the cells of each tile's strips, or of its `last` ones."""
@@ -330,18 +334,18 @@ class Stream:
         first = self.grid.whole.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
         return dict(zip(self.grid.strips_of(tile, ndim), range(first, first + count), strict=True))
 
-    def length(self, tile: int) -> int:
+    def max_strip_elements(self, tile: int) -> int:
         """Return the elements per sample of the arrays of the largest strip."""
-        return max(self.section.live_ranges(at).length for at in self._distinct_strips(tile))
+        return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 
     def _distinct_strips(self, tile: int, largest: bool = False) -> list[int]:
         """Return one strip per geometry; `largest`: only those that no other strip contains."""
         maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.cells) if cells.extent}
-        edges = [(value, step.output) for step in self.graph.steps for value in step.inputs]
+        edges = [(value, step.output_value) for step in self.graph.steps for value in step.inputs]
         edges = [(value, output) for value, output in edges if value in maps and output in maps]
-        numbers, first_of = self._first_axis_parts(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
+        parts, first_of = self._first_axis_parts(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
         for at in self.strips(tile):
-            ranges = {value: (*cells.range(0, numbers[at]), n) for value, (cells, n) in maps.items()}
+            ranges = {value: (*cells.range(0, parts[at]), n) for value, (cells, n) in maps.items()}
             node_ends = [int(end) for lo, hi, n in ranges.values() for end in (lo == 0, hi == n)]
             for value, output in edges:  # extent of the padding
                 (lo, hi, n), (first, stop, outputs) = ranges[value], ranges[output]
@@ -362,15 +366,15 @@ class Stream:
             added = sum(
                 cells.buffer.size * width for cells, width in self.section.output_halo_plan(at)
             )  # and its gradient
-            numbers = self.section.live_ranges(at).length + 2 * (self.cells[0].box(at).size * channels + added)
-            saved = self.section.saved(at, itemsize)
-            totals.append(numbers * itemsize + sum(saved) + max(saved))  # scratch of the largest
+            elements = self.section.memory_plan(at).num_elements + 2 * (self.cells[0].box(at).size * channels + added)
+            saved = self.section.saved_bytes(at, itemsize)
+            totals.append(elements * itemsize + sum(saved) + max(saved))  # scratch of the largest
         return max(totals)
 
     def bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of one strip at a time and of all checkpoints and kept gradients."""
         most = max(part.strip_bytes(tile, itemsize) for part in self.parts)
-        return most + self.saved(tile, itemsize) + self.kept_elements(tile) * itemsize
+        return most + self.saved_bytes(tile, itemsize) + self.kept_elements(tile) * itemsize
 
     @property
     def tile_class_keys(self) -> list[Kinds]:
@@ -387,26 +391,27 @@ class Stream:
     def kept_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients: those of two consecutive cuts."""
         cut = [part for part in self.parts if part.extended_output is not None]
-        sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
+        sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output_value][-1] for part in cut]  # type: ignore[union-attr]
         return max(above + below for above, below in pairwise([0, *sizes, 0]))
 
 
-def step_work(graph: Graph, at: int) -> float:
+def forward_multiplications_per_cell(graph: Graph, at: int) -> float:
     """Return the multiplications of a step's forward pass per output cell; 0 for an absorbed activation."""
     step = graph.steps[at]
     if at in graph.fused_activations:
         return 0.0
     computed = 0.0 if step.layer is None else operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
-    return computed + MULTIPLICATIONS_PER_ACCESS * graph.shapes[step.output][-1]
+    return computed + MULTIPLICATIONS_PER_ACCESS * graph.shapes[step.output_value][-1]
 
 
 def training_work(graph: Graph, stream: Stream | None) -> float:
     """Return the multiplications of a training step per sample."""
     first = 0 if stream is None else len(stream.graph.steps)
     rest = sum(
-        prod(graph.shapes[graph.steps[at].output][:-1]) * step_work(graph, at) for at in range(first, len(graph.steps))
+        prod(graph.shapes[graph.steps[at].output_value][:-1]) * forward_multiplications_per_cell(graph, at)
+        for at in range(first, len(graph.steps))
     )
-    return TRAINING_COST_FACTOR * rest + (0 if stream is None else stream.work)
+    return TRAINING_COST_FACTOR * rest + (0 if stream is None else stream.training_multiplications)
 
 
 def _declares_saves(step: Step) -> bool:

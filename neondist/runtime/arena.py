@@ -93,7 +93,7 @@ class Arena:
     """
 
     def __init__(self, plan: MemoryPlan, blocks: BlockPool, number: int) -> None:
-        self.plan, (self.live_ranges, self.offsets, self.length) = plan, plan.packed
+        self.plan, (self.live_ranges, self.offsets, self.num_elements) = plan, plan.packed
         self.blocks, self.block_number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
@@ -102,7 +102,7 @@ class Arena:
         return self._block(shape[0])[start : start + prod(shape)].reshape(shape)
 
     def _block(self, samples: int) -> Any:
-        return self.blocks.block(self.block_number, samples, self.length)
+        return self.blocks.block(self.block_number, samples, self.num_elements)
 
     @contextmanager
     def preserve(self, samples: int) -> Iterator[None]:
@@ -124,7 +124,8 @@ class Arena:
         """Ranges, for one sample, that a backward pass reads and then overwrites."""
         turn = self.plan.backward_start
         places = [
-            (place, place + live.elements, live) for place, live in zip(self.offsets, self.live_ranges, strict=True)
+            (place, place + live.elements_per_sample, live)
+            for place, live in zip(self.offsets, self.live_ranges, strict=True)
         ]
         later = [(start, stop) for start, stop, live in places if live.first >= turn]
         written = {places[at][:2] for at in self.plan.gradients.values()}

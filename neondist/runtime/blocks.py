@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..halo import Phase
 from ..layers import Context
-from ..plan.blocks import MAX_CACHED_KINDS, BlockPlan
+from ..plan.blocks import MAX_CACHED_BLOCK_KINDS, BlockPlan
 from .arena import BlockPool
 from .layer_task import LayerTask
 from .section import Section
@@ -37,7 +37,7 @@ class BlockwiseExecutor:
         Parameters
         ----------
         x : array (n, *cells, C)
-            Cells of the image in `planned.image(number)`.
+            Cells of the image in `planned.image_box(number)`.
         """
         section = self._section(number)
         (run,) = section.forward([x], [Phase(False, 0, 0)])
@@ -49,14 +49,14 @@ class BlockwiseExecutor:
         kind = self.planned.position_independent_key(number)
         section = self._sections.pop(kind, None) or self._new_section(number)
         self._sections[kind] = section
-        if len(self._sections) > MAX_CACHED_KINDS:
+        if len(self._sections) > MAX_CACHED_BLOCK_KINDS:
             del self._sections[next(iter(self._sections))]
             gc.collect()  # reference cycles of layers hold arrays as large as a block
         return section
 
     def _new_section(self, number: int) -> Section:
         planned, context = self.planned.section, self.context
-        length = planned.live_ranges(number).length
+        length = planned.memory_plan(number).num_elements
         if length > self._pool.elements_per_sample:
             self._pool, self._sections = BlockPool(1, context.dtype, context.backend), {}
             self._pool.reserve(max(length, self.planned.max_network_elements))
@@ -69,5 +69,5 @@ class _UnreducedTask(LayerTask):
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Raise ConfigError if there is a partial result."""
         if any(partial is not None for partial in partials):
-            raise ConfigError(f"layer '{self.name}': sums over the whole image; leave out --block")
+            raise ConfigError(f"layer '{self.name}': sums over the whole image; leave out block")
         return partials

@@ -41,9 +41,9 @@ class Pass:
         self.output, self.phase, self.samples = current.output, current.phase, current.samples
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether its memory has been given back."""
-        return self.current.closed
+        return self.current.is_closed
 
     def close(self) -> None:
         """Release the memory; no backward pass is possible afterwards."""
@@ -97,7 +97,7 @@ class Executor:
         executor.replays.usable = False  # debugging tasks check every step
         return executor
 
-    def pass_graphs(self, samples: int, first: int, make: Callable[[], PassGraphs]) -> PassGraphs | None:
+    def get_or_capture_graphs(self, samples: int, first: int, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of passes of this size that go back to node `first`; None: run ordinary passes.
 
         Graphs are used if a pass consists of kernel launches only: on one rank without observers, with all arrays of
@@ -107,7 +107,7 @@ class Executor:
         in_memory = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments
         if grid.size > 1 or grid.observers or not in_memory or len(self.blocks.free_blocks) < self.blocks.block_count:
             return None
-        return self.replays.graphs_for((samples, first), make)
+        return self.replays.get_or_capture((samples, first), capture)
 
     def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through the first `nodes` nodes (default: all)."""
@@ -118,14 +118,14 @@ class Executor:
         nodes = self.sections[-1].last if nodes is None else nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
-            runs = section.forward(xs, phases, min(nodes, section.last) - section.first)
+            passes = section.forward(xs, phases, min(nodes, section.last) - section.first)
             if section.last >= nodes:
                 break
-            following = [run.output.copy() for run in runs]
-            for states, x, run in zip(checkpoints, xs, runs, strict=True):
+            following = [run.output.copy() for run in passes]
+            for states, x, run in zip(checkpoints, xs, passes, strict=True):
                 states.append(section.checkpoint(x, run))
             xs = following
-        return [Pass(run, states) for run, states in zip(runs, checkpoints, strict=True)]
+        return [Pass(run, states) for run, states in zip(passes, checkpoints, strict=True)]
 
     def backward(self, run: Pass, dy: Any, first: int = 0) -> Any:
         """Return the gradient of this rank's tile of the input, given that of the output; fill in the layers' grads.
@@ -143,7 +143,7 @@ class Executor:
 
     def backward_together(
         self,
-        runs: Sequence[Pass],
+        passes: Sequence[Pass],
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = False,
@@ -161,13 +161,13 @@ class Executor:
         close : bool
             Whether the passes' memory is released as soon as possible.
         """
-        current, at = [run.current for run in runs], len(runs[0].checkpoints)
+        current, at = [run.current for run in passes], len(passes[0].checkpoints)
         first = first if need_dx else max(first, self.compiled.skipped_nodes)
         while True:
             section = self.sections[at]
             continues = section.first > first
             dxs = section.backward(current, dys, max(0, first - section.first), need_dx or continues, done)
-            recomputed = at < len(runs[0].checkpoints)
+            recomputed = at < len(passes[0].checkpoints)
             if continues or (recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]
             if recomputed or (close and continues):
@@ -175,7 +175,7 @@ class Executor:
             if not continues:
                 return dxs
             at -= 1
-            current = self.sections[at].recompute([run.checkpoints[at] for run in runs], [run.phase for run in runs])
+            current = self.sections[at].recompute([p.checkpoints[at] for p in passes], [p.phase for p in passes])
 
     @contextmanager
     def forward_pass(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
@@ -198,6 +198,6 @@ class Executor:
                 yield step.join
 
 
-def _close_passes(runs: Sequence[Any]) -> None:
-    for run in runs:
+def _close_passes(passes: Sequence[Any]) -> None:
+    for run in passes:
         run.close()

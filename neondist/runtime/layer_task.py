@@ -14,7 +14,7 @@ from ..layers import Layer, Reduction, Shard, StepContext, declared_with
 from ..plan import Graph
 from .reduce import combine_ranks, merge_batches
 from .tasks import Task
-from .workspace import SectionPass
+from .workspace import Passes, SectionPass
 
 
 class LayerTask(Task):
@@ -32,7 +32,7 @@ class LayerTask(Task):
         reads_shard = graph.wants_shard(step) and value not in graph.sharded_vectors
         self.input_gather = self._allgather(graph.shapes[value]) if reads_shard else None
         self.output_gather = (
-            self._allgather(graph.shapes[step.output]) if step.output in graph.sharded_vectors else None
+            self._allgather(graph.shapes[step.output_value]) if step.output_value in graph.sharded_vectors else None
         )
         self.has_window = not self.array.plan.trivial
         #: step that can recompute the input
@@ -47,33 +47,33 @@ class LayerTask(Task):
         }
         self.observers = layer.context.grid.observers
 
-    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Gather halos, reduce, compute, and apply the activation."""
         if not self.observers:
-            return self._forward(runs, inputs)
+            return self._forward(passes, inputs)
         for weights in self.layer.params.values():
-            self.observers.value(self.layer, "weights", weights)
+            self.observers.on_value(self.layer, "weights", weights)
         with self.observers.during("layer", self.name, "forward"):
-            outputs = self._forward(runs, inputs)
+            outputs = self._forward(passes, inputs)
         for y in outputs:
-            self.observers.value(self.layer, "output", y)
+            self.observers.on_value(self.layer, "output", y)
         return outputs
 
-    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
-        """Run the adjoint of `forward`, and fill in the layer's gradients."""
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+        """Run the adjoint of `execute_forward`, and fill in the layer's gradients."""
         if not self.observers:
-            return self._backward(runs, dys, needed[0])
+            return self._backward(passes, dys, needed[0])
         with self.observers.during("layer", self.name, "backward"):
-            gradients = self._backward(runs, dys, needed[0])
+            gradients = self._backward(passes, dys, needed[0])
         for gradient in self.layer.grads.values():
-            self.observers.value(self.layer, "gradients of the weights", gradient)
+            self.observers.on_value(self.layer, "gradients of the weights", gradient)
         for (dx,) in gradients:
-            self.observers.value(self.layer, "gradient of the input", dx)
+            self.observers.on_value(self.layer, "gradient of the input", dx)
         return gradients
 
-    def _forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        calls = [self.begin_forward(run, x) for run, (x,) in zip(runs, inputs, strict=True)]
-        known = [run.reduced_forward[self.at] for run in runs if run.reduced_forward is not None]
+    def _forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        calls = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
+        known = [run.reduced_forward[self.at] for run in passes if run.reduced_forward is not None]
         self._reduce("forward", calls, known)
         return [self.finish_forward(ctx, view) for ctx, view in calls]
 
@@ -87,7 +87,8 @@ class LayerTask(Task):
         run.contexts[self.at], ctx.state_already_updated = ctx, self.at < run.first_new_step
         ctx.applies_relu_gradient = self.applies_relu_gradient
         ctx.relu_gradient_deferred = self.is_relu_gradient_deferred(run)
-        view = x if not self.has_window or x is None else self.halo("forward", ctx, space.view(self.at, samples), x)
+        exchanges, buffer = self.has_window and x is not None, space.view
+        view = self.exchange_halo("forward", ctx, buffer(self.at, samples), x) if exchanges else x
         space.keep_border(self.at, samples)
         restores = self.at in space.plan.rebuilt_views
         ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
@@ -99,7 +100,7 @@ class LayerTask(Task):
         assert ctx is not None
         return ctx.saved_arrays(run.workspace.arena.blocks.owns), ctx.activated
 
-    def resume(self, run: SectionPass, inputs: Sequence[Any], saved: tuple[dict[str, Any], bool]) -> None:
+    def restore_saved_state(self, run: SectionPass, inputs: Sequence[Any], saved: tuple[dict[str, Any], bool]) -> None:
         """Rebuild the view, if needed, and a ctx with the saved arrays."""
         (x,) = inputs
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
@@ -139,11 +140,11 @@ class LayerTask(Task):
             ctx.copy_saved_sharing(y)
         return y
 
-    def _backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
-        calls = [self.begin_backward(run, dy, needed) for run, dy in zip(runs, dys, strict=True)]
-        known = [run.reduced_backward[self.at] for run in runs if run.reduced_backward is not None]
+    def _backward(self, passes: Passes, dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
+        calls = [self.begin_backward(run, dy, needed) for run, dy in zip(passes, dys, strict=True)]
+        known = [run.reduced_backward[self.at] for run in passes if run.reduced_backward is not None]
         self._reduce("backward", calls, known)
-        return [[self._finish_backward(run, *call)] for run, call in zip(runs, calls, strict=True)]
+        return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx and the gradient of its output before the activation."""
@@ -176,7 +177,7 @@ class LayerTask(Task):
         if self.input_gather is not None:
             return self._redistribute("backward", self.input_gather, dview)
         if self.has_window:
-            return self.halo("backward", ctx, space.view(self.at, run.samples), dview)
+            return self.exchange_halo("backward", ctx, space.view(self.at, run.samples), dview)
         return (
             self._copy_to_out(ctx, dview) if dview is not ctx.accessed_out and space.arena.blocks.owns(dview) else dview
         )
@@ -203,11 +204,11 @@ class LayerTask(Task):
         """Call the layer's backward."""
         return self.layer.backward(ctx, dy)
 
-    def partial_result(self, direction: str, ctx: StepContext, array: Any) -> Any:
+    def compute_partial_result(self, direction: str, ctx: StepContext, array: Any) -> Any:
         """Call the layer's reduce, or reduce_backward."""
         return (self.layer.reduce if direction == "forward" else self.layer.reduce_backward)(ctx, array)
 
-    def halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
+    def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile given that of its view."""
         move = buffer.forward if direction == "forward" else buffer.backward
         with self.observers.during("halo", self.name, direction):
@@ -224,7 +225,7 @@ class LayerTask(Task):
                 ctx.reduced = None
             return
         skips = known and not self._repeats_partial_result[direction]
-        partials = [] if skips else [self.partial_result(direction, ctx, array) for ctx, array in calls]
+        partials = [] if skips else [self.compute_partial_result(direction, ctx, array) for ctx, array in calls]
         if known:
             for (ctx, _), reduced in zip(calls, known, strict=True):
                 ctx.reduced = reduced

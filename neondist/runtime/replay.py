@@ -71,15 +71,15 @@ class PassGraphCache:
         ]
         self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
-    def graphs_for(self, kind: Hashable, make: Callable[[], PassGraphs]) -> PassGraphs | None:
-        """Return the graphs of a kind, captured by `make` after enough passes; None before."""
+    def get_or_capture(self, kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
+        """Return the graphs of a kind, captured by `capture` after enough passes; None before."""
         if not self.usable:
             return None
         kind = kind, *(getattr(part, name) for part, name in self._user_settings)
         entry = self._graphs.pop(kind, 0)
         if entry == WARMUP_PASSES:
             try:
-                entry = make()
+                entry = capture()
             except Exception as error:  # an ordinary pass raises it, too, or works without graphs
                 self.usable = False
                 self._graphs.clear()

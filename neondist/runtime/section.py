@@ -14,7 +14,7 @@ from ..system.memory import count_local_ranks, out_of_memory_error
 from .arena import Arena, BlockPool
 from .layer_task import LayerTask
 from .tasks import FusedActivationTask, JoinTask, Task
-from .workspace import SectionPass, Workspace
+from .workspace import Passes, SectionPass, Workspace
 
 
 class Section:
@@ -47,7 +47,7 @@ class Section:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
         self.first, self.last, self.runs_backward = planned.first, planned.last, planned.backward
         self.tasks: list[Task] = []
-        boxes = planned.boxes(tile)
+        boxes = planned.value_boxes(tile)
         for at, step in enumerate(self.graph.steps):
             layer: Any = replacements.get(id(step.layer), step.layer)
             if step.join is not None:
@@ -56,8 +56,8 @@ class Section:
                 self.tasks.append(FusedActivationTask(at, self.graph, layer))
             else:
                 self.tasks.append(layer_task(at, self.graph, layer))
-        self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
-        blocks.reserve(self.plan.length)
+        self.shapes, self.plan = planned.tile_shapes(tile), planned.memory_plan(tile)
+        blocks.reserve(self.plan.num_elements)
         self.workspaces: dict[int, Workspace] = {}
         self._last_reader = [max(readers, default=-1) for readers in self.graph.readers]
 
@@ -94,11 +94,11 @@ class Section:
         end = self.graph.node_ends[nodes]
         if end == INSIDE_SEGMENT:
             raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
-        runs = [
+        passes = [
             SectionPass(self.workspace(), phase, len(x), end, r) for x, phase, r in zip(xs, phases, known, strict=True)
         ]
-        self._run(runs, xs)
-        return runs
+        self._run(passes, xs)
+        return passes
 
     def run(self, run: SectionPass, x: Any, saved: Mapping[int, Any] | None = None) -> None:
         """Run a new pass forward to its end.
@@ -114,33 +114,33 @@ class Section:
         """Return the saved states of the steps of a pass, except those to be recomputed."""
         return {task.at: task.saved_state(run) for task in self.tasks[: run.steps] if task.at not in recomputed}
 
-    def _run(self, runs: Sequence[SectionPass], xs: Sequence[Any]) -> None:
-        steps, last = runs[0].steps, runs[0].value
-        for run, held in zip(runs, self._run_steps(runs, xs, steps, last), strict=True):
+    def _run(self, passes: Passes, xs: Sequence[Any]) -> None:
+        steps, last = passes[0].steps, passes[0].value
+        for run, held in zip(passes, self._run_steps(passes, xs, steps, last), strict=True):
             run.output = self.tasks[steps - 1].unshard(held.get(last)) if steps else held[last]
 
-    def _run_steps(self, runs: Sequence[SectionPass], xs: Sequence[Any], steps: int, last: int) -> list[dict[int, Any]]:
+    def _run_steps(self, passes: Passes, xs: Sequence[Any], steps: int, last: int) -> list[dict[int, Any]]:
         """Return the values alive after the first `steps` steps, including `last`."""
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             inputs = [[held.get(value) for value in task.inputs] for held in values]
-            if task.at in runs[0].saved:
-                for run, tiles in zip(runs, inputs, strict=True):
-                    task.resume(run, tiles, run.saved[task.at])
+            if task.at in passes[0].saved:
+                for run, tiles in zip(passes, inputs, strict=True):
+                    task.restore_saved_state(run, tiles, run.saved[task.at])
                 continue
-            outputs = self._run_step(task, "forward", runs, inputs)
+            outputs = self._run_step(task, "forward", passes, inputs)
             for held, y in zip(values, outputs, strict=True):
                 for value in task.inputs:
                     if self._last_reader[value] == task.at and value != last:
                         held.pop(value, None)
-                held[task.output] = y
-            for run in runs if not self.runs_backward else ():
+                held[task.output_value] = y
+            for run in passes if not self.runs_backward else ():
                 run.contexts[task.at] = None
         return values
 
     def backward(
         self,
-        runs: Sequence[SectionPass],
+        passes: Passes,
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = True,
@@ -160,8 +160,8 @@ class Section:
         stop, value = self.graph.node_ends[first]
         if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
             raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
-        end, gradients = runs[0].steps, [self._output_gradient(run, dy) for run, dy in zip(runs, dys, strict=True)]
-        self._backward_steps(runs, gradients, slice(stop, end), None if need_dx else value, done)
+        end, gradients = passes[0].steps, [self._output_gradient(run, dy) for run, dy in zip(passes, dys, strict=True)]
+        self._backward_steps(passes, gradients, slice(stop, end), None if need_dx else value, done)
         return [held.get(value) if need_dx else None for held in gradients]
 
     def _output_gradient(self, run: SectionPass, dy: Any) -> dict[int, Any]:
@@ -170,7 +170,7 @@ class Section:
 
     def _backward_steps(
         self,
-        runs: Sequence[SectionPass],
+        passes: Passes,
         gradients: Sequence[dict[int, Any]],
         steps: slice,
         skipped: int | None = None,
@@ -179,8 +179,9 @@ class Section:
         """Run passes backward through some steps, updating the gradients by value, except that of `skipped`."""
         for task in reversed(self.tasks[steps]):
             needed = [v != skipped for v in task.inputs]
-            results = self._run_step(task, "backward", runs, [held.pop(task.output) for held in gradients], needed)
-            for run, held, dxs in zip(runs, gradients, results, strict=True):
+            dys = [held.pop(task.output_value) for held in gradients]
+            results = self._run_step(task, "backward", passes, dys, needed)
+            for run, held, dxs in zip(passes, gradients, results, strict=True):
                 for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
                     if need:
                         self._accumulate(run, held, v, dx)
@@ -192,7 +193,7 @@ class Section:
     def _run_step(self, task: Task, direction: str, *arguments: Any) -> list[Any]:
         """Run a task's step; out of memory, a ConfigError names its layer."""
         try:
-            results: list[Any] = getattr(task, direction)(*arguments)
+            results: list[Any] = getattr(task, f"execute_{direction}")(*arguments)
         except self.context.backend.kernels.memory_errors as error:
             ranks = self.context.grid.size
             room = self.context.backend.kernels.available_memory(count_local_ranks(ranks))
@@ -201,15 +202,15 @@ class Section:
 
     # Passes up to a reduction over several passes.
 
-    def partial_result(self, run: SectionPass, x: Any, at: int) -> tuple[StepContext, Any, Any]:
+    def run_to_partial(self, run: SectionPass, x: Any, at: int) -> tuple[StepContext, Any, Any]:
         """Run a new pass up to a step; return the step's ctx, view and partial result."""
         task: Any = self.tasks[at]
         (value,) = task.inputs
         (held,) = self._run_steps([run], [x], at, value)
         ctx, view = task.begin_forward(run, held[value])
-        return ctx, view, task.partial_result("forward", ctx, view)
+        return ctx, view, task.compute_partial_result("forward", ctx, view)
 
-    def partial_result_backward(
+    def run_back_to_partial(
         self, run: SectionPass, dy: Any, at: int, need_dx: bool, keep: tuple[int, Callable[[Any], None]] | None = None
     ) -> Any:
         """Run a pass backward to a step; return the step's partial result.
@@ -228,8 +229,8 @@ class Section:
             self._backward_steps([run], [gradients], slice(end, run.steps), skipped)
             keep[1](gradients[value])
         self._backward_steps([run], [gradients], slice(at + 1, end), skipped)
-        return task.partial_result(
-            "backward", *task.begin_backward(run, gradients[task.output], need_dx or task.inputs != (0,))
+        return task.compute_partial_result(
+            "backward", *task.begin_backward(run, gradients[task.output_value], need_dx or task.inputs != (0,))
         )
 
     def _accumulate(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:

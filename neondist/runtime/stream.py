@@ -41,7 +41,7 @@ class StreamPass:
         self.x, self.phase, self.samples = x, phase, len(x)
         self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
         self.last: SectionPass | None = None
-        self.closed = False
+        self.is_closed = False
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
@@ -50,7 +50,7 @@ class StreamPass:
 
     def close(self) -> None:
         """Release the memory; no backward pass is possible afterwards."""
-        self.closed, self.saved = True, {}
+        self.is_closed, self.saved = True, {}
         if self.last is not None:
             self.last.close()
             self.last = None
@@ -96,16 +96,17 @@ class StreamSection:
         self.strip_numbers, self.steps = planned.strips(tile), len(graph.steps)
         self._cut_strips = planned.cut_strips(tile)
         self._checkpointed = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
-        blocks.reserve(planned.length(tile))
+        blocks.reserve(planned.max_strip_elements(tile))
         self._sections: dict[int, Section] = {}
         self._current = -1
-        self._output_box, self._image_box = planned.output(tile), image or planned.tiles[0].box(tile)
+        self._output_box, self._image_box = planned.output_box(tile), image or planned.tiles[0].box(tile)
         self._image_shape = (*self._image_box.shape, graph.shapes[0][-1])
         extent = () if self._output_box is None else self._output_box.shape
-        self._output_shape = (*extent, graph.shapes[graph.output][-1])
-        below = planned.below
+        self._output_shape = (*extent, graph.shapes[graph.output_value][-1])
+        below = planned.stream_below_cut
         #: part below the last value whose gradient is kept
-        self.below = None if below is None else StreamSection(below, context, blocks, layer_task, self._image_box)
+        args = context, blocks, layer_task, self._image_box
+        self.section_below = None if below is None else StreamSection(below, *args)
         layers = [task.name for task in self.tasks.values()]
         self.name = f"{layers[0]} to {layers[-1]}"
 
@@ -129,19 +130,19 @@ class StreamSection:
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
                 " memory for whole images"
             )
-        runs = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
+        passes = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):
             done = 0
             for at in self.planned.reduction_steps("forward"):
-                self._run_to_reduction(runs, at, done)
+                self._run_to_reduction(passes, at, done)
                 done = at
             if self._output_box is not None:
-                self._write_output(runs, done)
-        return runs
+                self._write_output(passes, done)
+        return passes
 
     def backward(
         self,
-        runs: Sequence[StreamPass],
+        passes: Sequence[StreamPass],
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = True,
@@ -155,33 +156,33 @@ class StreamSection:
         with self.context.grid.observers.during("layer", self.name, "backward"):
             groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.steps
             for at in reversed(self.planned.reduction_steps("backward")):
-                parts: list[list[Any]] = [[] for _ in runs]
-                split = [group.part._run_back_to_reduction(runs, group, at, before, need_dx, parts) for group in groups]
-                self._combine_ranks("backward", at, runs, parts)
+                parts: list[list[Any]] = [[] for _ in passes]
+                split = [g.part._run_back_to_reduction(passes, g, at, before, need_dx, parts) for g in groups]
+                self._combine_reductions("backward", at, passes, parts)
                 groups, before = [group for part in split for group in part], at
-            dxs = [self._image_zeros(run.samples) if need_dx else None for run in runs]
+            dxs = [self._image_zeros(run.samples) if need_dx else None for run in passes]
             for group in groups:
-                group.part._run_back_to_image(runs, group, before, dxs)
+                group.part._run_back_to_image(passes, group, before, dxs)
         if done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
                     done(layer)
         return dxs
 
-    def _run_to_reduction(self, runs: Sequence[StreamPass], at: int, done: int) -> None:
+    def _run_to_reduction(self, passes: Sequence[StreamPass], at: int, done: int) -> None:
         """Run all strips up to a step's `reduce`, and combine; the steps before `done` have been run before.
 
         The last step of the stream is run as well.
         """
         is_last = at == self.steps - 1 and self._output_box is None
-        parts: list[list[Any]] = [[] for _ in runs]
+        parts: list[list[Any]] = [[] for _ in passes]
         for number in self.strip_numbers:
             section = self._section(number)
-            for place, (run, partials) in enumerate(zip(runs, parts, strict=True)):
+            for place, (run, partials) in enumerate(zip(passes, parts, strict=True)):
                 first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
                 inner = self._new_strip_pass(section, run, first_new_step)
                 inner.keeps_states = is_last and run.phase.training and number in self._checkpointed
-                ctx, view, part = section.partial_result(inner, self._image_part(run.x, number), at)
+                ctx, view, part = section.run_to_partial(inner, self._image_part(run.x, number), at)
                 partials.append(part)
                 if inner.keeps_states:
                     run.saved[number] = section.saved_states(inner, self.planned.recomputed)
@@ -191,15 +192,15 @@ class StreamSection:
                     inner.close()
             if not is_last and all(partials[0] is None for partials in parts):
                 break  # no reduction in this pass
-        self._combine_ranks("forward", at, runs, parts)
-        for run in runs if is_last else ():
+        self._combine_reductions("forward", at, passes, parts)
+        for run in passes if is_last else ():
             ctx, view = run.output
             ctx.reduced = run.reduced["forward"][at]
             run.output = self._section(self.strip_numbers[-1]).tasks[at].finish_forward(ctx, view)  # type: ignore[attr-defined]
 
     def _run_back_to_reduction(
         self,
-        runs: Sequence[StreamPass],
+        passes: Sequence[StreamPass],
         group: _BackwardGroup,
         at: int,
         before: int,
@@ -210,19 +211,20 @@ class StreamSection:
 
         At a cut the strips' gradients of its value are summed and kept.
         """
-        below = self.below if at == self.planned.sweep_stops[-1] else None
+        below = self.section_below if at == self.planned.sweep_stops[-1] else None
         if below is None:
-            kept, rest, after = [None] * len(runs), group.strip_numbers, []
+            kept, rest, after = [None] * len(passes), group.strip_numbers, []
         else:
-            kept = [below.output_zeros(run.samples) for run in runs]
+            kept = [below.output_zeros(run.samples) for run in passes]
             rest = [number for number in group.strip_numbers if number not in self._cut_strips]
             after = [_BackwardGroup(below, below.strip_numbers, kept)]
-        for number, run, partials, dy, total in self._backward_order(group.strip_numbers, runs, parts, group.dys, kept):
+        calls = self._backward_order(group.strip_numbers, passes, parts, group.dys, kept)
+        for number, run, partials, dy, total in calls:
             section, inner = self._rerun_strip(number, run, before)
             keep = None
             if below is not None and number not in rest:
                 keep = below.last, partial(self._add_cut_gradient, number, below, total)
-            partials.append(section.partial_result_backward(inner, self._gradient_part(dy, number), at, need_dx, keep))
+            partials.append(section.run_back_to_partial(inner, self._gradient_part(dy, number), at, need_dx, keep))
             inner.close()
         self._release_current()
         return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
@@ -236,14 +238,14 @@ class StreamSection:
 
     def _add_cut_gradient(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the output of `below`."""
-        cells = self.planned.cells[below.planned.graph.output].box(number)
+        cells = self.planned.cells[below.planned.graph.output_value].box(number)
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
-        self, runs: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
+        self, passes: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
     ) -> None:
         """Run strips backward to the image, adding gradients of shared cells."""
-        for number, run, dx, dy in self._backward_order(group.strip_numbers, runs, dxs, group.dys):
+        for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
             section, inner = self._rerun_strip(number, run, before)
             (gradient,) = section.backward([inner], [self._gradient_part(dy, number)], need_dx=dx is not None)
             if dx is not None:
@@ -252,30 +254,30 @@ class StreamSection:
         self._release_current()
 
     def _backward_order(
-        self, numbers: Sequence[int], runs: Sequence[StreamPass], *items: Sequence[Any]
+        self, strip_numbers: Sequence[int], passes: Sequence[StreamPass], *items: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
         """Yield (strip, run, *its items), last strip first, because its pass may be kept."""
-        for number in reversed(numbers):
-            for entry in zip(runs, *items, strict=True):
+        for number in reversed(strip_numbers):
+            for entry in zip(passes, *items, strict=True):
                 yield number, *entry
 
-    def _combine_ranks(
-        self, direction: str, at: int, runs: Sequence[StreamPass], parts: Sequence[Sequence[Any]]
+    def _combine_reductions(
+        self, direction: str, at: int, passes: Sequence[StreamPass], parts: Sequence[Sequence[Any]]
     ) -> None:
         task = self.tasks[at]
         partials = [merge_batches(task.reductions[direction], part) for part in parts]
-        results = task.combine_partials(direction, partials, [run.samples for run in runs])
-        for run, reduced in zip(runs, results, strict=True):
+        results = task.combine_partials(direction, partials, [run.samples for run in passes])
+        for run, reduced in zip(passes, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _write_output(self, runs: Sequence[StreamPass], done: int) -> None:
+    def _write_output(self, passes: Sequence[StreamPass], done: int) -> None:
         """Write the output, strip by strip."""
-        for run in runs:
+        for run in passes:
             shape = run.samples, *self._output_shape
             run.output = self.context.backend.xp.empty(shape, self.context.dtype)
         for number in self.strip_numbers:
             section = self._section(number)
-            for place, run in enumerate(runs):
+            for place, run in enumerate(passes):
                 first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
                 inner = self._new_strip_pass(section, run, first_new_step)
                 inner.keeps_states = run.phase.training and number in self._checkpointed
@@ -322,7 +324,7 @@ class StreamSection:
         section = self._sections.get(self._current)
         for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
             if layer.scattered_output_array is not None:
-                layer.scattered_output_array.take(layer.scattered_output_array.plan)
+                layer.scattered_output_array.use_plan(layer.scattered_output_array.plan)
 
     def _image_cells(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's image."""

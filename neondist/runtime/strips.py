@@ -68,11 +68,11 @@ class StripExecutor:
         if dview is not None:
             dview[...] = 0
         for (seen, cells), section in self.strips:
-            runs = section.forward([ctx.view[seen]], [ctx.phase], reduced=[[None] * len(section.tasks)])
-            (gradient,) = section.backward(runs, [dy[cells].copy()], need_dx=needed)
+            passes = section.forward([ctx.view[seen]], [ctx.phase], reduced=[[None] * len(section.tasks)])
+            (gradient,) = section.backward(passes, [dy[cells].copy()], need_dx=needed)
             if dview is not None:
                 dview[seen] += gradient
-            runs[0].close()
+            passes[0].close()
         return dview
 
 
@@ -103,7 +103,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
     clone.input = GlobalArray(
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
-    clone.input.take(placed.view(strip))
+    clone.input.use_plan(placed.view(strip))
     if layer.scattered_output_array is not None:
         clone.scattered_output_array = GlobalArray(
             context.grid,
@@ -114,7 +114,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
             reuse=True,
         )
         clone.scattered_output_array.reverse = True
-        clone.scattered_output_array.take(placed.output_halo_plan(strip))
+        clone.scattered_output_array.use_plan(placed.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():
@@ -126,7 +126,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
     if cuts:
         parts = {name: _strip_part(layer.params[name], cut) for name, cut in cuts.items()}
         clone.params, clone.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
-    clone.adjust_for_tile()
+    clone.prepare_for_tile()
     return clone
 
 

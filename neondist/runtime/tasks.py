@@ -11,7 +11,7 @@ from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Branches, Layer
 from ..plan import Graph, Step
-from .workspace import SectionPass
+from .workspace import Passes, SectionPass
 
 
 class Task(ABC):
@@ -26,7 +26,7 @@ class Task(ABC):
 
     def __init__(self, at: int, graph: Graph) -> None:
         step = graph.steps[at]
-        self.at, self.inputs, self.output = at, step.inputs, step.output
+        self.at, self.inputs, self.output_value = at, step.inputs, step.output_value
         #: step of the activation fused into this one
         self.activation_step = graph.steps[at + 1] if graph.fused_activations.get(at + 1) == at else None
         #: step that differentiates this one's activation; and whether this one does so for another
@@ -46,21 +46,21 @@ class Task(ABC):
     def result_value(self, run: SectionPass) -> int:
         """Return the value in whose memory a pass stores the result."""
         activation_step = self.fused_activation(run)
-        return self.output if activation_step is None else activation_step.output
+        return self.output_value if activation_step is None else activation_step.output_value
 
     @abstractmethod
-    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Return this rank's tile of the value for each pass, given the inputs."""
 
     @abstractmethod
-    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return the gradients of each pass's inputs (None if not needed), given that of the value."""
 
     def saved_state(self, run: SectionPass) -> Any:
         """Return the state of a pass that its backward pass needs without another forward pass."""
         return None
 
-    def resume(self, run: SectionPass, inputs: Sequence[Any], saved: Any) -> None:
+    def restore_saved_state(self, run: SectionPass, inputs: Sequence[Any], saved: Any) -> None:
         """Restore a pass, except its values, from `saved_state`; missing inputs are None."""
         assert saved is None
 
@@ -81,17 +81,17 @@ class JoinTask(Task):
         self.name = str(join.name)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
         #: shape of inputs that have more cells, and the cells to join
-        cells = boxes[self.output]
+        cells = boxes[self.output_value]
         self.wider_inputs = {
             place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
             for place, value in enumerate(self.inputs)
             if boxes[value] != cells
         }
 
-    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values into the memory of their reader."""
-        outputs = [run.workspace.value_array(self.result_value(run), run.samples) for run in runs]
-        for run, values, y in zip(runs, inputs, outputs, strict=True):
+        outputs = [run.workspace.value_array(self.result_value(run), run.samples) for run in passes]
+        for run, values, y in zip(passes, inputs, outputs, strict=True):
             cells = [
                 value[self.wider_inputs[at][1]] if at in self.wider_inputs else value for at, value in enumerate(values)
             ]
@@ -103,10 +103,10 @@ class JoinTask(Task):
                     run.join_outputs[self.at] = y if self.relu_gradient_step is None else y.copy()
         return outputs
 
-    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
         gradients: list[Any] = [
-            list(self.join.split(self._join_dy(run, dy), self.channels)) for run, dy in zip(runs, dys, strict=True)
+            list(self.join.split(self._join_dy(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]
         for parts in gradients:
             for at, (shape, cells) in self.wider_inputs.items():
@@ -121,7 +121,7 @@ class JoinTask(Task):
             return dy
         space = run.workspace
         in_place = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
-        place = dy if in_place else space.gradient_array(self.at + 1, self.output, run.samples)
+        place = dy if in_place else space.gradient_array(self.at + 1, self.output_value, run.samples)
         return self.kernels.relu_backward(run.join_outputs[self.at], dy, place)
 
 
@@ -133,13 +133,13 @@ class FusedActivationTask(Task):
         self.layer, self.layers, self.observers = layer, layer.leaves, layer.context.grid.observers
         self.name = str(layer.name)
 
-    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Pass the values on."""
         outputs = [y for (y,) in inputs]
         self._notify("forward", "output", outputs)
         return outputs
 
-    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Pass the gradients on; the previous step applies the activation's backward."""
         self._notify("backward", "gradient of the input", dys)
         return [[dy] for dy in dys]
@@ -149,4 +149,4 @@ class FusedActivationTask(Task):
             with self.observers.during("layer", self.name, direction):
                 pass
             for array in arrays:
-                self.observers.value(self.layer, quantity, array)
+                self.observers.on_value(self.layer, quantity, array)

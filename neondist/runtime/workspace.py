@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..halo import GlobalArray, Phase
 from ..layers import StepContext
@@ -56,14 +56,14 @@ class Workspace:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
         slot = self.plan.rebuilt_views[at]
         if at in self.plan.borders:
-            return self.view(at, samples).restored(ArenaSlot(self.arena, slot), self._border(at, samples), write)
+            return self.view(at, samples).rebuild_view(ArenaSlot(self.arena, slot), self._border(at, samples), write)
         tile = self._array(slot, value, samples)
         write(tile)
         return tile
 
     def _border(self, at: int, samples: int) -> Any:
         slot = self.plan.borders[at]
-        return self.arena.array(slot, (samples, self.plan.ranges[slot].elements))
+        return self.arena.array(slot, (samples, self.plan.ranges[slot].elements_per_sample))
 
     def gradient_sum_array(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
@@ -130,7 +130,7 @@ class SectionPass:
         return self._workspace
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether its memory has been given back."""
         return self._workspace is None
 
@@ -156,3 +156,6 @@ class SectionPass:
 
     def __del__(self) -> None:
         self.close()
+
+
+Passes: TypeAlias = Sequence[SectionPass]

@@ -105,7 +105,7 @@ def read_configuration(folder: Path, index: int, servers: int) -> Message:
     """
     path = server_file_path(folder, index, servers)
     if not path.is_file():
-        raise DataError(f"{folder}: has no file for server {index} of {servers}; name another one")
+        raise DataError(f"{folder}: has no file for server {index} of {servers}; specify a complete checkpoint")
     with open_checkpoint(path, SingleTransport()) as file:
         return Message(_ServerFile(file).configuration)
 
@@ -122,7 +122,7 @@ def load_state(state: ServerState, folder: Path) -> None:
         first = files[0]
         if (first.optimizer["kind"], first.optimizer["name"]) != (state.optimizer["kind"], state.optimizer["name"]):
             saved, current = first.optimizer["name"], state.optimizer["name"]
-            raise DataError(f"{folder}: has the slots of {saved}, and the model has {current}; use the same optimizer")
+            raise DataError(f"{folder}: was written with optimizer {saved}, but the model has {current}; use the same")
         layout = state.layout
         for dtype in layout.dtypes:
             slots = state.dense.slots[dtype]
@@ -186,9 +186,9 @@ class _ServerFile:
     """File of a server in a checkpoint."""
 
     def __init__(self, file: CheckpointReader) -> None:
-        self._file, self.path = file, file.facts.path
+        self._file, self.path = file, file.contents.path
         try:
-            header = parse_json(file.facts.texts["server"], dict)
+            header = parse_json(file.contents.texts["server"], dict)
             if header["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {header['format']}")
             self.save_id, self.version, self.samples = (
@@ -205,24 +205,24 @@ class _ServerFile:
 
     def read_array(self, name: str, dtype: DTypeLike, size: int | None = None) -> np.ndarray:
         """Return an array of the file; DataError if it is missing or has another size."""
-        shape = self._file.facts.shapes.get(name)
+        shape = self._file.contents.shapes.get(name)
         if shape is None or size not in (None, prod(shape)):
-            raise DataError(f"{self.path}: '{name}' is missing, or has another size")
+            raise DataError(f"{self.path}: '{name}' is missing, or has another size; specify another checkpoint")
         array = np.empty(shape, dtype)
-        self._file.fill([ArrayPart(name, shape, array, [Box.of(shape)])])
+        self._file.fill_parts([ArrayPart(name, shape, array, [Box.of(shape)])])
         return array
 
     def slot_names(self, prefix: str) -> list[str]:
         """Return the names of the slots in a group."""
-        return list(self._file.facts.group(f"{prefix}/slots"))
+        return list(self._file.contents.group(f"{prefix}/slots"))
 
     def read_scalars(self, prefix: str) -> Slots:
         """Return the scalar slots."""
-        return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.facts.group(prefix)}
+        return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.contents.group(prefix)}
 
     def is_scalar(self, name: str) -> bool:
         """Whether an array is a scalar."""
-        return self._file.facts.shapes[name] == ()
+        return self._file.contents.shapes[name] == ()
 
 
 @contextmanager
@@ -231,17 +231,17 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_NAME.fullmatch(path.name))
     counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_NAME.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
-        raise DataError(f"{folder}: is not a complete checkpoint of servers ({len(paths)} files); name another one")
+        raise DataError(f"{folder}: is not a complete checkpoint of servers ({len(paths)} files); specify another")
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(open_checkpoint(path, SingleTransport()))) for path in paths]
         if len({file.save_id for file in files}) > 1:
-            raise DataError(f"{folder}: its {count} files belong to different checkpoints; name another one")
+            raise DataError(f"{folder}: its {count} files belong to different checkpoints; specify another folder")
         yield files
 
 
 def _read_parameter(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path) -> dict[str, np.ndarray]:
     """Return a complete parameter, under '', and its slots, as flat arrays."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays_by_slot: dict[str, np.ndarray] = {}
     covered = 0
     for file in files:
         for index, source in enumerate(file.layout.pieces):
@@ -249,17 +249,19 @@ def _read_parameter(files: Sequence[_ServerFile], piece: ServerPiece, folder: Pa
                 continue
             if source.shape != piece.shape or source.dtype != piece.dtype:
                 saved, current = (f"{piece_spec.dtype} {piece_spec.shape}" for piece_spec in (source, piece))
-                raise DataError(f"{folder}: parameter '{piece.name}' is {saved}, and {current} in the model")
+                raise DataError(
+                    f"{folder}: '{piece.name}' is {saved}, but {current} in the model; specify another folder"
+                )
             covered += source.box.size
             names = {"": f"pieces/{index}/values"}
             names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}")}
             for slot, name in names.items():
-                whole = arrays.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
+                whole = arrays_by_slot.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
                 part = file.read_array(name, piece.dtype, source.box.size)
                 source.select(whole)[...] = part.reshape(source.box.shape)
     if covered != prod(piece.shape):
-        raise DataError(f"{folder}: has no parameter '{piece.name}', or not all of it; it belongs to another model")
-    return arrays
+        raise DataError(f"{folder}: does not have all of '{piece.name}'; specify a checkpoint of this model")
+    return arrays_by_slot
 
 
 def _read_table_rows(
@@ -269,11 +271,11 @@ def _read_table_rows(
     for file in files:
         indices = {table.name: index for index, table in enumerate(file.layout.tables)}
         if spec.name not in indices:
-            raise DataError(f"{folder}: has no table '{spec.name}'; it belongs to another model")
+            raise DataError(f"{folder}: has no table '{spec.name}'; specify a checkpoint of this model")
         index = indices[spec.name]
         if (saved_spec := file.layout.tables[index]).dim != spec.dim or saved_spec.rows != spec.rows:
             saved, current = (f"{table.rows} x {table.dim}" for table in (saved_spec, spec))
-            raise DataError(f"{folder}: table '{spec.name}' is {saved}, and {current} in the model")
+            raise DataError(f"{folder}: '{spec.name}' is {saved}, but {current} in the model; specify another folder")
         ids = file.read_array(f"tables/{index}/ids", np.int64)
         values = file.read_array(f"tables/{index}/values", spec.dtype, len(ids) * spec.dim)
         slots = {}
@@ -286,7 +288,7 @@ def _read_table_rows(
 
 def _read_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
-        raise ConfigError(f"{folder}: table '{spec.name}' takes {size / 1e9:.1f} GB, too much for one array")
+        raise ConfigError(f"{folder}: '{spec.name}' has {size / 1e9:.1f} GB, too many to export; load it on servers")
     whole = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):
         whole[ids] = values

@@ -107,7 +107,7 @@ class ParameterClient:
     ) -> None:
         if len(addresses) != len(layouts):
             raise ServiceError(
-                f"{len(addresses)} servers, but the parameters are placed on {len(layouts)}; give as many addresses"
+                f"{len(addresses)} servers, but the parameters are on {len(layouts)}; give one address per server"
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
         self._server_group = ServerGroup(addresses, token, timeout, patience)

@@ -35,15 +35,15 @@ class TaskRow(NamedTuple):
     id: int
     kind: str
     epoch: int
-    start: int
-    end: int
+    start_record: int
+    end_record: int
     applied_until: int
     state: str
     worker: str | None
 
 
 class TaskDatabase:
-    """Tasks by state, failures by record, and the facts of the queue.
+    """Tasks by state, failures by record, and the settings of the queue.
 
     Parameters
     ----------
@@ -62,10 +62,10 @@ class TaskDatabase:
             with self.transaction():
                 self._check_parameters(parameters)
         except sqlite3.Error as error:
-            raise ConfigError(f"{path}: cannot be used as a task queue ({error}); name another file") from error
+            raise ConfigError(f"{path}: cannot be used as a task queue ({error}); specify another file") from error
 
     def _check_parameters(self, parameters: Mapping[str, int]) -> None:
-        stored_text = self._read_fact("facts")
+        stored_text = self._read_value("facts")
         if stored_text is None:
             self._connection.execute("INSERT INTO facts VALUES ('facts', ?)", (json.dumps(dict(parameters)),))
             return
@@ -74,7 +74,7 @@ class TaskDatabase:
             if stored.get(name) != value:
                 raise ConfigError(
                     f"{self.path}: was made with {name} {stored.get(name)}, not {value}; open it with the same value,"
-                    " or name another file"
+                    " or specify another file"
                 )
 
     @contextmanager
@@ -100,7 +100,7 @@ class TaskDatabase:
 
     def load_note(self, name: str) -> str | None:
         """Return a note, or None."""
-        return self._read_fact(f"note {name}")
+        return self._read_value(f"note {name}")
 
     # Tasks.
 
@@ -111,7 +111,7 @@ class TaskDatabase:
 
     def count_rounds(self, kind: str) -> int:
         """Return the number of rounds of a kind that have begun."""
-        return int(self._read_fact(f"rounds {kind}") or 0)
+        return int(self._read_value(f"rounds {kind}") or 0)
 
     def first_unassigned_task(self, kind: str) -> TaskRow | None:
         """Return the first unassigned task."""
@@ -194,7 +194,7 @@ class TaskDatabase:
             "INSERT INTO tasks (kind, epoch, start, stop, applied, state) VALUES (?, ?, ?, ?, ?, 'todo')", rows
         )
 
-    def _read_fact(self, name: str) -> str | None:
+    def _read_value(self, name: str) -> str | None:
         row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -214,5 +214,5 @@ def read_note(path: Path, name: str) -> str | None:
         with closing(sqlite3.connect(path, _LOCK_TIMEOUT)) as connection:
             row = connection.execute("SELECT value FROM facts WHERE name = ?", (f"note {name}",)).fetchone()
     except sqlite3.Error as error:
-        raise ConfigError(f"{path}: cannot be used as a task queue ({error}); name another file") from error
+        raise ConfigError(f"{path}: cannot be used as a task queue ({error}); specify another file") from error
     return None if row is None else str(row[0])

@@ -51,7 +51,7 @@ class DenseParameters:
         sent = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
         if sent != self.values.keys():
             expected = ", ".join(self.values) or "none"
-            raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}, but this server has {expected}")
+            raise MessageError(f"dense arrays: expected {expected}, got {', '.join(sorted(sent)) or 'none'}")
         return {dtype: message.array(DENSE_PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
 
     def set_values(self, values: Mapping[str, np.ndarray]) -> None:

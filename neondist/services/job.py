@@ -11,12 +11,12 @@ from ..errors import LaunchError
 from ..system.signals import INTERRUPTED_EXIT_CODE, Signals
 from ..terminal.console import say
 from .message import Message
-from .server import MAX_WAIT_SECONDS, ParameterServer, start_server_host
+from .server import MAX_WAIT_SECONDS, ParameterServer, create_parameter_server
 from .wire import Service, ServiceMethod
 
-FIRST_WORKER_WAIT = 3600.0
+FIRST_WORKER_TIMEOUT_SECONDS = 3600.0
 """Seconds for which a server waits for the first worker."""
-LEASE = 120.0
+LEASE_SECONDS = 120.0
 """Seconds without a heartbeat after which a worker is lost."""
 
 
@@ -92,25 +92,25 @@ class JobService(Service):
         LaunchError
             No worker has connected, or all are lost.
         """
-        while not self.check_over():
+        while not self.remove_lost_and_check_over():
             with self._condition:
                 self._condition.wait_for(lambda: self._is_over, 1.0)
 
-    def check_over(self) -> bool:
+    def remove_lost_and_check_over(self) -> bool:
         """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
         with self._condition:
             now = self._clock()
-            lost = [worker for worker, heartbeat in self._heartbeats.items() if now - heartbeat > LEASE]
-            for worker in lost:
+            lost_workers = [name for name, last in self._heartbeats.items() if now - last > LEASE_SECONDS]
+            for worker in lost_workers:
                 del self._heartbeats[worker]
             over, is_empty = self._is_over, not self._heartbeats
-        for worker in lost:
+        for worker in lost_workers:
             self._on_worker_lost(worker)
         if not over and is_empty and self._any_worker_joined:
-            raise LaunchError(f"parameter server: no message from any worker for {LEASE:g} s; start the job again")
-        if not over and is_empty and now - self._start_time > FIRST_WORKER_WAIT:
+            raise LaunchError(f"parameter server: no message from any worker for {LEASE_SECONDS:g} s; restart the job")
+        if not over and is_empty and now - self._start_time > FIRST_WORKER_TIMEOUT_SECONDS:
             raise LaunchError(
-                f"parameter server: no worker has connected within {FIRST_WORKER_WAIT:g} s; start the workers"
+                f"parameter server: no worker has connected in {FIRST_WORKER_TIMEOUT_SECONDS:g} s; start the workers"
             )
         return over
 
@@ -121,15 +121,15 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     Raises
     ------
     ConfigError
-        As for `start_server_host`.
+        As for `create_parameter_server`.
     LaunchError
         No worker has connected, or all are lost.
     """
     server = ParameterServer()
-    job = JobService(lambda worker: server.leave(Message({"worker": worker})))
+    job = JobService(lambda worker: server.remove_worker(Message({"worker": worker})))
     signals = Signals().install_handlers()
     try:
-        with start_server_host(task, environ, services=[server, job]) as host:
+        with create_parameter_server(task, environ, services=[server, job]) as host:
             say(f"PServer at {host.address}")
             signals.add_listener(lambda name: job.end_wait())
             job.wait_for_end()

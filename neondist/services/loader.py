@@ -66,9 +66,9 @@ class TaskDataset(IterableDataset):
             if task is WAIT:
                 time.sleep(self.poll)
                 continue
-            for _, upto, numbers in task.minibatches(self.minibatch_size):
+            for _, upto, record_numbers in task.minibatches(self.minibatch_size):
                 try:
-                    batch = self.read(numbers)
+                    batch = self.read(record_numbers)
                 except BadRecord as error:
                     self.queue.report(task.id, ok=False, error=str(error), record=error.record_number)
                     break

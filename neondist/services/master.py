@@ -15,7 +15,7 @@ from .progress import AppliedMinibatches, MinibatchId
 from .queue import WAIT, TaskQueue
 from .wire import Service, ServiceMethod
 
-LEASE = 60.0
+LEASE_SECONDS = 60.0
 """Seconds without a heartbeat after which a worker loses its task; killed processes are detected at once."""
 _PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
 _PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
@@ -53,7 +53,7 @@ class Master(Service):
     def __init__(
         self,
         minibatches_per_task: int = 1,
-        lease: float = LEASE,
+        lease: float = LEASE_SECONDS,
         source: str = "the data set",
         path: Path | None = None,
     ) -> None:
@@ -73,9 +73,9 @@ class Master(Service):
         return {
             "report_training_params": self.report_training_params,
             "get_task": self.get_task,
-            "applied": self.applied,
+            "applied": self.credit_records,
             "report_task_result": self.report_task_result,
-            "heartbeat": self.heartbeat,
+            "heartbeat": self.extend_lease,
             "lost": self.report_lost_worker,
             "progress": self.get_progress,
             "check": self.compare_with_server,
@@ -95,7 +95,9 @@ class Master(Service):
                 self._open_queue(self._parameters | {"epochs": parameters["epochs"]})
             for name, value in parameters.items():
                 if value != self._parameters[name]:
-                    raise ConfigError(f"{name}: {value}, but other workers of the job have {self._parameters[name]}")
+                    raise ConfigError(
+                        f"{name}: {value}, but {self._parameters[name]} on other workers; give all the same"
+                    )
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
@@ -111,7 +113,7 @@ class Master(Service):
         fields = {"type": "TRAINING", "task_id": task.id, "epoch": task.epoch, "start": task.start, "end": task.end}
         return Message(fields, {"indices": task.indices, "positions": task.positions})
 
-    def applied(self, request: Message) -> Message:
+    def credit_records(self, request: Message) -> Message:
         """Credit a task up to the end of a minibatch; `credited` is false if its lease has expired."""
         task_id, upto = request.integer("task_id"), request.integer("upto")
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
@@ -125,7 +127,7 @@ class Master(Service):
         error = request.text("err_message")
         return Message({"credited": self._require_queue().report(request.integer("task_id"), not error, error or None)})
 
-    def heartbeat(self, request: Message) -> Message:
+    def extend_lease(self, request: Message) -> Message:
         """Extend the lease of a worker's task."""
         self._require_queue().heartbeat(request.text("worker"))
         return Message()
@@ -223,15 +225,14 @@ class Master(Service):
         }
         unique = sum(sizes.get(minibatch, 0) for minibatch in listed)
         if samples != unique:
-            raise ServiceError(f"a server has applied {samples:g} records, {unique} of them once; start the job again")
+            raise ServiceError(f"a server has applied {samples:g} records, expected {unique}; start the job again")
         counts = self._queue.counts()
         if counts["todo"] or counts["doing"]:
             return f"{unique} of {records * epochs} records, each once"
         absent = sizes.keys() - set(listed)
         if absent - self._without_update:
-            raise ServiceError(
-                f"a server has not applied {len(absent - self._without_update)} of {len(sizes)} minibatches"
-            )
+            missing = len(absent - self._without_update)
+            raise ServiceError(f"a server lacks {missing} of {len(sizes)} minibatches; start the job again")
         skipped = f", but for {len(absent)} minibatches whose gradients were not finite" if absent else ""
         return f"{records} records in each of {epochs} epochs, each once{skipped}"
 

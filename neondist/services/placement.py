@@ -214,7 +214,8 @@ def place_parameters(
             )
         if strategy.specs[name].dtype not in SUPPORTED_DTYPES:
             raise ConfigError(
-                f"parameter '{name}': servers update {' and '.join(SUPPORTED_DTYPES)}, not {strategy.specs[name].dtype}"
+                f"parameter '{name}': has dtype {strategy.specs[name].dtype}, but servers update only"
+                f" {' and '.join(SUPPORTED_DTYPES)}; choose one of these dtypes"
             )
     shares = parameter_shares(strategy, servers)
     decayed_names = None if decays is None else set(decays)

@@ -47,7 +47,7 @@ class AppliedMinibatches:
         if minibatch.epoch >= self.first_epoch:
             self._masks[minibatch[:2]] = self._masks.get(minibatch[:2], 0) | 1 << minibatch.index_in_task
 
-    def complete_through(self, epoch: int) -> None:
+    def drop_through_epoch(self, epoch: int) -> None:
         """Drop the entries up to an epoch, all of whose minibatches have been applied."""
         self.first_epoch = max(self.first_epoch, epoch + 1)
         self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_epoch}

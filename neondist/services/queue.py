@@ -167,10 +167,10 @@ class TaskQueue:
                 return WAIT if self._database.running_tasks(kind=kind) else None
             self._database.lease_task(task.id, str(worker), self._clock() + self.lease)
             skipped = [number for number, _ in self._database.skipped_records()] if kind == "training" else []
-        positions = np.arange(task.start, task.end)
+        positions = np.arange(task.start_record, task.end_record)
         positions = positions[~np.isin(self._record_numbers(task)[positions], skipped)]
         indices = self._record_numbers(task)[positions]
-        return Task(task.id, task.epoch, task.start, task.end, kind, indices, positions)
+        return Task(task.id, task.epoch, task.start_record, task.end_record, kind, indices, positions)
 
     def applied(self, task_id: int, upto: int) -> bool:
         """Mark a task's records before a position as applied to the weights, and extend its lease.
@@ -190,8 +190,8 @@ class TaskQueue:
             task = self._find_leased_task(task_id)
             if task is None:
                 return False
-            if not task.start <= upto <= task.end:
-                raise ConfigError(f"upto: {upto} is outside of task {task_id}, {task.start} to {task.end}")
+            if not task.start_record <= upto <= task.end_record:
+                raise ConfigError(f"upto: {upto} is not in task {task_id}, {task.start_record} to {task.end_record}")
             self._database.record_progress(task.id, max(upto, task.applied_until), self._clock() + self.lease)
             return True
 
@@ -222,7 +222,7 @@ class TaskQueue:
             if task is None:
                 return False
             if ok or task.state == "done":
-                self._database.record_progress(task.id, task.end, self._clock())
+                self._database.record_progress(task.id, task.end_record, self._clock())
                 return True
             reason = self._record_failure(task, error or "no reason given", record)
         if reason:
@@ -240,10 +240,10 @@ class TaskQueue:
         """Return all tasks of a worker to the queue, from the first unapplied record."""
         with self._database.transaction():
             for task in self._database.running_tasks(worker=str(worker)):
-                self._database.reissue_ranges(task, [(task.applied_until, task.end)])
+                self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
-    def restart(self, kind: str, records: int | None = None) -> None:
-        """Start another round of evaluation or prediction tasks over so many records (default: those of the queue)."""
+    def start_round(self, kind: str, records: int | None = None) -> None:
+        """Start another round of evaluation or prediction tasks over `records` records (default: the queue's)."""
         require_choice("kind", kind, TASK_KINDS[1:])
         count = self.records if records is None else require_integer("records", records, 1)
         with self._database.transaction():
@@ -268,8 +268,8 @@ class TaskQueue:
             for epoch in range(max(applied_ranges, default=-1) + 1):
                 self._add_round("training", epoch, self.records)
                 for task in self._database.unassigned_tasks("training", epoch):
-                    remaining = _uncovered_ranges(task.start, task.end, applied_ranges.get(epoch, []))
-                    if remaining != [(task.start, task.end)]:
+                    remaining = _uncovered_ranges(task.start_record, task.end_record, applied_ranges.get(epoch, []))
+                    if remaining != [(task.start_record, task.end_record)]:
                         self._database.reissue_ranges(task, remaining)
             for name, text in (notes or {}).items():
                 self._database.store_note(name, text)
@@ -318,11 +318,11 @@ class TaskQueue:
 
     def _record_numbers(self, task: TaskRow) -> np.ndarray:
         """Return the records at all positions up to a task's end."""
-        return self.order(task.epoch) if task.kind == "training" else np.arange(task.end)
+        return self.order(task.epoch) if task.kind == "training" else np.arange(task.end_record)
 
     def _requeue_expired(self) -> None:
         for task in self._database.running_tasks(before=self._clock()):
-            self._database.reissue_ranges(task, [(task.applied_until, task.end)])
+            self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
     def _find_leased_task(self, task_id: int) -> TaskRow | None:
         """Return a task if its lease is valid, or was until it was done."""
@@ -343,7 +343,7 @@ class TaskQueue:
 
     def _record_failure(self, task: TaskRow, error: str, record: int | None) -> str | None:
         """Count a failure and reissue the remaining records; return the reason if the job must stop."""
-        unapplied = self._record_numbers(task)[task.applied_until : task.end]
+        unapplied = self._record_numbers(task)[task.applied_until : task.end_record]
         failed = int(unapplied[0] if record is None else record)
         if failed not in unapplied:
             raise ConfigError(f"record: {failed} is not among the unapplied records of task {task.id}")
@@ -352,7 +352,7 @@ class TaskQueue:
         if is_skipped:
             self._database.skip_record(failed, error)
         if is_skipped or failures < self.retries:
-            self._database.reissue_ranges(task, [(task.applied_until, task.end)])
+            self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
             return None
         self._database.mark_failed(task)
         reason = (

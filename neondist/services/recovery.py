@@ -31,7 +31,7 @@ from .wire import Service, ServiceMethod
 
 POLL_INTERVAL = 0.1
 """Seconds between checks of the servers."""
-MIN_INTERVAL, MIN_INTERVAL_RATIO = 5.0, 50.0
+MIN_SAVE_SECONDS, MIN_SAVE_INTERVAL_RATIO = 5.0, 50.0
 """Minimum interval between checkpoints, in seconds and in durations of a checkpoint."""
 REPORT_INTERVAL, THROUGHPUT_WINDOW = 1.0, 10.0
 """Seconds between reports on the job, and seconds over which the throughput is averaged."""
@@ -55,7 +55,7 @@ class ServerRecovery(Service):
     master : Master
         Master with a persistent queue.
     steps : int
-        Updates between checkpoints; 0: as many as limit the time spent on them.
+        Updates between checkpoints; 0: chosen to limit the time spent on checkpoints.
     """
 
     name = "Recovery"
@@ -71,16 +71,16 @@ class ServerRecovery(Service):
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods of the supervisor, and of the worker that writes the run's records."""
-        return {"save": self.save, "figures": self.report_figures}
+        return {"save": self.save, "figures": self.report_statistics}
 
-    def report_figures(self, request: Message) -> Message:
-        """Return the current figures of the job: its workers, tasks, versions of servers, and throughput."""
+    def report_statistics(self, request: Message) -> Message:
+        """Return the current statistics of the job: its workers, tasks, versions of servers, and throughput."""
         with self._lock:
             self._server_status = self._group.status()
             state = self._job_status(time.monotonic())
-        figures = {"workers": len(self._master.workers), "tasks": state.tasks}
-        figures |= {"server_versions": [server.version for server in state.servers]}
-        return Message({"figures": {**figures, "samples_per_second": state.samples_per_second}})
+        statistics = {"workers": len(self._master.workers), "tasks": state.tasks}
+        statistics |= {"server_versions": [server.version for server in state.servers]}
+        return Message({"figures": {**statistics, "samples_per_second": state.samples_per_second}})
 
     def save(self, request: Message) -> Message:
         """Write a checkpoint now, such as before the end of a job that will be resumed.
@@ -98,7 +98,7 @@ class ServerRecovery(Service):
                 return Message({"saved": False})
             return Message({"saved": True})
 
-    def check_servers(self) -> None:
+    def restore_or_save_servers(self) -> None:
         """Restore the servers, or write a checkpoint if one is due.
 
         Raises
@@ -135,7 +135,7 @@ class ServerRecovery(Service):
         failures = 0
         while not self._closed.wait(POLL_INTERVAL):
             try:
-                self.check_servers()
+                self.restore_or_save_servers()
                 failures = 0
             except (ServiceUnavailableError, UnequalServersError):  # processes restart, and minibatches are recomputed
                 pass
@@ -211,7 +211,8 @@ class ServerRecovery(Service):
         number = max(folders, default=-1) + 1
         self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_PATIENCE)
         self._saved_versions = versions  # later gradients may be included; it is then written again
-        self._next_save_time = (end := time.monotonic()) + max(MIN_INTERVAL, MIN_INTERVAL_RATIO * (end - start))
+        end = time.monotonic()
+        self._next_save_time = end + max(MIN_SAVE_SECONDS, MIN_SAVE_INTERVAL_RATIO * (end - start))
         retained = complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]
         for path in folders.values():
             if path not in retained:

@@ -58,17 +58,17 @@ class ParameterServer(Service):
             "pull_variable": self.pull_variable,
             "pull_embedding_vector": self.pull_embedding_vector,
             "push_gradient": self.push_gradient,
-            "join": self.join,
-            "leave": self.leave,
+            "join": self.add_worker,
+            "leave": self.remove_worker,
             "wait_turn": self.wait_turn,
             "finish_round": self.finish_round,
             "finish_epoch": self.finish_epoch,
-            "credits": self.applied_minibatches,
-            "hold": self.hold,
-            "release": self.release,
+            "credits": self.report_applied_minibatches,
+            "hold": self.hold_gradients,
+            "release": self.release_gradients,
             "save_checkpoint": self.save_checkpoint,
             "load_checkpoint": self.load_checkpoint,
-            "status": self.status,
+            "status": self.report_status,
         }
 
     def push_model(self, request: Message) -> Message:
@@ -111,7 +111,8 @@ class ParameterServer(Service):
         ids = request.array("ids", "int64", [None])
         with self._condition:
             state = self._require_state()
-            return Message({"version": state.version}, {"rows": state.find_table(request.text("name")).rows(ids)})
+            rows = state.find_table(request.text("name")).get_or_create_rows(ids)
+            return Message({"version": state.version}, {"rows": rows})
 
     def push_gradient(self, request: Message) -> Message:
         """Apply a gradient, or keep it for its round; refuse it if it is too old or already applied.
@@ -132,10 +133,10 @@ class ParameterServer(Service):
             if self._has_minibatch(gradient):
                 self._count_gradient()  # otherwise the rounds of two servers could deadlock
                 return self._refusal_reply("duplicate")
-            staleness = max(0, state.version - gradient.version)
+            staleness = max(0, state.version - gradient.values_version)
             if self._update_rule.sync and staleness > self._update_rule.version_tolerance:
                 return self._refusal_reply("stale")
-            self._last_pushes[gradient.client] = gradient.sequence
+            self._last_pushes[gradient.client_id] = gradient.push_number
             self._staleness_bound.finish_step(gradient.worker)
             factor = 1.0
             if self._update_rule.sync:
@@ -149,14 +150,14 @@ class ParameterServer(Service):
             self._condition.notify_all()
             return Message({"outcome": "applied", "version": target, "staleness": staleness, "factor": factor})
 
-    def join(self, request: Message) -> Message:
+    def add_worker(self, request: Message) -> Message:
         """Add a worker."""
         with self._condition:
             self._staleness_bound.join(request.text("worker"))
             self._left_workers.discard(request.text("worker"))
             return Message()
 
-    def leave(self, request: Message) -> Message:
+    def remove_worker(self, request: Message) -> Message:
         """Remove a worker that has ended or is lost."""
         with self._condition:
             self._staleness_bound.leave(request.text("worker"))
@@ -183,15 +184,15 @@ class ParameterServer(Service):
     def finish_epoch(self, request: Message) -> Message:
         """Drop the records of a complete epoch, all of whose gradients count as applied."""
         with self._condition:
-            self._require_state().applied_minibatches.complete_through(request.integer("epoch"))
+            self._require_state().applied_minibatches.drop_through_epoch(request.integer("epoch"))
             return Message()
 
-    def applied_minibatches(self, request: Message) -> Message:
+    def report_applied_minibatches(self, request: Message) -> Message:
         """Return the minibatches of the applied gradients."""
         with self._condition:
             return Message({"credits": self._require_state().applied_minibatches.to_json()})
 
-    def hold(self, request: Message) -> Message:
+    def hold_gradients(self, request: Message) -> Message:
         """Hold all gradients except those of admitted minibatches; return the applied minibatches."""
         admitted = AppliedMinibatches.parse(request.mapping("admitted"))
         with self._condition:
@@ -200,7 +201,7 @@ class ParameterServer(Service):
             self._condition.notify_all()
             return Message({"credits": state.applied_minibatches.to_json(), "version": state.version})
 
-    def release(self, request: Message) -> Message:
+    def release_gradients(self, request: Message) -> Message:
         """Accept gradients again."""
         with self._condition:
             self._hold_deadline = 0.0
@@ -242,7 +243,7 @@ class ParameterServer(Service):
             fields = {"version": state.version, "incarnation": self._incarnation}
             return Message({**fields, "credits": state.applied_minibatches.to_json()})
 
-    def status(self, request: Message) -> Message:
+    def report_status(self, request: Message) -> Message:
         """Return counts: version, samples, rows in use, refused gradients, workers and their steps."""
         with self._condition:
             state = self._state
@@ -282,7 +283,7 @@ class ParameterServer(Service):
 
     def _is_repeated_push(self, gradient: PushedGradient) -> bool:
         """Whether this push has already been received."""
-        return gradient.sequence <= self._last_pushes.get(gradient.client, -1)
+        return gradient.push_number <= self._last_pushes.get(gradient.client_id, -1)
 
     def _has_minibatch(self, gradient: PushedGradient) -> bool:
         """Whether a gradient of its minibatch has already been received."""
@@ -325,16 +326,16 @@ class ParameterServer(Service):
     def _folder_of_checkpoint(self, request: Message) -> Path:
         name = request.text("name")
         if self._checkpoint_folder is None:
-            raise ConfigError("the server has no checkpoint folder; start it with --checkpoint-dir")
+            raise ConfigError("the server has no checkpoint folder; start it with one (--checkpoint-dir)")
         if not _CHECKPOINT_NAME.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
         return self._checkpoint_folder / name
 
 
-def start_server_host(
+def create_parameter_server(
     task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
 ) -> ServiceHost:
-    """Start the server of a task of type 'ps', at its address in the cluster.
+    """Create the parameter server of a task of type 'ps', at its address in the cluster.
 
     Parameters
     ----------

@@ -68,9 +68,9 @@ class PushedGradient:
     Attributes
     ----------
     worker : str
-    client, sequence : str, int
+    client_id, push_number : str, int
         Connection of the sender, and number of its push, which identify repeated pushes.
-    version : int
+    values_version : int
         Version of the values for which it was computed.
     samples : float
         Weight in a mean.
@@ -83,9 +83,9 @@ class PushedGradient:
     """
 
     worker: str
-    client: str
-    sequence: int
-    version: int
+    client_id: str
+    push_number: int
+    values_version: int
     samples: float
     scale: float
     minibatch: MinibatchId | None
@@ -159,7 +159,7 @@ class ServerState:
 
     def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
         """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
-        ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.sequence))
+        ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
         weights = sample_weights(gradient.samples for gradient in ordered)
         scales = {gradient.scale for gradient in ordered}
         mean = sum(weight * gradient.scale for weight, gradient in zip(weights, ordered, strict=True))

@@ -62,15 +62,15 @@ class RowTable:
         """Slots of the rows in use (count, dim), and scalar slots: views."""
         return {name: array[: self.count] if array.ndim else array for name, array in self._slots.items()}
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
+    def get_or_create_rows(self, ids: np.ndarray) -> np.ndarray:
         """Return copies of rows (n, dim); missing rows are created."""
-        positions = self._positions_of(ids)  # may reallocate the values
+        positions = self._get_or_create_positions(ids)  # may reallocate the values
         return self._values[positions]
 
     def update(self, ids: np.ndarray, grads: np.ndarray, step: int, scale: float) -> None:
         """Apply gradients (n, dim) of rows; those with the same id are summed."""
         ids, grads = sum_duplicates(ids, grads)
-        positions: np.ndarray | slice = self._positions_of(ids)
+        positions: np.ndarray | slice = self._get_or_create_positions(ids)
         if not self._updates_touched_rows_only:
             whole = np.zeros((self.count, self.spec.dim), self.spec.dtype)
             whole[positions] = grads
@@ -82,7 +82,7 @@ class RowTable:
 
     def restore(self, ids: np.ndarray, values: np.ndarray, slots: Slots) -> None:
         """Set rows and their slots, such as from a checkpoint."""
-        self._set_rows(self._positions_of(ids), values, slots)
+        self._set_rows(self._get_or_create_positions(ids), values, slots)
 
     def _set_rows(self, positions: np.ndarray | slice, values: np.ndarray, slots: Slots) -> None:
         self._values[positions] = values
@@ -94,7 +94,7 @@ class RowTable:
                 self._slots[name] = self._new_slot(name, len(self._values))
             self._slots[name][positions] = array.reshape(values.shape)
 
-    def _positions_of(self, ids: np.ndarray) -> np.ndarray:
+    def _get_or_create_positions(self, ids: np.ndarray) -> np.ndarray:
         """Return the positions of rows; missing rows are created."""
         keys = ids.tolist()
         missing = [id_ for id_ in dict.fromkeys(keys) if id_ not in self._positions]
@@ -105,7 +105,7 @@ class RowTable:
     def _create_rows(self, ids: np.ndarray) -> None:
         if ids.min() < 0 or ids.max() >= self.spec.rows:
             invalid = ids[(ids < 0) | (ids >= self.spec.rows)][0]
-            raise DataError(f"table '{self.spec.name}': id {invalid} is not in the table of {self.spec.rows} rows")
+            raise DataError(f"table '{self.spec.name}': id {invalid} is invalid; ids must be 0 to {self.spec.rows - 1}")
         if (ids % self._server_count != self._server_index).any():
             raise MessageError(f"table '{self.spec.name}': an id that belongs to another server")
         start, stop = self.count, self.count + len(ids)

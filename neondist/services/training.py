@@ -17,10 +17,10 @@ from ..models import RemoteUpdate
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
+from .master_client import RETRY_SECONDS, MasterClient
 from .placement import place_parameters
 from .state import UpdateRule
 from .wire import read_token
-from .worker_tasks import PATIENCE, WorkerTasks
 
 SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers and of the master, and its index."""
@@ -100,8 +100,8 @@ class ServerUpdate(RemoteUpdate):
     optimizer : Optimizer or TorchOptimizer
     world : Transport
         The ranks of this worker.
-    tasks : WorkerTasks, optional
-        Provide the minibatch of a gradient. Default: gradients name no minibatch.
+    master_client : MasterClient, optional
+        Provides the minibatch of a gradient. Default: gradients name no minibatch.
 
     Raises
     ------
@@ -118,9 +118,9 @@ class ServerUpdate(RemoteUpdate):
         parameters: Parameters,
         optimizer: Any,
         world: Transport,
-        tasks: WorkerTasks | None = None,
+        master_client: MasterClient | None = None,
     ) -> None:
-        self._worker, self._parameters, self._world, self._tasks = worker, parameters, world, tasks
+        self._worker, self._parameters, self._world, self._master_client = worker, parameters, world, master_client
         if getattr(optimizer, "ema", None) is not None:
             raise ConfigError("ema: the running mean would stay on the servers; leave it out")
         count = len(worker.servers)
@@ -138,31 +138,32 @@ class ServerUpdate(RemoteUpdate):
         self.version = 0
         with all_or_none(world, root_only=True):
             if world.rank == 0:
-                self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
+                client_args = worker.servers, layouts, worker.token, worker.name
+                self._client = ParameterClient(*client_args, patience=RETRY_SECONDS)
                 client, rule = self._client, worker.rule or _rule_of_strategy(self.strategy)
                 client.initialize(self._values, optimizer, rule)
-                if tasks is not None:
-                    tasks.set_idle_callback(client.leave)
-                    tasks.set_blank_callback(lambda: client.initialize(self._values, optimizer, rule))
+                if master_client is not None:
+                    master_client.set_idle_callback(client.leave)
+                    master_client.set_blank_callback(lambda: client.initialize(self._values, optimizer, rule))
         self._pull_values()
 
-    def update(self, scale: float) -> None:
+    def push_and_pull(self, scale: float) -> None:
         """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
-        gradients, tasks = self._gather_parameters(self._parameters.grads), self._tasks
+        gradients, master = self._gather_parameters(self._parameters.grads), self._master_client
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
-                samples, minibatch = (1, None) if tasks is None else (tasks.samples, tasks.minibatch)
+                samples, minibatch = (1, None) if master is None else (master.samples, master.minibatch)
                 refused = self._client.push(gradients, samples, minibatch, scale).stale
-                if refused and tasks is None:
+                if refused and master is None:
                     raise ServiceError("a parameter server has lost its values; start the command again")
-                if tasks is not None:
-                    tasks.was_refused = refused
+                if master is not None:
+                    master.was_refused = refused
                 self._client.wait_turn()
-        if tasks is not None:
-            tasks.was_pushed = True
+        if master is not None:
+            master.was_pushed = True
         self._pull_values()
 
-    def wait_for_others(self, workers: int, patience: float) -> None:
+    def leave_and_wait_for_others(self, workers: int, patience: float) -> None:
         """Leave the job; on the first worker, wait up to `patience` seconds until all `workers` have left."""
         end = time.monotonic() + patience
         with all_or_none(self._world, root_only=True):
@@ -171,15 +172,15 @@ class ServerUpdate(RemoteUpdate):
                 while not self._worker.index and self._client.count_left_workers() < workers and time.monotonic() < end:
                     time.sleep(0.05)
 
-    def finish(self) -> None:
+    def pull_final_values(self) -> None:
         """Pull the final values on the first worker."""
         if not self._worker.index:
             self._pull_values()
 
     def close(self) -> None:
         """Close the connections."""
-        if self._tasks is not None:
-            self._tasks.close()
+        if self._master_client is not None:
+            self._master_client.close()
         if self._client is not None:
             self._client.close()
 

@@ -143,7 +143,7 @@ class TorchUpdater(Updater):
         """Reject optimisers that need whole parameters."""
         if not self._optimizer.elementwise:
             name = self._optimizer.constructor.__name__
-            raise ConfigError(f"optimizer: {name} updates whole parameters, but servers update elements independently")
+            raise ConfigError(f"optimizer: {name} needs whole parameters, but servers hold parts; use one such as Adam")
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
@@ -176,14 +176,14 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     else:
         kind = type(optimizer)
         if len(optimizer.param_groups) > 1:
-            raise ConfigError(f"optimizer: {kind.__name__} has several parameter groups, but servers support only one")
+            raise ConfigError(f"optimizer: {kind.__name__} has several parameter groups; servers support only one")
         parameters = inspect.signature(kind).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         group = optimizer.param_groups[0]
         arguments = {name: value for name, value in group.items() if name in parameters and value != defaults[name]}
         arguments.pop("params")
     if not getattr(kind, "__module__", "").startswith("torch.optim."):
-        raise ConfigError("optimizer: servers support only optimisers of neondist and torch.optim")
+        raise ConfigError(f"optimizer: servers do not support {kind.__name__}; use one of neondist or torch.optim")
     arguments = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
     return {"kind": "torch", "name": kind.__name__, "arguments": arguments}
 

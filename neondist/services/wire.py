@@ -46,7 +46,7 @@ import grpc
 
 TOKEN = "NEONDIST_TOKEN"
 """Environment variable with the token of the job."""
-LIMIT = 4 << 30
+MAX_BYTES = 4 << 30
 """Default limit of a message's arrays in bytes."""
 MAX_CALL_SECONDS = 3600.0
 """Longest deadline of a call in seconds; calls without a deadline are rejected."""
@@ -115,8 +115,8 @@ def read_token(environ: Mapping[str, str]) -> str:
     token = environ.get(TOKEN, "")
     if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{TOKEN}: expected a secret of at least 16 letters and digits, the same for all processes of a job; create"
-            " one, for example with: python -c 'import secrets; print(secrets.token_urlsafe())'"
+            f"{TOKEN}: expected a secret of at least 16 printable ASCII characters, the same for all processes of a"
+            " job; create one, for example with: python -c 'import secrets; print(secrets.token_urlsafe())'"
         )
     return token
 
@@ -148,7 +148,7 @@ class ServiceHost:
     """
 
     def __init__(
-        self, services: Iterable[Service], address: str, token: str, limit: int = LIMIT, threads: int = 256
+        self, services: Iterable[Service], address: str, token: str, limit: int = MAX_BYTES, threads: int = 256
     ) -> None:
         host = _require_free_address(address)
         self._server = grpc.server(
@@ -204,7 +204,7 @@ class ServiceClient:
     """
 
     def __init__(
-        self, address: str, service: str, token: str, timeout: float = 300.0, patience: float = 30.0, limit: int = LIMIT
+        self, address: str, service: str, token: str, timeout: float = 300, patience: float = 30, limit: int = MAX_BYTES
     ) -> None:
         self.address, self.service, self.timeout, self.patience = address, service, timeout, patience
         self._limit, self._metadata = limit, ((_TOKEN_METADATA_KEY, token),)
@@ -288,7 +288,7 @@ class ServiceClient:
         if code == grpc.StatusCode.ABORTED:
             return ServiceUnavailableError(f"{peer}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ServiceUnavailableError(f"{peer}: {method}: no answer in time")
+            return ServiceUnavailableError(f"{peer}: {method}: no answer in time; check that it is not overloaded")
         if code == grpc.StatusCode.UNAUTHENTICATED:
             return ServiceError(f"{peer}: the token was rejected; give all processes of a job the same {TOKEN}")
         if code == grpc.StatusCode.UNIMPLEMENTED:
@@ -335,11 +335,11 @@ class _AuthenticatedMethods(grpc.GenericRpcHandler):
             if key == _TOKEN_METADATA_KEY:
                 token = value.encode() if isinstance(value, str) else value
         if not hmac.compare_digest(token, self._token):
-            return grpc.stream_stream_rpc_method_handler(_reject)
+            return grpc.stream_stream_rpc_method_handler(_reject_call)
         return self._methods.get(details.method)
 
 
-def _reject(requests: Any, context: Any) -> Iterator[bytes]:
+def _reject_call(requests: Any, context: Any) -> Iterator[bytes]:
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
     yield b""
 

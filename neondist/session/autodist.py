@@ -165,10 +165,10 @@ class AutoDist:
         """
         parts: list[Any] = list(self._layer_models)
         if self._module_scope is not None and self._module_scope.models:
-            from ..torch.training.scope_script import ScopeScript
+            from ..torch.training.scope_script import ScopeScriptAdapter
 
             self._divide_optimizer_steps()
-            parts += ScopeScript.create(self._module_scope, self._owner_steps)
+            parts += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
         if not parts:
             raise ConfigError("session: there is no model; create one inside of `with d.scope():` first").on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
@@ -297,5 +297,5 @@ def _relaunch_script(resources: ResourceSpec) -> None:
         raise LaunchError("resource_spec: a job is started from a file; give AutoDist the path of a resource file")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    command = safe_path.command("neondist", "launch", str(resources.path), os.path.abspath(file), *sys.argv[1:])
+    command = safe_path.python_command("neondist", "launch", str(resources.path), os.path.abspath(file), *sys.argv[1:])
     os.execv(command[0], command)

@@ -20,7 +20,7 @@ from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
 from ..train import FitExperiment, Hook, Record, TrainState
 from ..train.callbacks.checkpoint import RunProgress, read_progress
-from ..train.callbacks.loggers import Logger
+from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import MetricsLog, json_line
 from ..train.checkpoint_evaluation import open_for_evaluation
 from ..train.html_report import read_records
@@ -158,7 +158,7 @@ class EvaluationRecorder:
     def __init__(self, run: TrainState, folder: Path, hooks: Iterable[Hook] = ()) -> None:
         self.run, self.hooks = run, [MetricsLog(folder / METRICS_FILE), *hooks]
         for hook in self.hooks:
-            if isinstance(hook, Logger):
+            if isinstance(hook, MetricLogger):
                 hook.set_run_folder(folder)
                 hook.step_field = "step"
         world = run.grid.world
@@ -179,11 +179,11 @@ class EvaluationRecorder:
         for hook in self.hooks:
             hook.before_run(self.run)
 
-    def add_result(self, progress: RunProgress, numbers: Mapping[str, Any], seconds: float) -> Record:
+    def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> Record:
         """Pass the results of a checkpoint to the hooks; collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.seen
-        run.history.append(Record(epoch=progress.epoch, step=progress.step, **numbers, seconds=seconds))
+        run.history.append(Record(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
         for hook in self.hooks:
             hook.after_epoch(run)
         return run.history[-1]

@@ -48,13 +48,13 @@ class DataPosition:
     def remaining_batches(self) -> list[tuple[int, np.ndarray]]:
         """Return, for each remaining batch of the epoch, its size over all replicas and this rank's sample numbers."""
         state, grid = self.state, self.state.grid
-        numbers = self.dataset.train.order(self.seed, state.epoch)
+        order = self.dataset.train.order(self.seed, state.epoch)
         starts = range(state.samples_seen, state.epoch_size, self.batch_size)
         sizes = [min(self.batch_size, state.epoch_size - start) for start in starts]
         if self.reads_own_shard:
-            of = grid.replicas
-            return [(n, numbers[start // of : (start + n) // of]) for start, n in zip(starts, sizes, strict=True)]
-        batches = [numbers[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+            shards = grid.replicas
+            return [(n, order[start // shards : (start + n) // shards]) for start, n in zip(starts, sizes, strict=True)]
+        batches = [order[start : start + n] for start, n in zip(starts, sizes, strict=True)]
         return [(len(batch), batch[slice(*grid.sample_range(len(batch)))]) for batch in batches]
 
     def batches(self) -> Generator[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..cluster import TaskSpec, TaskSpecDef
 from ..data import Dataset
 from ..errors import ConfigError, NotReadyError
-from ..models import ScriptModel
+from ..models import TrainingScriptAdapter
 from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..train import Hook
@@ -110,7 +110,7 @@ class DistributedSession:
         if self.task_spec.is_evaluator():
             self._role = EvaluatorRole(state, folder, hooks)
             return
-        if isinstance(state.model, ScriptModel):
+        if isinstance(state.model, TrainingScriptAdapter):
             state.model.check_checkpointable()
         writes_checkpoints = bool(state.grid.world.bcast(self.task_spec.is_master()))
         chief = writes_checkpoints and state.first_rank

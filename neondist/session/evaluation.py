@@ -79,9 +79,9 @@ class EvaluatorRole:
             )
         begun = time.perf_counter()
         result = function(*args, **kwargs)
-        numbers = dict(result) if isinstance(result, Mapping) else {"loss": result}
-        numbers = {name: float(value) for name, value in numbers.items()}
-        record = self.evaluation.add_result(self.loaded_position, numbers, time.perf_counter() - begun)
+        results = dict(result) if isinstance(result, Mapping) else {"loss": result}
+        results = {name: float(value) for name, value in results.items()}
+        record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - begun)
         self.loaded_position = None
         if self.state.first_rank:
             emit(json_line(record).rstrip())

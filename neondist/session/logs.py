@@ -11,7 +11,7 @@ from ..comm import all_or_none
 from ..io.files import append_text, write_text
 from ..terminal.console import say
 from ..train import Hook, Record, TrainState
-from ..train.callbacks.loggers import Logger
+from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import json_line
 from ..train.html_report import read_records
 
@@ -47,7 +47,7 @@ class SummaryLog(Hook):
         Folder of the session.
     every_steps, every_seconds : optional
         Interval between summaries; whichever elapses first.
-    loggers : sequence of Logger
+    loggers : sequence of MetricLogger
         Loggers with steps on their axis.
     """
 
@@ -56,7 +56,7 @@ class SummaryLog(Hook):
         folder: Path | None,
         every_steps: int | None,
         every_seconds: float | None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
     ) -> None:
         self.path = None if folder is None else folder / SUMMARIES_FILE
         self.every_steps, self.every_seconds, self.loggers = every_steps, every_seconds, loggers

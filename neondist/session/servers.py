@@ -67,8 +67,8 @@ class JobServersClient:
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._first_step = 0
 
-    def join_job(self) -> None:
-        """Load the servers' values; on the master, initialise the servers first if needed.
+    def load_server_values(self) -> None:
+        """Join the job and load the servers' values; on the master, initialise the servers first if needed.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class JobServersClient:
         assert self._remote is not None
         model = self._state.model
         model.step = self._first_step + self._remote.version
-        model.uncounted_steps = model.step  # none is by its own optimiser, which a job without servers would resume
+        model.steps_without_optimizer = model.step  # its own optimiser would resume in a job without servers
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
@@ -106,8 +106,8 @@ class JobServersClient:
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
-        self._remote.wait_for_others(self._num_workers, self._grace_seconds)
-        self._remote.finish()
+        self._remote.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
+        self._remote.pull_final_values()
         self.update_step()
 
     def stop_servers(self) -> None:

@@ -13,7 +13,7 @@ from ..data import Dataset, Split
 from ..errors import ConfigError, NotReadyError
 from ..io.checkpoint import from_plain, to_plain
 from ..io.checkpoint.texts import parse_json, require_json_type
-from ..models import ScriptModel, TrainableModel
+from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
 
 TEXT_NAME = "session"
@@ -30,9 +30,9 @@ class _MissingDataset(Dataset):
         """Raise NotReadyError."""
         raise _missing_data_error("check")
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Raise NotReadyError."""
-        raise _missing_data_error("load")
+        raise _missing_data_error("open_splits")
 
 
 def _missing_data_error(name: str) -> NotReadyError:
@@ -43,7 +43,7 @@ def _missing_data_error(name: str) -> NotReadyError:
 
 
 class SessionState(TrainState):
-    """The state of a session; its `model` may be a ScriptModel.
+    """The state of a session; its `model` may be a TrainingScriptAdapter.
 
     Attributes
     ----------
@@ -101,12 +101,12 @@ class SessionState(TrainState):
 
     def checkpoint_texts(self) -> dict[str, str]:
         """Return the model's settings and the states of further objects as text; collective."""
-        if isinstance(self.model, ScriptModel):
+        if isinstance(self.model, TrainingScriptAdapter):
             settings = self.model.settings()
         else:
             settings = {"learning_rate_scale": self.model.learning_rate_scale, "momentum": self.model.momentum}
-        states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict()) for part in self.stateful]
-        kinds = [type(part).__name__ for part in self.stateful]
+        kinds, remedy = [type(part).__name__ for part in self.stateful], "remove this object from the `model` argument"
+        states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful]
         texts = {TEXT_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
         return texts | (super().checkpoint_texts() if self.has_data else {})
 
@@ -120,18 +120,18 @@ class SessionState(TrainState):
         expected = [type(part).__name__ for part in self.stateful]
         if kinds != expected or len(states) != len(kinds):
             raise ValueError(f"has states of {kinds or 'no objects'}, but the session has {expected or 'none'}")
-        if isinstance(self.model, ScriptModel):
+        if isinstance(self.model, TrainingScriptAdapter):
             self.model.restore_settings(settings)
         else:
-            self.model.learning_rate_scale = _number(settings.get("learning_rate_scale", 1.0)) or 0.0
-            self.model.momentum = _number(settings.get("momentum"))
+            self.model.learning_rate_scale = _to_number(settings.get("learning_rate_scale", 1.0)) or 0.0
+            self.model.momentum = _to_number(settings.get("momentum"))
         for part, state in zip(self.stateful, states, strict=True):
             part.load_state_dict(
                 from_plain(part.state_dict(), require_json_type(f"the state of {type(part).__name__}", state, dict))
             )
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     if value is not None and type(value) not in (int, float):
         raise ValueError("a setting is not a number")
     return value
@@ -151,16 +151,16 @@ def create_session_state(model: Any) -> SessionState:
         If there are several models, or one that is not distributed or not built.
     """
     parts = list(model) if isinstance(model, (list, tuple)) else [] if model is None else [model]
-    models: list[Any] = [part for part in parts if isinstance(part, TrainableModel | ScriptModel)]
-    rest = [part for part in parts if not isinstance(part, TrainableModel | ScriptModel)]
+    models: list[Any] = [part for part in parts if isinstance(part, TrainableModel | TrainingScriptAdapter)]
+    rest = [part for part in parts if not isinstance(part, TrainableModel | TrainingScriptAdapter)]
     for part in parts:
         if isinstance(part, TrainableModel):
             _ = part.built_parameters
     if rest and "torch" in sys.modules:
         with suppress(ImportError):
-            from ..torch.training.script import ModuleScript
+            from ..torch.training.script import ModuleScriptAdapter
 
-            script, rest = ModuleScript.of(rest)
+            script, rest = ModuleScriptAdapter.of(rest)
             models += [] if script is None else [script]
     for part in rest:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -170,4 +170,4 @@ def create_session_state(model: Any) -> SessionState:
             )
     if len(models) > 1:
         raise ConfigError("model: a session trains one model; combine them into one, or use one session for each")
-    return SessionState(models[0] if models else ScriptModel(ProcessGrid.serial()), rest)
+    return SessionState(models[0] if models else TrainingScriptAdapter(ProcessGrid.serial()), rest)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ..comm import Transport
 from ..data import Dataset
 from ..io.output import CHECKPOINT, COMPLETE, lock_folder
-from ..models import ScriptModel
+from ..models import TrainingScriptAdapter
 from ..system.heartbeat import connection_descriptor, send_to_supervisor
 from ..system.signals import STOPPED_EXIT_CODE, Signals, get_active_signals
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
-from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
 from ..train.callbacks.completion import CompletionMark
 from ..train.callbacks.hook import open_hooks
-from ..train.callbacks.loggers import Logger
+from ..train.callbacks.loggers import MetricLogger
 from .data_position import DataPosition
 from .logs import StepLog, SummaryLog
 from .state import SessionState
@@ -73,7 +73,7 @@ class TrainingRole:
         self.position: DataPosition | None = None
         self.is_supervised = False
         self._stack = ExitStack()
-        loggers = [hook for hook in self.hooks if isinstance(hook, Logger)]
+        loggers = [hook for hook in self.hooks if isinstance(hook, MetricLogger)]
         for logger in loggers:
             logger.set_run_folder(folder)
             logger.step_field = "step"
@@ -94,14 +94,14 @@ class TrainingRole:
                     stack.enter_context(lock_folder(world, folder, "auto"))
                 restores = self.servers is None or self.writes_checkpoints  # others use the values of the servers
                 if restores and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
-                    restore(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
+                    restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes_checkpoints:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
             self._call_hooks(lambda hook: hook.before_run(state))
             if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)
-                self.servers.join_job()
+                self.servers.load_server_values()
             for note in state.start_messages if state.first_rank and self.writes_checkpoints else ():
                 say(note)
             self.state.share_stop_requests()
@@ -125,7 +125,7 @@ class TrainingRole:
         """Call the function, count its step, and call the hooks; collective."""
         state, begun, previous = self.state, time.perf_counter(), self.state.step
         result = function(*args, **kwargs)
-        if isinstance(state.model, ScriptModel):
+        if isinstance(state.model, TrainingScriptAdapter):
             state.model.count_step()
         state.loss = _to_loss(result)
         stepped = state.step != previous

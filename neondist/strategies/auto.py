@@ -82,7 +82,7 @@ class AutoStrategy(StrategyBuilder):
     memory : int or str, optional
         Limit on the parameters, gradients and optimiser arrays (two per parameter) of a rank.
     machine : str, optional
-        Machine file written by `neondist bench model calibrate`; default: typical figures.
+        Machine file written by `neondist bench model calibrate`; default: typical values.
     """
 
     _called_in_fields = ("Auto",)

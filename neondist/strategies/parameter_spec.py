@@ -39,7 +39,7 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
-            raise ConfigError(f"parameter: invalid name {self.name!r}; expected a non-empty text")
+            raise ConfigError(f"parameter: invalid name {self.name!r}; expected a non-empty string")
         shape = tuple(int(n) for n in self.shape)
         if any(n < 0 for n in shape):
             raise ConfigError(f"parameter '{self.name}': invalid shape {shape}; extents must be at least 0")

@@ -211,7 +211,7 @@ PLANNED_FIELDS = "grid", "schemes"
 """fields that a planner may add to a strategy"""
 _TOP_LEVEL_FIELDS = "format", "builder", "replicas", "servers", "parameters"
 _GRID_FIELDS = "replicas", "planes", "rows", "cols"
-_PARAMETER_FIELDS = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
+_PARAMETER_FIELDS = "shape", "dtype", "sparse", *(field.name for field in fields(ParameterStrategy))
 
 
 class _StrategyFileParser:
@@ -267,7 +267,7 @@ class _StrategyFileParser:
         except ConfigError as error:
             raise node_error(node, path, str(error)) from None
         if compression and (kind == "server" or nodes["owners"].value):
-            remedy = "needs kind: allreduce and owners: []; write null"
+            remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
             raise node_error(compressor, join_path(path, "compressor"), f"{compression} {remedy}")
         group, staleness = (self._integer(nodes[key], join_path(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
@@ -276,7 +276,7 @@ class _StrategyFileParser:
         owner_list = self._integers(nodes["owners"], join_path(path, "owners"))
         location = nodes["owners"], join_path(path, "owners")
         if any(owner >= owners for owner in owner_list):
-            raise node_error(*location, f"owner {max(owner_list)} does not exist; there are {owners}, numbered from 0")
+            raise node_error(*location, f"owner {max(owner_list)} does not exist; owners are 0 to {owners - 1}")
         if division is not None and len(owner_list) != len(division[1]):
             raise node_error(
                 *location, f"{len(owner_list)} owners for {len(division[1])} parts; give one for each part"
@@ -291,11 +291,11 @@ class _StrategyFileParser:
             raise node_error(node, path, "a scalar cannot be partitioned; write null")
         axis = self._integer(nodes["axis"], join_path(path, "axis"), 0)
         if axis >= len(shape):
-            raise node_error(nodes["axis"], join_path(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
+            raise node_error(nodes["axis"], join_path(path, "axis"), f"is {axis}; expected 0 to {len(shape) - 1}")
         sizes = self._integers(nodes["sizes"], join_path(path, "sizes"))
         if sum(sizes) != shape[axis] or not sizes:
             raise node_error(
-                nodes["sizes"], join_path(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}"
+                nodes["sizes"], join_path(path, "sizes"), f"add up to {sum(sizes)}, but must be {shape[axis]}"
             )
         return axis, sizes
 

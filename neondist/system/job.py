@@ -1,4 +1,4 @@
-"""Facts about the MPI job of this process from its environment, without starting MPI."""
+"""Properties of the MPI job of this process from its environment, without starting MPI."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 class LazyTile(ABC):
     """Tile of samples (n, *tile, C), read on access.
 
-    Indexing with a slice returns fewer samples, unread; with slices of the samples and all spatial axes, an array.
+    A single slice selects samples without reading; slices of samples and all spatial axes read an array.
 
     Attributes
     ----------

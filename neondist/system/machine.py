@@ -22,8 +22,8 @@ _EXAMPLES_HINT = "docs/predicting.md has two examples"
 
 
 @dataclass(frozen=True)
-class MachineFigures:
-    """Machine figures for a planner of segments of layers.
+class MachineProfile:
+    """Profile of a machine for a planner of segments of layers.
 
     Attributes
     ----------
@@ -42,9 +42,9 @@ class MachineFigures:
     itemsize: int = 4
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def message_seconds(self, messages: float, numbers: float) -> float:
-        """Return the seconds of messages with `numbers` numbers per sample in total."""
-        return messages * self.latency + numbers * self.samples * self.itemsize / self.bandwidth
+    def message_seconds(self, messages: float, elements: float) -> float:
+        """Return the seconds of messages with `elements` numbers per sample in total."""
+        return messages * self.latency + elements * self.samples * self.itemsize / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Machine:
 
     @classmethod
     def default(cls) -> Machine:
-        """Return a machine with typical figures: 8 cores per node, 25 Gbit/s network."""
+        """Return a machine with typical values: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
     def compute_seconds(self, alone_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
@@ -166,10 +166,10 @@ class Machine:
             if members > 1
         )
 
-    def planner_figures(self, ranks: int) -> MachineFigures:
-        """Return a planner's figures for `ranks` ranks."""
+    def planner_profile(self, ranks: int) -> MachineProfile:
+        """Return a planner's profile for `ranks` ranks."""
         link = self.slowest_link(ranks)
-        return MachineFigures(link.latency, link.bandwidth, self.speed / self.compute_factor)
+        return MachineProfile(link.latency, link.bandwidth, self.speed / self.compute_factor)
 
 
 def read_machine(path: Path) -> Machine:

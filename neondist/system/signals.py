@@ -73,14 +73,14 @@ class Signals:
             listener(name)
 
     def restore_handlers(self) -> None:
-        """Restore the previous handlers; received signals have no effect."""
+        """Restore the previous handlers; signals received so far are discarded."""
         while self._previous_handlers:
             signal.signal(*self._previous_handlers.popitem())
 
     def restore_default_actions(self) -> None:
         """Restore the default action of SIGTERM and SIGUSR1, also for a signal that has already arrived."""
-        numbers = [number for number in self._previous_handlers if number != signal.SIGINT]
-        for number in numbers:
+        signal_numbers = [number for number in self._previous_handlers if number != signal.SIGINT]
+        for number in signal_numbers:
             signal.signal(number, signal.SIG_DFL)
             del self._previous_handlers[number]
         for name in self.received:
@@ -126,9 +126,9 @@ def signal_name(code: int) -> str:
 
 
 def install_command_handlers() -> None:
-    """Install handlers if this process is the `neondist` command, which gets them by `installed_signals`."""
+    """Install handlers if this process is the `neondist` command, which retrieves them with `installed_signals`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
-    if name == "-m":  # `python -m neondist`, as long as its package is imported
+    if name == "-m":  # `python -m neondist`, while its package is being imported
         name = words[words.index("-m") + 1]
     if name == "neondist" and installed_signals() is None:
         Signals(whole_process=True).install_handlers()

@@ -14,7 +14,7 @@ from .callbacks.stage_pictures import StagePictures
 from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
 from .checkpoint_evaluation import evaluate_checkpoint
-from .describe import describe
+from .describe import describe_experiment
 from .experiment import FitExperiment, RunResult
 from .inference import evaluate_files, forecast, predict
 from .loop import evaluate, fit
@@ -37,7 +37,7 @@ __all__ = [
     "TimeLimit",
     "TrainState",
     "Watchdog",
-    "describe",
+    "describe_experiment",
     "evaluate",
     "evaluate_checkpoint",
     "evaluate_files",

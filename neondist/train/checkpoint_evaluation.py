@@ -18,12 +18,12 @@ from ..io.checkpoint import open_checkpoint
 from ..models import TrainableModel
 from ..registry.ranges import require_choice
 from .callbacks.worst_samples import worst_samples
-from .consistency import agreed_facts, check_consistency, check_data_consistency
+from .checkpoint_fields import restore_dataset_fields
+from .consistency import check_consistency, check_data_consistency, replicated_settings
 from .experiment import FitExperiment
-from .field_facts import restore_dataset_fields
 from .loop import evaluate
 from .state import format_results
-from .validate import validate
+from .validate import validate_experiment
 from .weights import load_inference_weights
 
 MAX_PICTURE_PIXELS = 256
@@ -65,15 +65,15 @@ def evaluate_checkpoint(
     """
     if split is not None:
         require_choice("split", split, SPLITS)
-    facts = {"the checkpoint": checkpoint, "pictures": pictures is not None}
-    with open_for_evaluation(experiment, grid, split, facts) as (model, dataset):
+    settings = {"the checkpoint": checkpoint, "pictures": pictures is not None}
+    with open_for_evaluation(experiment, grid, split, settings) as (model, dataset):
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
         with open_checkpoint(Path(checkpoint), model.grid.world) as file:
             load_inference_weights(file, model)
             with all_or_none(model.grid.world):
                 try:
-                    restore_dataset_fields(file.facts.texts, dataset)
+                    restore_dataset_fields(file.contents.texts, dataset)
                 except ValueError as problem:
                     raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
@@ -88,21 +88,21 @@ def open_for_evaluation(
     experiment: FitExperiment,
     grid: ProcessGrid | None = None,
     split: str | None = None,
-    facts: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[TrainableModel, Dataset]]:
     """Open an experiment's data and build its model, without its weights; collective, and raises what `run` does.
 
     Parameters
     ----------
-    facts : dict of str to object
+    settings : dict of str to object
         Other arguments that must be equal on all ranks.
     """
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
-    grid.check("evaluate", {"split": split, **facts})
+    grid.check("evaluate", {"split": split, **settings})
     with all_or_none(grid.world):
-        plan = validate(experiment, grid.size, grid.shape)
-        lines = agreed_facts(experiment, plan)
+        plan = validate_experiment(experiment, grid.size, grid.shape)
+        lines = replicated_settings(experiment, plan)
     check_consistency(grid.world, lines)
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
     with closing(dataset):
@@ -111,5 +111,5 @@ def open_for_evaluation(
             if split is not None and split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-            model.place_cost(dataset.fields)
+            model.set_cost_layout(dataset.fields)
         yield model, dataset

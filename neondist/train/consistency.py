@@ -7,18 +7,18 @@ import hashlib
 import numpy as np
 
 from ..comm import ProcessGrid, Transport
-from ..comm.facts import describe_object, format_arguments
+from ..comm.argument_text import describe_object, format_arguments
 from ..data import Dataset
 from ..errors import ConfigError
 from ..io.hdf5 import checksum
-from ..models.consistency import facts_to_compare
+from ..models.consistency import settings_to_compare
 from ..plan import ModelPlan
 from ..version import __version__
 from .validate import Experiment
 
 
-def agreed_facts(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
-    """Return the facts that all ranks must agree on, one per line: plan, layout of weights, training settings."""
+def replicated_settings(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
+    """Return the settings that all ranks must agree on, one per line: plan, layout of weights, training settings."""
     dataset, best = experiment.dataset, experiment.best
     return [
         f"neondist {__version__}",
@@ -28,7 +28,7 @@ def agreed_facts(experiment: Experiment, plan: ModelPlan, resume: bool | str = F
         f"{experiment.checkpoint}",
         f"best: {format_arguments(best.arguments()) if best is not None else None}",
         *(f"augment: {describe_object(step, step.arguments())}" for step in experiment.augment),
-        *(f"{name}: {value}" for name, value in facts_to_compare(experiment.model, plan).items()),
+        *(f"{name}: {value}" for name, value in settings_to_compare(experiment.model, plan).items()),
     ]
 
 
@@ -59,7 +59,7 @@ def check_consistency(world: Transport, lines: list[str]) -> None:
     ConfigError
         On every rank, with the first line that differs.
     """
-    digests = world.allgather(_digest(lines))
+    digests = world.allgather(_hash_lines(lines))
     differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if differing is None:
         return
@@ -73,5 +73,5 @@ def check_consistency(world: Transport, lines: list[str]) -> None:
     ).on_all_ranks()
 
 
-def _digest(lines: list[str]) -> str:
+def _hash_lines(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -6,10 +6,10 @@ from typing import Any
 
 from ..backends import precision_note
 from ..plan.report import grid_text, join_extents
-from .validate import Experiment, validate
+from .validate import Experiment, validate_experiment
 
 
-def describe(experiment: Experiment, ranks: int = 1) -> Any:
+def describe_experiment(experiment: Experiment, ranks: int = 1) -> Any:
     """Return what every layer of an experiment would do on `ranks` ranks, for a rich console to print; needs no MPI.
 
     Raises
@@ -20,7 +20,7 @@ def describe(experiment: Experiment, ranks: int = 1) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    plan = validate(experiment, ranks)
+    plan = validate_experiment(experiment, ranks)
     data = f"{type(experiment.dataset).__name__} {join_extents(experiment.dataset.sample_shape)}"
     precision = experiment.model.precision
     kind = str(experiment.model.dtype) + f", products in {precision.name}" * (precision.name != "float32")

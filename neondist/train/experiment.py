@@ -44,21 +44,21 @@ from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, open_hooks
-from .callbacks.job_figures import JobFigures
+from .callbacks.job_statistics import JobStatistics
 from .callbacks.ledger_log import LedgerLog
-from .callbacks.loggers import Logger
+from .callbacks.loggers import MetricLogger
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
-from .consistency import agreed_facts, check_consistency, check_data_consistency
+from .consistency import check_consistency, check_data_consistency, replicated_settings
 from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
 from .start import initialise_run
 from .state import Record, Stop, TrainState
-from .validate import validate
+from .validate import validate_experiment
 
 if TYPE_CHECKING:
     from ..services.training import WorkerAssignment
@@ -94,8 +94,8 @@ class FitExperiment(Registered):
         True: images are tiled over the ranks. False: serial classes in one process.
     dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
         Shorthand for a grid: one replica with tiled images; one replica whose fully connected layers are partitioned by
-        outputs and inputs alternately, with one reduction per pair; one replica per rank; replicas of several tiles,
-        whose number `grid` gives.
+        outputs and inputs alternately, with one reduction per pair; one replica per rank; several tiled
+        replicas; `grid` sets their number.
     grid : mapping, optional
         replicas, rows, cols, planes; missing values follow from the number of ranks.
     backend, dtype, precision, seed : optional
@@ -107,7 +107,7 @@ class FitExperiment(Registered):
     checkpoint : mapping, optional
         every_steps, every_epochs, every_minutes: interval between checkpoints, default every epoch; one is always
         written at the end. keep: number of checkpoints to keep, default 1.
-    loggers : sequence of Logger, optional
+    loggers : sequence of MetricLogger, optional
         TensorBoard or MLflow, which log every epoch in addition to metrics.jsonl.
     best : Best, optional
         Keep the best epoch as checkpoint_best.h5, and stop early when it does not improve.
@@ -145,7 +145,7 @@ class FitExperiment(Registered):
         augment: Sequence[Transform] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
         best: Best | None = None,
-        loggers: Sequence[Logger] | None = None,
+        loggers: Sequence[MetricLogger] | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         accumulate: Count | None = None,
         sync: Literal["allreduce", "bucketed"] | None = None,
@@ -200,7 +200,7 @@ class FitExperiment(Registered):
         model.nonfinite = nonfinite
 
     def use_servers(self) -> None:
-        """Use parameter servers also for strategies with owners that synchronise all replicas."""
+        """Use parameter servers even for synchronous strategies with owners."""
         self.server_strategy, self.model.strategy = self.server_strategy or self.model.strategy, None
 
     @type_checked
@@ -212,7 +212,7 @@ class FitExperiment(Registered):
         UserError
             GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
         """
-        validate(self, ranks)
+        validate_experiment(self, ranks)
 
     def open_grid(self, comm: Any = None) -> ProcessGrid:
         """Create the experiment's grid over all ranks of `comm` (default: all ranks); collective."""
@@ -242,8 +242,8 @@ class FitExperiment(Registered):
             tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder is locked
             against other runs. Default: nothing is written.
         resume : bool or 'auto'
-            Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': or start, if there is no run
-            yet.
+            Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': resume, or start a
+            new run if there is none.
         init_from : path, optional
             A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
             missing and unused arrays.
@@ -252,9 +252,9 @@ class FitExperiment(Registered):
         hooks : iterable of Hook, optional
             Called in addition to the hooks that write the files; default: a ProgressBar.
         overwrite : bool
-            Replace the files of an earlier run in `output`; an error otherwise.
+            Replace the files of an earlier run in `output`; if False, an earlier run is an error.
         snapshot : int or 'auto', optional
-            In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every so many
+            In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every `snapshot`
             steps, or as often as possible within 2 % of the time. A resumed run continues from the newest one.
         worker : WorkerAssignment, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
@@ -270,9 +270,11 @@ class FitExperiment(Registered):
         if resume not in (False, True, "auto"):
             raise ConfigError(f"resume: {resume!r} is invalid; expected True, False or 'auto'")
         if resume and overwrite:
-            raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
+            raise ConfigError("overwrite: pass only one of resume and overwrite (options --resume, --overwrite)")
         if resume is True and init_from is not None:
-            raise ConfigError("init_from: a resumed run already has weights; leave out --resume or --init-from")
+            raise ConfigError(
+                "init_from: a resumed run has weights; pass only one of resume and init_from (--resume, --init-from)"
+            )
         if (self.server_strategy is None) != (worker is None):
             raise ConfigError(
                 "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
@@ -281,16 +283,16 @@ class FitExperiment(Registered):
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
-        facts = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
-        grid.check("run", facts | {"snapshot": snapshot})
+        arguments = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
+        grid.check("run", arguments | {"snapshot": snapshot})
         with open_hooks(hooks):
             available_bytes = min_free_bytes_per_rank(
                 grid.world, get_backend(self.model.backend).kernels.available_memory
             )
             with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
-                plan = validate(self, grid.size, grid.shape, available_bytes)
-                lines = agreed_facts(self, plan, resume)
-            check_consistency(grid.world, lines)
+                plan = validate_experiment(self, grid.size, grid.shape, available_bytes)
+                settings = replicated_settings(self, plan, resume)
+            check_consistency(grid.world, settings)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
                 return _run_locked(self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker)
 
@@ -313,7 +315,7 @@ def _run_locked(
     check_data_consistency(grid, dataset)
     with all_or_none(grid.world), convert_memory_error("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-    model.step = model.uncounted_steps = 0
+    model.step = model.steps_without_optimizer = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
         run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
@@ -324,23 +326,23 @@ def _run_locked(
     start = initialise_run(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
+        from ..services.master_client import MasterClient
         from ..services.training import ServerUpdate  # gRPC
-        from ..services.worker_tasks import WorkerTasks
 
-        facts = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
+        settings = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
         first = worker.index == 0
-        run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts, first)
+        run.master_client = MasterClient(worker.master, worker.token, worker.name, grid.world, settings, first)
         remote = ServerUpdate(
-            worker, experiment.server_strategy, model.built_parameters, model.optimizer, grid.world, run.tasks
+            worker, experiment.server_strategy, model.built_parameters, model.optimizer, grid.world, run.master_client
         )
     model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:
         _init_folder(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
-        figures = [JobFigures(worker)] if worker is not None and worker.index == 0 else []
+        statistics = [JobStatistics(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
-        writers = [*figures, *_writer_hooks(folder, last, store, snapshot, pictures)]
+        writers = [*statistics, *_writer_hooks(folder, last, store, snapshot, pictures)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
@@ -354,8 +356,8 @@ def _run_locked(
             logger.set_run_folder(folder, yaml_text)
         writers.extend(experiment.loggers)
         if not start.pretrained:
-            args = (experiment.checkpoint, yaml_text)
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, start.resume_stage, *args)
+            args = start.pretraining_stage, experiment.checkpoint, yaml_text
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *args)
         if run.stop is None:
             fresh = not (start.resumed or supervised or worker)
             with discard_run_if_untrained(grid.world, folder, lambda: fresh and run.step == 0):
@@ -371,17 +373,17 @@ def _init_folder(
 ) -> None:
     """Tidy the folder and write the files that are known before training.
 
-    Files of an earlier run are removed only after these are on disk: if there is no space, it is kept.
+    Files of an earlier run are removed only after these are on disk, so that the earlier run survives a full disk.
     """
     from ..io.environment import describe_environment, to_json  # slow import
 
     model = experiment.model
     kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
-    facts = describe_environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
+    env = describe_environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
     with all_or_none(grid.world):
         if grid.rank == 0:
             remove_partial_files(folder)
-            texts = {"environment.json": to_json(facts)} | ({} if yaml_text is None else {"experiment.yaml": yaml_text})
+            texts = {"environment.json": to_json(env)} | ({} if yaml_text is None else {"experiment.yaml": yaml_text})
             chosen = model.compiled.parameters.strategy if model.remote_update is None else model.remote_update.strategy
             texts["strategy.yaml"] = chosen.to_yaml()
             for name, text in texts.items():

@@ -16,7 +16,7 @@ from ..formats.class_colours import class_colours
 from ..io.files import short_reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
-from .job_report import describe_job
+from .job_report import job_section_html
 from .page import (
     SPLIT_COLOURS,
     escape_text,
@@ -30,7 +30,7 @@ from .page import (
     table_tag,
 )
 from .state import Record
-from .svg_plot import plot
+from .svg_plot import line_plot_svg
 
 _PICTURES = ("tiles.png",)  # curves are drawn from the records
 _MAX_ROWS, _MAX_COLUMNS, _MAX_DEPTH = 5000, 100, 5
@@ -44,7 +44,7 @@ _COST_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s
                 "bytes_sent": "halo bytes sent, all ranks", "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
 
 
-def run_report(folder: Path) -> str:
+def run_report_html(folder: Path) -> str:
     """Return the page about the run in a folder.
 
     Raises
@@ -59,27 +59,27 @@ def run_report(folder: Path) -> str:
     last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_plot_name, metrics))
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
-        *_run_headline(records),
+        *_run_headline_html(records),
         f"<p>{last['epoch']} epochs, {format_value(last.get('step', '?'))} steps. Source: metrics.jsonl.</p>",
         "<h2>Curves</h2>",
-        *(plot(name, _split_lines(name, metrics, records), x_label="epoch") for name in plots),
+        *(line_plot_svg(name, _split_points(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",
         table_tag(["epoch", *metrics], [[format_value(r.get(n)) for n in ("epoch", *metrics)] for r in last_rows]),
-        *_class_tables(last),
-        *(_worst_sample_figures(_read_worst_samples(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
+        *_class_tables_html(last),
+        *(_worst_samples_html(_read_worst_samples(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
         table_tag(
             ["epoch", *_COST_TITLES.values()],
             [[format_value(r.get(n)) for n in ("epoch", *_COST_TITLES)] for r in last_rows],
         ),
-        *describe_job(folder, last_rows),
-        *_generation_table(folder),
+        *job_section_html(folder, last_rows),
+        *_generation_table_html(folder),
         *(f"<h2>{path.name}</h2>{image_tag(path.name, read_bytes(path, _MAX_BYTES, folder))}" for path in pictures),
         *(file_section(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
 
 
-def _run_headline(records: Sequence[Record]) -> list[str]:
+def _run_headline_html(records: Sequence[Record]) -> list[str]:
     """Return the lowest error, or loss, of the split by which settings are chosen, and its epoch."""
     for number in ("error", "loss"):
         split = records[-1].selection_split
@@ -90,25 +90,25 @@ def _run_headline(records: Sequence[Record]) -> list[str]:
     return []
 
 
-def evaluation_page(
-    name: str, facts: Mapping[str, str], results: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
+def evaluation_page_html(
+    name: str, settings: Mapping[str, str], results: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
 ) -> str:
     """Return a page of the results of `neondist evaluate`.
 
     Parameters
     ----------
-    facts : mapping
+    settings : mapping
         The checkpoint and its inputs, by name.
     samples : mapping, optional
         Pictures, as `worst_samples` returns them.
     """
-    numbers = {**facts, **{name: value for name, value in results.items() if not isinstance(value, list)}}
-    rows = [[escape_text(name), format_value(value)] for name, value in numbers.items()]
-    parts = [*_evaluation_headline(results), table_tag((), rows), *_class_tables(results, "")]
-    return html_page(f"Evaluation of {name}", parts + (_worst_sample_figures(samples, 256) if samples else []))
+    rows_by_name = {**settings, **{name: value for name, value in results.items() if not isinstance(value, list)}}
+    rows = [[escape_text(name), format_value(value)] for name, value in rows_by_name.items()]
+    parts = [*_evaluation_headline_html(results), table_tag((), rows), *_class_tables_html(results, "")]
+    return html_page(f"Evaluation of {name}", parts + (_worst_samples_html(samples, 256) if samples else []))
 
 
-def _evaluation_headline(results: Mapping[str, Any]) -> list[str]:
+def _evaluation_headline_html(results: Mapping[str, Any]) -> list[str]:
     """Return the error, or the loss, as the headline of an evaluation."""
     number = next((key for key in ("error", "loss") if is_finite(results.get(key))), None)
     if number is None:
@@ -136,7 +136,7 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         text = read_bytes(path, root=path.parent).decode()
         lines = text.split("\n")[:-1] if continued else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({short_reason(error)}); name the folder of a run") from None
+        raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a readable run folder") from None
     records = []
     for at, line in enumerate(lines, start=1):
         try:
@@ -167,7 +167,7 @@ def _plot_name(name: str) -> str:
     return rest if split in SPLIT_COLOURS and rest else name
 
 
-def _split_lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+def _split_points(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
     """Return a number over the epochs by split; without a split's name it is that of the test split."""
     named = {f"{split}_{base}": split for split in SPLIT_COLOURS if f"{split}_{base}" in metrics}
     if base in metrics:
@@ -175,7 +175,7 @@ def _split_lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -
     return {split: [(r["epoch"], r[name]) for r in records if is_finite(r.get(name))] for name, split in named.items()}
 
 
-def _class_tables(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
+def _class_tables_html(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
     """Return tables of the per-class values of a record."""
     lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_COLUMNS]}
     parts = []
@@ -190,18 +190,18 @@ def _class_tables(record: Mapping[str, Any], when: str = ", last epoch") -> list
         parts += [f"<h2>Classes{when}</h2>", table_tag(["class", *columns], rows)]
         for name, value in columns.items() if count > _MAX_CLASSES_WITHOUT_PLOT else ():
             if points := [(float(at), one) for at, one in enumerate(value[:_MAX_ROWS]) if is_finite(one)]:
-                parts.append(plot(name, {name: points}, points_only=True, x_label="class"))
+                parts.append(line_plot_svg(name, {name: points}, points_only=True, x_label="class"))
     for name, value in lists.items():
         if name not in columns:
             parts += [
                 f"<h2>{escape_text(name.replace('_', ' ').capitalize())}{when}</h2>"
                 "<p>Rows: true classes. Columns: predicted classes.</p>",
-                _confusion_matrix_table([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]]),
+                _confusion_matrix_html([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]]),
             ]
     return parts
 
 
-def _generation_table(folder: Path) -> list[str]:
+def _generation_table_html(folder: Path) -> list[str]:
     """Return a table of the events of a supervised run; nothing if these are only its start and end."""
     events = [event for event in read_events(folder) if event["event"] != "run"][-_MAX_ROWS:]
     if all(event["event"] in ("start", "end") for event in events):
@@ -222,13 +222,13 @@ def _as_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _worst_sample_figures(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
+def _worst_samples_html(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
     label, said = samples["label"], samples["said"]
     dense = label.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
-        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_class_legend(label, said)]
+        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_class_legend_html(label, said)]
     least = 3 * width + 8 if dense else max(width, 160)
     parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
@@ -243,7 +243,7 @@ def _worst_sample_figures(samples: Mapping[str, np.ndarray], width: int = 128) -
     return [*parts, "</div>"]
 
 
-def _class_legend(*maps: np.ndarray) -> list[str]:
+def _class_legend_html(*maps: np.ndarray) -> list[str]:
     """Return the colours of the classes in some maps."""
     if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
@@ -303,7 +303,7 @@ def _colour_classes(maps: np.ndarray) -> np.ndarray:
         return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
-def _confusion_matrix_table(counts: Sequence[Sequence[Any]]) -> str:
+def _confusion_matrix_html(counts: Sequence[Sequence[Any]]) -> str:
     rows = []
     for at, row in enumerate(counts):
         total = sum(abs(float(n)) for n in row if is_finite(n)) or 1

@@ -62,8 +62,8 @@ def fit(
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
     names = None if metrics is None else [metric.name for metric in metrics]
-    facts = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": names}
-    model.grid.check("fit", facts)
+    settings = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": names}
+    model.grid.check("fit", settings)
     with open_hooks(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history
@@ -79,7 +79,7 @@ def train_loop(
     try:
         if isinstance(model.whole_model, TrainableModel):  # trainables of others need not know of it
             with all_or_none(model.grid.world):
-                model.whole_model.place_cost(run.dataset.train.fields)
+                model.whole_model.set_cost_layout(run.dataset.train.fields)
         _call_hooks(hooks, lambda hook: hook.before_run(run))
         _join_running_job(run)
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
@@ -103,10 +103,10 @@ def _join_running_job(run: TrainState) -> None:
 
     The first worker writes the records of all epochs.
     """
-    if run.tasks is None or run.tasks.is_first or run.stop is not None or run.epoch >= run.epochs:
+    if run.master_client is None or run.master_client.is_first or run.stop is not None or run.epoch >= run.epochs:
         return
-    epoch = run.tasks.next_epoch(run.has_stop_request)
-    if run.tasks.wait_interrupted:
+    epoch = run.master_client.next_epoch(run.has_stop_request)
+    if run.master_client.wait_interrupted:
         run.stop = _STOPPED_WHILE_WAITING
     elif epoch is None:
         run.stop = Stop("all tasks are done", exit_code=0)
@@ -116,22 +116,22 @@ def _join_running_job(run: TrainState) -> None:
 
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train the rest of the epoch, or until a hook sets `run.stop`."""
-    model, split, tasks = run.model, run.dataset.train, run.tasks
+    model, split, master = run.model, run.dataset.train, run.master_client
     model.begin_epoch(run.epoch, run.samples_seen)
     losses = selection_losses(run)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole_model.bytes_sent - totals.sent, model.whole_model.bytes_summed - totals.summed
     for split.epoch, batches in _epoch_minibatches(run, seed):
-        mine = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
-        with closing(_read_batches(model, split, mine)) as read:
+        own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
+        with closing(_read_batches(model, split, own_batches)) as read:
             for (first, upto, batch), (x, targets) in zip(batches, read, strict=True):
                 if run.stop is not None:
                     return
                 apply_schedule(run, losses)
-                if tasks is not None:
-                    tasks.begin_minibatch(first, upto, len(batch))
+                if master is not None:
+                    master.begin_minibatch(first, upto, len(batch))
                 run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-                credited = tasks is None or tasks.finish_minibatch()
+                credited = master is None or master.finish_minibatch()
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
                     totals.skipped += seen - run.samples_seen - len(batch)  # nonzero only if other workers trained some
@@ -146,20 +146,20 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 _call_hooks(hooks, lambda hook: hook.after_step(run))
                 if not credited:
                     break
-    if tasks is not None and tasks.wait_interrupted:
+    if master is not None and master.wait_interrupted:
         run.stop = _STOPPED_WHILE_WAITING
-    if tasks is not None and run.stop is not None:
+    if master is not None and run.stop is not None:
         return
     totals.skipped += len(split) - run.samples_seen
     run.samples_seen = len(split)
     if model.whole_model.remote_update is not None and run.epoch + 1 >= run.epochs:
-        model.whole_model.remote_update.finish()
+        model.whole_model.remote_update.pull_final_values()
 
 
 def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
     """Yield epochs and their consecutive minibatches: positions before and after, and samples."""
-    if run.tasks is not None:
-        for task in run.tasks.tasks_through_epoch(run.epoch, run.has_stop_request):
+    if run.master_client is not None:
+        for task in run.master_client.tasks_through_epoch(run.epoch, run.has_stop_request):
             yield task.epoch, list(task.minibatches(run.batch_size))
             if run.stop is not None:
                 return
@@ -256,7 +256,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
         cells = drop_ignored_cells(y, targets, ignored)
         for meter in meters:
             meter.add(to_host(cells[0]) if meter.metric.needs_numpy else cells[0], cells[1])
-    sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
+    sums = model.output.sum_over_ranks(np.concatenate([costs, weights]), replicas=True)
     loss = mean_cost(model.cost, sums[: len(costs)], sums[len(costs) :], len(split), model.output_shape)
     results: dict[str, Any] = {"loss": loss}
     for meter in meters:
@@ -278,7 +278,11 @@ def _output_layout(model: Trainable, split: Split) -> OutputLayout:
     """Return the layout and metadata of a model's outputs."""
     output = model.output
     return OutputLayout(
-        model.grid, model.output_shape, output.total, getattr(output, "owns", True), getattr(split, "fields", None)
+        model.grid,
+        model.output_shape,
+        output.sum_over_ranks,
+        getattr(output, "owns", True),
+        getattr(split, "fields", None),
     )
 
 

@@ -14,7 +14,7 @@ from ..data import Dataset, Split
 from ..metrics import Metric
 from ..models import Autoencoder, Model, Reconstruction, TrainableModel
 from ..registry.arguments import type_checked
-from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.stage_pictures import StagePictures
@@ -61,7 +61,7 @@ def pretrain_stages(
     batch_size: int,
     hooks: Iterable[Hook],
     folder: Path | None,
-    resume_stage: int,
+    pretraining_stage: int,
     schedule: CheckpointSchedule,
     yaml_text: str | None,
 ) -> Stop | None:
@@ -73,13 +73,13 @@ def pretrain_stages(
     hooks = [hook for hook in hooks if hook.joins_pretraining]
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
-        if number >= resume_stage:
+        if number >= pretraining_stage:
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
             writers: list[Hook] = []
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, yaml_text)
                 writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
-            interrupted = folder / f"pretrain_{number}.h5" if folder and number == resume_stage else None
+            interrupted = folder / f"pretrain_{number}.h5" if folder and number == pretraining_stage else None
             _train_stage(run, stage, [*hooks, *writers], interrupted)
             if run.stop is not None:
                 return run.stop
@@ -87,7 +87,7 @@ def pretrain_stages(
     return None
 
 
-def find_resume_stage(world: Transport, folder: Path) -> int:
+def find_pretraining_stage(world: Transport, folder: Path) -> int:
     """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining; collective."""
     stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
@@ -100,7 +100,7 @@ def _train_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpo
     """Train a stage from scratch or from a checkpoint."""
     stage.begin_epoch(0)
     if checkpoint is not None:
-        restore(checkpoint, run)
+        restore_checkpoint(checkpoint, run)
     metrics: list[Any] = [ReconstructionError(stage, run.dataset.train.without_augmentation(), run.batch_size)]
     if checkpoint is None:
         run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **evaluate_splits(run, metrics))]

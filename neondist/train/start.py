@@ -10,7 +10,7 @@ from ..io import checkpoint
 from ..io.checkpoint import SnapshotStore
 from ..io.output import CHECKPOINT, has_run, is_empty_or_untrained
 from .callbacks.snapshots import restore_newest
-from .pretrain import find_resume_stage
+from .pretrain import find_pretraining_stage
 from .state import TrainState
 
 
@@ -21,12 +21,12 @@ class StartingPoint:
     Attributes
     ----------
     resumed : whether the files of the earlier run are kept
-    resume_stage : pretraining stage whose checkpoint is loaded, 0 for none
+    pretraining_stage : pretraining stage whose checkpoint is loaded, 0 for none
     pretrained : whether pretraining is complete
     """
 
     resumed: bool = False
-    resume_stage: int = 0
+    pretraining_stage: int = 0
     pretrained: bool = False
 
 
@@ -45,7 +45,7 @@ def initialise_run(
         On every rank: a file is missing, damaged or does not fit.
     """
     if resume and folder is not None:
-        stage = find_resume_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
+        stage = find_pretraining_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
         if stage:
             return StartingPoint(True, stage)
         if not _starts_from_scratch(run.grid.world, folder, resume):

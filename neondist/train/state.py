@@ -15,10 +15,10 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
-from .field_facts import field_texts, restore_fields
+from .checkpoint_fields import field_texts, restore_fields
 
 if TYPE_CHECKING:
-    from ..services.worker_tasks import WorkerTasks
+    from ..services.master_client import MasterClient
 
 
 class Record(dict[str, Any]):
@@ -31,9 +31,9 @@ class Record(dict[str, Any]):
     """
 
     @classmethod
-    def upgrade(cls, numbers: Mapping[str, Any]) -> Record:
+    def upgrade(cls, record: Mapping[str, Any]) -> Record:
         """Return a record written by any version; in 0.1 numbers of the test split were named valid_*."""
-        return cls({_current_name(name): value for name, value in numbers.items()})
+        return cls({_current_name(name): value for name, value in record.items()})
 
     def __missing__(self, name: str) -> Any:
         """Return a number by its name of version 0.1, with a warning."""
@@ -124,7 +124,7 @@ class TrainState:
         continues from this step
     totals : sums over the present epoch
     start_messages : messages to print at the start
-    tasks : tasks of a worker of an asynchronous job; None: whole epochs
+    master_client : of a worker of an asynchronous job, which trains tasks; None: whole epochs
     """
 
     model: Trainable
@@ -138,7 +138,7 @@ class TrainState:
     stop: Stop | None = None
     totals: EpochTotals = field(default_factory=EpochTotals)
     start_messages: list[str] = field(default_factory=list)
-    tasks: WorkerTasks | None = None
+    master_client: MasterClient | None = None
 
     @property
     def grid(self) -> ProcessGrid:

@@ -96,7 +96,7 @@ def _logarithmic_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if below <= tick <= above]
 
 
-def plot(
+def line_plot_svg(
     title: str,
     lines: Mapping[str, Sequence[tuple[float, float]]],
     points_only: bool = False,

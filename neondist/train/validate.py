@@ -21,7 +21,7 @@ from ..plan import Plan
 from ..system.memory import require_memory
 from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
-from .callbacks.loggers import Logger
+from .callbacks.loggers import MetricLogger
 
 _BATCHES_IN_MEMORY = 3  # in memory: the current, the next, and the first layer's view
 
@@ -39,11 +39,11 @@ class Experiment(Protocol):
     augment: list[Transform]
     checkpoint: CheckpointSchedule
     best: Best | None
-    loggers: list[Logger]
+    loggers: list[MetricLogger]
     overridden_model_fields: frozenset[str]
 
 
-def validate(
+def validate_experiment(
     experiment: Experiment, ranks: int, grid: GridShape | None = None, available_bytes: int | None = None
 ) -> Plan:
     """Return the plan of an experiment on `ranks` ranks; needs no MPI.
@@ -82,7 +82,7 @@ def validate(
         model.cost.check_output_shape(plan.output_shape, dataset.classes)
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
         with name_in_errors(part):
-            part.check_fields(plan.output_shape, dataset.fields)
+            part.check_weights_available(plan.output_shape, dataset.fields)
     model.optimizer.check_epochs(experiment.epochs)
     if model.num_pretrain_epochs:
         model.pretrain_optimizer.check_epochs(model.num_pretrain_epochs)
@@ -93,13 +93,13 @@ def validate(
         with name_in_errors(metric):
             metric.check_class_count(dataset.classes)
             metric.check_outputs(plan.output_shape)
-            metric.check_fields(plan.output_shape, dataset.fields)
+            metric.check_field_metadata(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
         with name_in_errors(logger):
             logger.check_installed()
     if experiment.best is not None:
         with name_in_errors(experiment.best):
-            experiment.best.check_number(experiment.metrics)
+            experiment.best.check_metric_name(experiment.metrics)
     return plan
 
 

@@ -17,7 +17,7 @@ def load_inference_weights(file: CheckpointReader, model: TrainableModel) -> Non
     load_weights(file, arrays, strict=True)
     trained = None
     with suppress(ValueError):
-        trained = parse_json(file.facts.texts.get("position", "{}"), dict).get("step")
-    slots = file.facts.group("optimizer") if trained else {}
+        trained = parse_json(file.contents.texts.get("position", "{}"), dict).get("step")
+    slots = file.contents.group("optimizer") if trained else {}
     means = [(shard.slot_shard(AVERAGE_SLOT), array) for shard, array in arrays]
-    file.fill([ArrayPart.of(*each, "optimizer") for each in means if each[0].full_name in slots])
+    file.fill_parts([ArrayPart.of(*pair, "optimizer") for pair in means if pair[0].full_name in slots])

@@ -3,11 +3,19 @@
 read: a file's text, limited in size. parse: text to `tree`, without constructing objects. scalars: plain values.
 """
 
-from .parse import parse
+from .parse import parse_yaml
 from .read import parse_file, read_text
 from .tree import Node, format_message, join_path, node_error, shorten_to_line, to_node, typed_value
 
 __all__ = [
-    "Node", "format_message", "join_path", "node_error", "parse", "parse_file", "read_text", "shorten_to_line",
-    "to_node", "typed_value",
+    "Node",
+    "format_message",
+    "join_path",
+    "node_error",
+    "parse_file",
+    "parse_yaml",
+    "read_text",
+    "shorten_to_line",
+    "to_node",
+    "typed_value",
 ]  # fmt: skip

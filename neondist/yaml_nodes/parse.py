@@ -24,7 +24,7 @@ ALLOWED_KINDS: dict[type, tuple[str, ...]] = {
 Locator: TypeAlias = Callable[[int], str]
 
 
-def parse(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_NODES) -> Node | None:
+def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_NODES) -> Node | None:
     """Return the tree of a YAML document, or None for an empty one.
 
     Parameters

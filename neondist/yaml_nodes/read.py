@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..io.regular_file import open_regular
 from ..registry.names import suggest
-from .parse import MAX_NODES, parse
+from .parse import MAX_NODES, parse_yaml
 from .tree import Node
 
 MAX_BYTES = 1 << 20
@@ -24,7 +24,7 @@ def parse_file(
         As 'FILE:LINE: field: problem and remedy'.
     """
     content = read_text(path, max_bytes) if text is None else text
-    return parse(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)
+    return parse_yaml(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
@@ -36,7 +36,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         near = suggest(path.name, [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no such file{near or '; check the path'}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory; name the YAML file inside it") from None
+        raise ConfigError(f"{path}: is a directory; specify the YAML file inside it") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if len(content) > max_bytes:

@@ -98,8 +98,8 @@ def test_supported_arrays(kernels):
     assert not kernels._run_compiled("clip", x.swapaxes(1, 3), x.swapaxes(1, 3).copy())
     assert not kernels._run_compiled("clip", x, x.astype("float64"))
     assert not kernels._run_compiled("clip", x, x[:1])
-    assert not kernels._run_compiled("normalise", x, x, group_numbers=np.ones((3, 1, 5)))
-    assert not kernels._run_compiled("normalise", x, x, group_numbers=np.ones((3, 3, 4)))
+    assert not kernels._run_compiled("normalise", x, x, group_values=np.ones((3, 1, 5)))
+    assert not kernels._run_compiled("normalise", x, x, group_values=np.ones((3, 3, 4)))
     kernels.relu(x.astype("float16"), half := np.empty(x.shape, "float16"))
     assert (half == 1).all()
     with pytest.raises(ValueError, match="kernel 'clap' is unknown"):

@@ -98,9 +98,9 @@ def run_model(layers, device=None, cost=None, optimizer=None, targets="labels", 
     return results | model.state() | model.optimizer_state(), synchronisations
 
 
-def check_device(build, limit=1, table=CupyKernels, **options):
+def check_device(build, limit=1, kernels_class=CupyKernels, **options):
     expected, _ = run_model(build(), **options)
-    results, synchronisations = run_model(build(), select_device(table), **options)
+    results, synchronisations = run_model(build(), select_device(kernels_class), **options)
     if options.get("dtype") == "float32":  # sums are rounded differently
         tolerances = {"rtol": 1e-4, "atol": 1e-4}
     else:  # adaptive rules normalise gradients that consist of rounding errors
@@ -186,12 +186,12 @@ def test_training_in_strips():
 
 def test_training_with_torch_kernels():
     pytest.importorskip("torch")
-    check_device(make_all_layers, table=CupyTorchKernels)
+    check_device(make_all_layers, kernels_class=CupyTorchKernels)
 
 
-@pytest.mark.parametrize("table", [CupyKernels, CupyTorchKernels])
+@pytest.mark.parametrize("kernels_class", [CupyKernels, CupyTorchKernels])
 @pytest.mark.parametrize(("precision", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
-def test_16_bit_products(precision, rounding, table):
+def test_16_bit_products(precision, rounding, kernels_class):
     pytest.importorskip("torch")
     options = {"dtype": "float32", "precision": precision}
     layers = [
@@ -200,7 +200,7 @@ def test_16_bit_products(precision, rounding, table):
         nd.FCLayer(CLASSES),
     ]
     expected, _ = run_model(layers, backend="numpy", **options)
-    results, synchronisations = run_model(layers, select_device(table), **options)
+    results, synchronisations = run_model(layers, select_device(kernels_class), **options)
     for name, values in expected.items():
         error = np.abs(np.asarray(results[name], "f8") - values).max(initial=0)
         assert error <= 4 * rounding * np.abs(values).max(initial=0), name

@@ -80,19 +80,19 @@ def test_blocks_of_rows_match_complete_kernels(monkeypatch, block):
     w, local_weights = RNG.normal(size=(3, 2, 2, 6)), RNG.normal(size=(5, 7, 3, 2, 4, 6))
 
     def compute_all():
-        y, z = uncompiled.conv_forward(x, w, *options), uncompiled.unshared_forward(x, local_weights, (2, 1))
+        y, z = uncompiled.conv_forward(x, w, *options), uncompiled.locally_connected_forward(x, local_weights, (2, 1))
         return [
             y,
             uncompiled.conv_backward_input(y, w, (11, 8), *options),
             uncompiled.conv_backward_weights(x, y, (3, 2), *options),
             weight_gradient_by_gemm(x, y, (3, 2), *options[:2]),
             z,
-            uncompiled.unshared_backward_input(z, local_weights, (11, 8), (2, 1)),
-            uncompiled.unshared_backward_weights(x, z, local_weights, (2, 1)),
+            uncompiled.locally_connected_backward_input(z, local_weights, (11, 8), (2, 1)),
+            uncompiled.locally_connected_backward_weights(x, z, local_weights, (2, 1)),
         ]
 
     expected = compute_all()
-    uncompiled.block = uncompiled.unshared_block = block
+    uncompiled.block = uncompiled.locally_connected_block = block
     monkeypatch.setattr("neondist.backends.torch_conv._GATHER_BLOCK", block)
     for actual, reference in zip(compute_all(), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-11 * np.abs(reference).max())

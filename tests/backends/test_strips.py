@@ -109,7 +109,7 @@ class OutputRecorder(nd.Observer):
     def __init__(self):
         self.outputs = {}
 
-    def value(self, layer, name, array):
+    def on_value(self, layer, name, array):
         if name == "output":
             self.outputs[layer.name] = array.copy()
 

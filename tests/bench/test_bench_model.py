@@ -116,8 +116,8 @@ def test_waiting_for_ranks_on_shared_cores():
 
 def test_figures_of_the_link_in_use():
     cluster = machine.Machine(4, NODE, NET, compute_factor=0.5, speed=1e9)
-    assert cluster.planner_figures(4) == machine.MachineFigures(1e-6, 1e9, 2e9)
-    assert cluster.planner_figures(5).latency == 1e-5
+    assert cluster.planner_profile(4) == machine.MachineProfile(1e-6, 1e9, 2e9)
+    assert cluster.planner_profile(5).latency == 1e-5
 
 
 def test_round_trip_of_machines(tmp_path):

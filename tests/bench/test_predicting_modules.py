@@ -140,8 +140,8 @@ def test_times_of_modules():
         assert rows[name]["forward"] > 0
         assert rows[name]["backward"] > 0
     costs = plan.costs()
-    assert rows["first.0"]["bytes_sent"] == costs["first.0"].sent_all > 0
-    assert sum(row["bytes_sent"] for row in rows.values()) == plan.all_costs.total.sent_all
+    assert rows["first.0"]["bytes_sent"] == costs["first.0"].total_sent_bytes > 0
+    assert sum(row["bytes_sent"] for row in rows.values()) == plan.all_costs.total.total_sent_bytes
     assert rows["sum of gradients"]["wait"] > 0
     assert report["seconds_per_step"] > 0
 

@@ -76,7 +76,7 @@ def test_images_of_another_size(folder, tmp_path):
     checkpoint = folder / "cells" / "checkpoint.h5"
     experiment = build_experiment(make_segmentation_layers, LabelledCells)
     assert predict(experiment, checkpoint, tmp_path / "x.npy", tmp_path / "y.npy") == (2, 11, 4, 4)
-    with pytest.raises(DataError, match=r"of another shape: local_filtering1/weights"):
+    with pytest.raises(DataError, match=r"shape mismatch: local_filtering1/weights"):
         predict(build_experiment(), folder / "classes" / "checkpoint.h5", tmp_path / "x.npy", tmp_path / "z.npy")
     assert not (tmp_path / "z.npy").exists()
 
@@ -165,7 +165,7 @@ def test_input_formats(tmp_path):
             open_images(save_array("c.npy", single_image), (4, 6, 1)).read_raw(range(1), (slice(0, 4), slice(0, 6))),
             images[:1],
         )
-    with pytest.raises(DataError, match=r"no unique data set; name one: .*c\.h5:x, .*c\.h5:y"):
+    with pytest.raises(DataError, match=r"contains several arrays; specify one of .*c\.h5:x, .*c\.h5:y"):
         open_images(tmp_path / "c.h5", (4, 6, 1))
 
 

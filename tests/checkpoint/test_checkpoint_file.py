@@ -12,7 +12,7 @@ from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
 from neondist.io.checkpoint import checksum, keep, pieces
 from neondist.train import TrainState
-from neondist.train.callbacks.checkpoint import Checkpoint, restore
+from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
 LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6, {"replicas": 3, "rows": 1})]
 
@@ -56,7 +56,7 @@ def test_serial_model_reads_distributed_checkpoint(tmp_path):
     experiment.dataset.open(nd.ProcessGrid.serial())
     model.build((7, 6, 2), 10)
     run = TrainState(model, experiment.dataset, 2, 10)
-    restore(tmp_path / "c.h5", run)
+    restore_checkpoint(tmp_path / "c.h5", run)
     for name, array in collect_arrays(run).items():
         np.testing.assert_array_equal(array, written[name])
 
@@ -100,7 +100,7 @@ def test_altered_file_is_rejected(tmp_path):
     for altered in [*flipped, *generate_alterations(content, 400)]:
         path.write_bytes(altered)
         with pytest.raises(DataError, match=r"altered\.h5: ") as caught:
-            restore(path, run)
+            restore_checkpoint(path, run)
         assert "\n" not in str(caught.value)
     for name, array in collect_arrays(run).items():
         np.testing.assert_array_equal(array, before[name])
@@ -111,11 +111,11 @@ def test_invalid_files(tmp_path):
     for content in (b"", b"not HDF5 at all" * 100, b"neondist checkpoint 2\n"):
         (tmp_path / "c.h5").write_bytes(content)
         with pytest.raises(DataError, match=r"c\.h5: is "):
-            restore(tmp_path / "c.h5", run)
+            restore_checkpoint(tmp_path / "c.h5", run)
     with pytest.raises(DataError, match="no such file"):
-        restore(tmp_path / "none.h5", run)
+        restore_checkpoint(tmp_path / "none.h5", run)
     with pytest.raises(DataError, match="cannot be read"):
-        restore(tmp_path, run)
+        restore_checkpoint(tmp_path, run)
 
 
 def _add_external_link(file):
@@ -179,7 +179,7 @@ ALTERATIONS = [
 def test_forged_file_is_rejected(tmp_path, alter):
     save_run(tmp_path / "c.h5")
     with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not record)"):
-        restore(forge_checkpoint(tmp_path / "c.h5", alter), start_run(nd.ProcessGrid(SingleTransport())))
+        restore_checkpoint(forge_checkpoint(tmp_path / "c.h5", alter), start_run(nd.ProcessGrid(SingleTransport())))
 
 
 def test_other_model_is_rejected_before_any_change(tmp_path):
@@ -189,7 +189,7 @@ def test_other_model_is_rejected_before_any_change(tmp_path):
     )
     before = collect_arrays(run)
     with pytest.raises(DataError, match=r"c\.h5: belongs to another model: it has \[3\] for 'batch_norm1/beta'"):
-        restore(tmp_path / "c.h5", run)
+        restore_checkpoint(tmp_path / "c.h5", run)
     for name, array in collect_arrays(run).items():
         np.testing.assert_array_equal(array, before[name])
 
@@ -199,7 +199,7 @@ def test_all_ranks_reject_an_invalid_file(tmp_path):
 
     def body(world):
         try:
-            restore(tmp_path / "c.h5", start_run(nd.ProcessGrid(world)))
+            restore_checkpoint(tmp_path / "c.h5", start_run(nd.ProcessGrid(world)))
         except DataError as error:
             return str(error)
         return None

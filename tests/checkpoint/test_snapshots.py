@@ -26,7 +26,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 class KillAfterSteps(nd.Hook):
-    """Kill a run after so many steps."""
+    """Kill a run after a number of steps."""
 
     def __init__(self, steps):
         self.steps_left = steps

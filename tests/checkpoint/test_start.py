@@ -51,7 +51,7 @@ def test_init_from_reports_missing_and_unused_arrays(tmp_path):
 
     (hook,) = record_start(layers=make_other_layers, init_from=str(tmp_path / "c.h5"))
     assert hook.notes[0].endswith(
-        "7 arrays loaded; not in the file: new/weights, new/bias; left over in the file: fc1/bias,"
+        "7 arrays loaded; not in the file: new/weights, new/bias; not in the model: fc1/bias,"
         " local_filtering1/bias, local_filtering1/weights"
     )
     np.testing.assert_array_equal(hook.state["conv1/weights"], written["model/conv1/weights"])
@@ -61,7 +61,7 @@ def test_init_from_reports_missing_and_unused_arrays(tmp_path):
 def test_arrays_of_another_shape_keep_initial_values(tmp_path):
     save_run(tmp_path / "c.h5")
     (hook,) = record_start(layers=lambda: [*make_layers()[:-1], nd.FCLayerDist(5)], init_from=tmp_path / "c.h5")
-    assert "8 arrays loaded; of another shape: " in hook.notes[0]
+    assert "8 arrays loaded; shape mismatch: " in hook.notes[0]
     assert "fc1/weights (file [90, 4], model [90, 5])" in hook.notes[0]
     assert "fc1/bias (file [4], model [5])" in hook.notes[0]
 
@@ -79,7 +79,7 @@ def test_init_from_the_checkpoint_to_be_replaced(tmp_path):
 
 
 def test_resume_excludes_init_from(tmp_path):
-    with pytest.raises(ConfigError, match="leave out --resume or --init-from"):
+    with pytest.raises(ConfigError, match="pass only one of resume and init_from"):
         make_experiment().run(output=tmp_path, resume=True, init_from="c.h5")
 
 

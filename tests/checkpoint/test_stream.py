@@ -68,12 +68,12 @@ def test_gather_and_scatter_round_trip(case):
         for piece, place, values in gather_to_root(world, rank_pieces):
             gathered[piece.name][place] = values
             count[piece.name][place] += 1
-        before = [piece.array.copy() for piece in rank_pieces]
+        before = [piece.local_array.copy() for piece in rank_pieces]
         for piece in rank_pieces:
-            piece.array[...] = -1
+            piece.local_array[...] = -1
         scatter_from_root(world, rank_pieces, lambda piece, place: gathered[piece.name][place])
         for piece, array in zip(rank_pieces, before, strict=True):
-            np.testing.assert_array_equal(piece.array, array)
+            np.testing.assert_array_equal(piece.local_array, array)
         return gathered, count
 
     gathered, count = loopback.run(ranks, body)[0]

@@ -90,7 +90,7 @@ def test_init_from_reports_loaded_arrays(folder):
         (("predict", "toy.yaml", "--checkpoint", "toy.yaml", *FILES), "toy.yaml: is not a neondist checkpoint"),
         (("predict", *WORDS, "--input", "z.npy", "--output", "y.npy"), "z.npy: no such file"),
         (("run", "toy.yaml", "--output", "third", "--init-from", "none.h5"), "none.h5: no such file"),
-        (("run", "toy.yaml", "--resume", "--init-from", "x"), "leave out --resume or --init-from"),
+        (("run", "toy.yaml", "--resume", "--init-from", "x"), "pass only one of resume and init_from"),
         (("evaluate", *WORDS, "--set", "model.layers.0.out_channels=3"), "does not fit the model"),
     ],
 )

@@ -6,12 +6,12 @@ import pytest
 from cli_runs import EXPERIMENT, build_command, run_command
 
 from neondist.cli import main
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.launcher.launch import rank_args
 
 
 def parse(*argv):
-    return parser().parse_args(argv)
+    return create_parser().parse_args(argv)
 
 
 def test_settings_precede_or_follow_the_file():

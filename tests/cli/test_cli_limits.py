@@ -13,7 +13,7 @@ from cli_runs import build_command, parse_losses, run_command, start_command, st
 from processes import communicate
 
 from neondist.cli import main
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.cli.run import parse_duration
 from neondist.launcher.launch import rank_args
 
@@ -38,8 +38,8 @@ def test_invalid_durations(text):
 
 
 def test_ranks_receive_the_time_limit():
-    arguments = parser().parse_args(
-        rank_args(parser().parse_args(["run", "a.yaml", "-n", "4", "--time-limit", "3h30m"]))
+    arguments = create_parser().parse_args(
+        rank_args(create_parser().parse_args(["run", "a.yaml", "-n", "4", "--time-limit", "3h30m"]))
     )
     assert arguments.time_limit == 12600
 

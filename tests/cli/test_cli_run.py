@@ -26,7 +26,7 @@ from processes import communicate, is_alive
 from neondist.cli import main
 from neondist.cli.doctor import probe_mpi
 from neondist.config import dump, load_experiment
-from neondist.safe_path import command
+from neondist.safe_path import python_command
 
 
 def test_check_prints_the_plan_without_mpirun(folder):
@@ -52,7 +52,7 @@ def test_modules_in_the_working_directory_are_not_imported(folder, monkeypatch):
     for name in ("queue", "mpi4py", "numpy", "h5py", "neondist"):
         (folder / f"{name}.py").write_text("open('imported', 'w')\nraise SystemExit('imported from the folder')\n")
     monkeypatch.chdir(folder)
-    code, _, err = run_command(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
+    code, _, err = run_command(python_command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
     assert (code, strip_mpirun_notices(err)) == (0, "")
     assert probe_mpi(120).error == ""
     assert not (folder / "imported").exists()
@@ -116,7 +116,7 @@ def test_import_registers_classes(folder):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.long
 def test_signals_end_all_ranks(folder, pids, number, code):
-    """Train for so many epochs that the ranks would run for minutes."""
+    """Train for enough epochs to keep the ranks running for minutes."""
     process = start_command(
         build_command("run", "toy.yaml", "-n", 2, "--set", "epochs=100000", "--import", "write_pid.py"), folder
     )

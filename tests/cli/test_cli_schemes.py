@@ -159,7 +159,7 @@ def test_virtual_ranks_match_one_process(folder):
             ["bench", "schemes", "small.yaml", "--virtual", "1,3", "--set", "grid.rows=1", "grid.cols=1"],
             "match 3 ranks",
         ),
-        (["bench", "seams", "small.yaml", "--virtual", "2", "--schemes", "deep_halo"], "name approximate schemes"),
+        (["bench", "seams", "small.yaml", "--virtual", "2", "--schemes", "deep_halo"], "specify approximate schemes"),
         (["run", "small.yaml", "--virtual", "2", "-n", "2"], "--virtual runs all ranks in this process"),
         (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not match 5 ranks"),
     ],

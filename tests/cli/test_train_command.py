@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import neondist as nd
 from neondist.cli import main
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.cli.definition import create_experiment, load_definition
 from neondist.cli.train import _resolve_arguments
 from neondist.services.checkpoint import read_configuration
@@ -127,7 +127,7 @@ def test_tiled_replicas_match_one_process(project):
 
     def train(world):
         size = {1: (), 4: ("--num-workers", "2", "--tiles", "2x1")}[world.size]
-        arguments = parser().parse_args(["train", write_model(project), *OPTIONS, *size])
+        arguments = create_parser().parse_args(["train", write_model(project), *OPTIONS, *size])
         experiment = create_experiment(definition, arguments, "train.csv", "test.csv")
         return experiment.run(experiment.open_grid(world), hooks=[]).history[0]["validation_loss"]
 
@@ -217,7 +217,7 @@ def test_servers_average_the_requested_gradients(project):
 def test_update_rules(project, options, rule):
     (project / "slots").write_text("localhost:2\n")
     slots = ["--hosts-from", "slots"] if any(":" in option for option in options) else []
-    arguments = parser().parse_args(
+    arguments = create_parser().parse_args(
         ["train", write_model(project), "--training-data", "train.csv", *SERVED, *options, *slots]
     )
     _resolve_arguments(arguments)
@@ -320,6 +320,8 @@ def test_records_of_a_data_set(project):
 def test_splits_of_a_data_set(project):
     text = "!Synthetic {shape: [4, 4, 1], train: 5, test: 3, classes: 2}"
     file, words = write_model(project), ["--training-data", text, "--validation-data", text]
-    experiment = create_experiment(load_definition(file), parser().parse_args(["train", file, *words]), text, text)
+    experiment = create_experiment(
+        load_definition(file), create_parser().parse_args(["train", file, *words]), text, text
+    )
     experiment.dataset.open(nd.ProcessGrid.serial())
     assert (len(experiment.dataset.train), len(experiment.dataset.validation)) == (5, 3)

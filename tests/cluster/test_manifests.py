@@ -202,8 +202,8 @@ def test_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
         code, out, err = run_command([sys.executable, "-m", "neondist", *words], folder, **env)
         assert code == 0, err
         assert "ConvnetDist on 4 ranks" in out
-        facts = yaml.safe_load((folder / "out" / "environment.json").read_text())
-        assert facts["hosts"] == dict.fromkeys(names, 2)
+        environment = yaml.safe_load((folder / "out" / "environment.json").read_text())
+        assert environment["hosts"] == dict.fromkeys(names, 2)
         assert not nodes.processes()
     finally:
         nodes.end()

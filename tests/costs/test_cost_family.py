@@ -211,9 +211,9 @@ class CellTargets(nd.Synthetic):
         super().__init__((*EXTENT, 2), classes=2, train=6, test=5)
         self.kind = kind
 
-    def load(self, grid):
+    def open_splits(self, grid):
         box = grid.tile_box(EXTENT).slices
-        for split, seed in zip(super().load(grid), (1, 2), strict=True):
+        for split, seed in zip(super().open_splits(grid), (1, 2), strict=True):
             rng = np.random.default_rng(seed)
             labels = rng.integers(0, 4, (len(split), *EXTENT))
             if self.kind == "labels":

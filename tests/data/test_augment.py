@@ -46,7 +46,7 @@ class CountingTiles:
 
 
 class ArrayDataset(Dataset):
-    """Images and labels in memory, of which `load` keeps the tile of this rank."""
+    """Images and labels in memory, of which `open_splits` keeps the tile of this rank."""
 
     def __init__(self, images, labels, test=None):
         super().__init__()
@@ -56,7 +56,7 @@ class ArrayDataset(Dataset):
     def check(self):
         pass
 
-    def load(self, grid):
+    def open_splits(self, grid):
         images, labels = self.arrays
         index = (slice(None), *tile_slices(grid, self.sample_shape))
         labels = labels[(slice(None), *grid.tile_box(labels.shape[1 : len(self.sample_shape)]).slices)]

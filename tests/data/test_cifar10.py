@@ -18,7 +18,7 @@ def test_tiles_cover_the_images(tmp_path, pack, shape):
     for grid in make_grids(*shape):
         data = nd.CIFAR10(path)
         data.check()
-        train, test = data.load(grid)
+        train, test = data.open_splits(grid)
         assert (len(train), len(test)) == (20, 4)
         tiles.append(train.images(np.arange(20), "float64"))
         boxes.append(grid.tile_box((32, 32)))
@@ -33,12 +33,12 @@ def test_cache(tmp_path):
     path = write_folder(tmp_path / "data", draw_batches())
     grid = nd.ProcessGrid.serial()
     template = tmp_path / "cifar_{rank}_of_{size}.h5"
-    first, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
+    first, _ = nd.CIFAR10(path, serialized_path=template).open_splits(grid)
     assert (tmp_path / "cifar_0_of_1.h5").is_file()
-    cached, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
+    cached, _ = nd.CIFAR10(path, serialized_path=template).open_splits(grid)
     np.testing.assert_array_equal(first.images([5]), cached.images([5]))
     (path / NAMES[0]).write_bytes(draw_batches(seed=1)[NAMES[0]].tobytes())
-    changed, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
+    changed, _ = nd.CIFAR10(path, serialized_path=template).open_splits(grid)
     assert not np.array_equal(first.images([0]), changed.images([0]))
 
 

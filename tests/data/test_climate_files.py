@@ -91,7 +91,7 @@ def test_ranks_read_only_their_tiles(tmp_path):
     write_series(tmp_path, extent=(8, 8))
     data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=3, normalise="none")
     data.check()
-    tiles = data.load(nd.ProcessGrid.serial().strip_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
+    tiles = data.open_splits(nd.ProcessGrid.serial().strip_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
     bytes_before = data._series.source_at(0).bytes_read
     assert tiles[np.arange(5)].shape == (5, 4, 4, 1)
     assert data._series.source_at(0).bytes_read - bytes_before == 5 * 4 * 4 * 4
@@ -153,7 +153,7 @@ INCONSISTENT = {
         lambda d: d.assign_coords(time=d.time.where(d.time != d.time[3])), {}, r"1\.nc:time: value 4 is missing; give",
     ),
     "no units": (lambda d: d.assign(t2m=d.t2m.drop_attrs()), {}, r"1\.nc: t2m is in '', but in .*0\.nc in 'K'; conv"),
-    "text": (lambda d: d.assign(t2m=d.t2m.astype(str)), {}, r"1\.nc:t2m: holds text, .*; name a variable of numbers"),
+    "text": (lambda d: d.assign(t2m=d.t2m.astype(str)), {}, r"1\.nc:t2m: holds text, .*; specify a variable of"),
     "no such variable": (lambda d: d.drop_vars("t2m"), {}, r"1\.nc: has no array 't2m'; it has"),
     "no such level": (
         lambda d: d.isel(level=[0, 2]), {"variables": ["z"], "levels": [500]},
@@ -161,7 +161,7 @@ INCONSISTENT = {
     ),
     "missing levels": (lambda d: d, {"variables": ["z"]}, r"0\.nc:z: has 3 levels; choose some with levels: 850, 500"),
     "reordered levels": (
-        lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 in another position",
+        lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 at a different position",
     ),
     "no times": (lambda d: d.isel(time=0), {}, r"1\.nc:t2m: has no time axis"),
     "numbers for times": (

@@ -255,7 +255,7 @@ def test_bytes_read_by_four_tiles(tmp_path, monkeypatch, size, shape):
 
     monkeypatch.setattr(hdf5_tiles, "open_hdf5", open_file)
     for grid in make_grids(*shape):
-        train, *_ = nd.HDF5Dataset(tmp_path / "out.h5", test_share=0.25).load(grid)
+        train, *_ = nd.HDF5Dataset(tmp_path / "out.h5", test_share=0.25).open_splits(grid)
         for number in (2, 0, 1):
             train.images([number])
     image = prod(size) * 3

@@ -70,7 +70,7 @@ def png16_bytes(colour_type, channels):
 @pytest.mark.parametrize("dtype", ["u2", "i4", "f4"])
 def test_wide_values_are_not_reduced_to_bytes(tmp_path, dtype, mode):
     write_images(tmp_path / "in", make_image(WIDE_VALUES.astype(dtype)), "x.tif")
-    assert f"with values beyond the 8 bits of --mode {mode}" in convert(tmp_path, tmp_path / "in", "--mode", mode)
+    assert f"with values beyond the 8 bits of mode {mode}" in convert(tmp_path, tmp_path / "in", "--mode", mode)
 
 
 @pytest.mark.parametrize("dtype", ["u2", ">u2", "i4", "f4"])
@@ -89,8 +89,8 @@ REFUSED = {
     "signed bytes": (tiff_bytes(8, 2), "x.tif", "signed 8-bit values"),
     "large unsigned": (tiff_bytes(32, 1, content=b"\xff" * 24), "x.tif", "above 2147483647"),
     "a fourth channel": (tiff_bytes(8, 1, 4, 0), "x.tif", "those named X would be lost"),
-    "CMYK": (make_image(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; give --mode RGB"),
-    "YCbCr": (make_image(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; give --mode RGB"),
+    "CMYK": (make_image(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; convert them (--mode RGB)"),
+    "YCbCr": (make_image(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; convert them (--mode"),
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_several_frames_are_refused(tmp_path, suffix):
 def test_transparency_is_kept_or_refused(tmp_path):
     alpha = np.where(BYTES > 99, 255, 7).astype(np.uint8)
     write_images(tmp_path / "in", make_image(np.stack([BYTES, BYTES, BYTES, alpha], axis=-1)))
-    assert "has transparent pixels, which --mode RGB would lose" in convert(tmp_path, tmp_path / "in", "--mode", "RGB")
+    assert "has transparent pixels, which mode RGB would lose" in convert(tmp_path, tmp_path / "in", "--mode", "RGB")
     _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     np.testing.assert_array_equal(train[0][0, ..., 3], alpha)
     write_images(tmp_path / "in", make_image(np.stack([BYTES, alpha], axis=-1)))

@@ -91,7 +91,7 @@ def test_convert(tmp_path, limit_space, options):
 @FULL_DISKS
 def test_tile_cache(tmp_path, limit_space):
     write_mnist(tmp_path / "mnist", counts=(3, 2))
-    nd.MNIST(tmp_path / "mnist", serialized_path=tmp_path / "old.h5").load(nd.ProcessGrid.serial())
+    nd.MNIST(tmp_path / "mnist", serialized_path=tmp_path / "old.h5").open_splits(nd.ProcessGrid.serial())
     write_mnist(tmp_path / "mnist", counts=(3000, 20))
     folder = tmp_path / "disk"
 

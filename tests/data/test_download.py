@@ -198,7 +198,7 @@ def test_corrupt_download_is_deleted(mirror, target, content):
 
 def test_file_missing_on_the_mirror(mirror, target):
     (mirror.folder / NAME).unlink()
-    with pytest.raises(DataError, match=rf"{NAME}: the server returned 404 .*; name another mirror"):
+    with pytest.raises(DataError, match=rf"{NAME}: the server returned 404 .*; specify another mirror"):
         download.download_mnist(target, mirror.url)
 
 
@@ -207,7 +207,7 @@ def test_no_network(target, monkeypatch):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
-        with pytest.raises(DataError, match=r"^no network: .*refused.*; copy the files by hand to .*where, or name"):
+        with pytest.raises(DataError, match=r"^no network: .*refused.*; copy the files by hand to .*where, or specify"):
             download.download_mnist(target, url)
 
 

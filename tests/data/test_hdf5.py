@@ -31,7 +31,7 @@ def test_tiles_cover_the_images(path, shape, chunks):
     tiles, boxes = [], []
     for grid in make_grids(*shape):
         data = nd.HDF5Dataset(path, mean=[0.1, 0.2], std=0.5)
-        train, _, test = data.load(grid)
+        train, _, test = data.open_splits(grid)
         assert (data.sample_shape, data.classes) == ((13, 10, 2), 3)
         tiles.append(train.images(order, "float64"))
         boxes.append(grid.tile_box((13, 10)))
@@ -44,7 +44,7 @@ def test_volumes_and_maps(path):
     arrays = write_hdf5(path, (5, 6, 7, 1), maps=(5, 6, 7), dtype="f4")
     for grid in loopback.run(8, lambda t: nd.ProcessGrid(t, replicas=1, rows=2, cols=2, planes=2)):
         data = nd.HDF5Dataset(path)
-        train, *_ = data.load(grid)
+        train, *_ = data.open_splits(grid)
         assert data.classes is None
         index = grid.tile_box((5, 6, 7)).slices
         batches = list(train.batches([[3, 4, 5], [], [19]], "float64"))

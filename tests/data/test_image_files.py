@@ -151,7 +151,7 @@ def test_three_splits(write_files, tmp_path):
     for test, message in [
         (0, "test: 0 is invalid"),
         (3, "test: 2 images for validation and 3 for test leave no training images"),
-        ({"labels": "a"}, "test: has labels; give images"),
+        ({"labels": "a"}, "test: expected a mapping with 'images'"),
         ({"images": fields["images"]}, "0.npy is also a training image"),
         ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: has another kind of labels"),
         ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
@@ -278,7 +278,7 @@ INVALID = {
     r"4\.npy: has no mask called 4": {"masks": [0, 1, 2, 3]},
     r"masks.9\.npy: is a mask without an image": {"masks": [0, 1, 2, 3, 4, 9]},
     r"masks.2\.npy: is 40 x 40 x 1 uint8, but its image": {"wrong": np.zeros((40, 40), "uint8"), "at": "masks/2.npy"},
-    r"masks.2\.npy: as samples 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
+    r"masks.2\.npy: has 2 masks of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
     r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": make_sample(2)[1], "at": "images/2.npy"},
     r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": make_sample(2)[0].astype("float32"), "at": "images/2.npy"},
     r"smaller than crop \[60, 30\]": {"crop": [60, 30]},
@@ -286,7 +286,7 @@ INVALID = {
     r"crop: \[1, 2, 3, 4\] are 4 extents": {"crop": [1, 2, 3, 4]},
     r"percentiles: \[5\.0, 5\.0\]": {"percentiles": (5.0, 5.0)},
     r"std: 0\.0 is invalid": {"std": 0.0},
-    r"masks.\d\.npy: has the label 2; there are 2 classes": {"classes": 2},
+    r"masks.\d\.npy: contains label 2; labels must be 0 to 1": {"classes": 2},
 }
 
 
@@ -320,7 +320,7 @@ INVALID_TABLES = {
     "all images have the class 'cat'": "".join(f"{n}.npy,cat\n" for n in range(6)),
     "'cat' is not a number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
     "not finite": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
-    "5.npy has the class 5; valid classes are 0 to 2": "".join(f"{n}.npy,{n}\n" for n in range(6)),
+    "5.npy has the class 5; expected 0 to 2": "".join(f"{n}.npy,{n}\n" for n in range(6)),
 }
 
 

@@ -91,7 +91,7 @@ def test_file_names(tmp_path, suffix):
 def test_tiles_cover_the_images(tmp_path, shape):
     arrays = write_mnist(tmp_path, counts=(12, 5))
     ranks = make_grids(*shape)
-    splits = [MNIST(tmp_path).load(grid) for grid in ranks]
+    splits = [MNIST(tmp_path).open_splits(grid) for grid in ranks]
     boxes = [grid.tile_box((28, 28)) for grid in ranks]
     for split_index, name in enumerate(("train", "test")):
         numbers = [3, 0, 4]
@@ -110,7 +110,7 @@ def test_memory_of_one_rank():
     grid = make_grids(1, 1, 28)[5]
     tracemalloc.start()
     try:
-        MNIST().load(grid)
+        MNIST().open_splits(grid)
         assert tracemalloc.get_traced_memory()[1] < 5e6
     finally:
         tracemalloc.stop()

@@ -126,7 +126,7 @@ def test_hdf5_array(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.arange(6.0).reshape(3, 2)
     np.testing.assert_array_equal(read_values(open_records(f"{tmp_path}/a.h5:x")), [[0, 1], [2, 3], [4, 5]])
-    with pytest.raises(nd.DataError, match=r"no numeric array 'y'.*it has x"):
+    with pytest.raises(nd.DataError, match=r"no numeric array 'y'.*choose from x"):
         open_records(f"{tmp_path}/a.h5:y")
 
 

@@ -31,7 +31,7 @@ def test_tiles_match_one_process_bitwise(grid_shape, shape):
 
 
 def load_split(grid, name, arguments):
-    return dict(zip(("train", "test"), Synthetic(**arguments).load(grid), strict=True))[name]
+    return dict(zip(("train", "test"), Synthetic(**arguments).open_splits(grid), strict=True))[name]
 
 
 @pytest.mark.parametrize("shape", [(50, 2), (6, 9, 10, 1)])
@@ -50,7 +50,7 @@ def test_tiles_of_one_axis():
 
             return Box((20,), (35,))
 
-    split = Synthetic((50, 2), noise=0.3).load(FixedTile())[0]
+    split = Synthetic((50, 2), noise=0.3).open_splits(FixedTile())[0]
     np.testing.assert_array_equal(
         split.images([7]), open_synthetic(shape=(50, 2), noise=0.3).train.images([7])[:, 20:35]
     )

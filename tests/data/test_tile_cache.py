@@ -32,9 +32,9 @@ class CachedMNIST:
     def load(self, grid=SERIAL_GRID, name=NAME):
         """Load through the cache and compare with a load without it; return whether the files were decoded."""
         count_before = self.decode_count
-        splits = MNIST(self.folder, serialized_path=str(self.cache / name)).load(grid)
+        splits = MNIST(self.folder, serialized_path=str(self.cache / name)).open_splits(grid)
         rebuilt = self.decode_count - count_before
-        for split, expected in zip(splits, MNIST(self.folder).load(grid), strict=True):
+        for split, expected in zip(splits, MNIST(self.folder).open_splits(grid), strict=True):
             np.testing.assert_array_equal(split.tiles, expected.tiles)
             np.testing.assert_array_equal(split.labels, expected.labels)
             assert (split.tiles.dtype, split.labels.dtype) == (expected.tiles.dtype, expected.labels.dtype)
@@ -58,7 +58,7 @@ def test_second_run_reads_the_cache(cached_mnist):
 def test_nothing_is_written_without_cache(cached_mnist, tmp_path, monkeypatch):
     monkeypatch.chdir(cached_mnist.folder)
     before = sorted(tmp_path.rglob("*"))
-    MNIST(".").load(SERIAL_GRID)
+    MNIST(".").open_splits(SERIAL_GRID)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -215,7 +215,7 @@ def test_other_files_are_never_replaced(cached_mnist, tmp_path, name, make):
     make(tmp_path / name)
     before = (tmp_path / name).read_bytes()
     with pytest.raises(DataError, match=f"{name} exists but is not a neondist cache, so it is not replaced"):
-        MNIST(cached_mnist.folder, serialized_path=str(tmp_path / name)).load(SERIAL_GRID)
+        MNIST(cached_mnist.folder, serialized_path=str(tmp_path / name)).open_splits(SERIAL_GRID)
     assert (tmp_path / name).read_bytes() == before
 
 
@@ -224,7 +224,7 @@ def test_named_pipe_is_refused(cached_mnist, tmp_path):
     """Refuse special files: a rename would replace a device for users who can write to /dev."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe exists but is not a regular file"):
-        MNIST(cached_mnist.folder, serialized_path=str(tmp_path / "pipe")).load(SERIAL_GRID)
+        MNIST(cached_mnist.folder, serialized_path=str(tmp_path / "pipe")).open_splits(SERIAL_GRID)
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -249,7 +249,7 @@ def test_unwritable_path(cached_mnist, tmp_path):
         with pytest.raises(
             DataError, match=r"serialized_path: .* cannot be written .*; choose a writable path"
         ) as caught:
-            MNIST(cached_mnist.folder, serialized_path=str(path)).load(SERIAL_GRID)
+            MNIST(cached_mnist.folder, serialized_path=str(path)).open_splits(SERIAL_GRID)
         assert str(path.parent) in str(caught.value)
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -307,7 +307,7 @@ def test_template_requires_the_rank(tmp_path):
     assert cache_path(template, SERIAL_GRID) == tmp_path / "mnist_1.h5"
     for shape in ((1, 1, 2), (2, 1, 1)):
         with pytest.raises(ConfigError, match=r"has no \{rank\}, but each of the 2 ranks needs a file"):
-            MNIST(serialized_path=template).load(make_grids(*shape)[0])
+            MNIST(serialized_path=template).open_splits(make_grids(*shape)[0])
 
 
 def test_template_fields(monkeypatch, tmp_path):

@@ -77,8 +77,8 @@ class CustomSplits(CustomDataset):
         super().__init__(validation=validation)
         self.available = available
 
-    def load(self, grid):
-        train, test = super().load(grid)
+    def open_splits(self, grid):
+        train, test = super().open_splits(grid)
         return train, *(test if name in self.available else None for name in ("validation", "test"))
 
 
@@ -143,7 +143,7 @@ def test_hdf5_groups(tmp_path):
     assert open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=None)).validation is None
     for dataset in (data, other):
         dataset.close()
-    with pytest.raises(DataError, match="has no group 'nowhere'; name yours with validation:"):
+    with pytest.raises(DataError, match="has no group 'nowhere'; specify yours with validation:"):
         nd.HDF5Dataset(tmp_path / "x.h5", validation="nowhere").check()
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         del file["test"]

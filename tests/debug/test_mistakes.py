@@ -72,8 +72,8 @@ class ForgetsGradient(CorrectConv):
         return dview
 
 
-class FillsNothing(nd.schemes.ExchangePolicy):
-    """Leaves the halo unfilled in its second step."""
+class SkipsSecondStep(nd.schemes.ExchangePolicy):
+    """Skips the exchange in its second step."""
 
     def forward(self, halo):
         if halo.step != 1:
@@ -82,11 +82,11 @@ class FillsNothing(nd.schemes.ExchangePolicy):
     def backward(self, halo):
         halo.drop()
 
-    def exchanges(self, direction):
+    def exchanges_per_call(self, direction):
         return 0, 0.5, 1
 
 
-class Overlaps(nd.schemes.ExchangePolicy):
+class ModifiesInFlight(nd.schemes.ExchangePolicy):
     """Modifies cells during their transfer."""
 
     def forward(self, halo):
@@ -119,7 +119,7 @@ def run_steps(layer, ranks=2, guarded=True):
         (
             ConvBeyondView,
             r"\(ConvBeyondView\), forward, step 0",
-            r"\d+ of its outputs were computed from cells outside .* index",
+            r"\d+ elements of its outputs were computed from cells outside .* index",
         ),
         (WritesIntoView, r"\(WritesIntoView\), forward, step 0", "modified its view in place"),
         (WritesLater, r"\(WritesLater\), backward, step 0", "modified its view in place"),
@@ -129,14 +129,14 @@ def run_steps(layer, ranks=2, guarded=True):
             "modified the gradient of its outputs in place",
         ),
         (ForgetsOutputs, r"\(ForgetsOutputs\), forward, step 0", "of its outputs were .* or never written"),
-        (ForgetsGradient, r"\(ForgetsGradient\), backward, step 0", "of its gradients of its view .* never written"),
+        (ForgetsGradient, r"\(ForgetsGradient\), backward, step 0", "of the gradient of its view .* never written"),
         (
-            lambda: CorrectConv(FillsNothing()),
+            lambda: CorrectConv(SkipsSecondStep()),
             r"\(CorrectConv\), forward, step 1",
-            r"54 values of its view were never filled, the first for cell \((4, 0|3, 0)\); scheme FillsNothing",
+            r"54 values of its view were never filled, the first for cell \((4, 0|3, 0)\); scheme SkipsSecondStep",
         ),
         (
-            lambda: CorrectConv(Overlaps()),
+            lambda: CorrectConv(ModifiesInFlight()),
             r"\(CorrectConv\), forward, step 1",
             "rank [01] of 2: outgoing cells for rank [01] were modified",
         ),
@@ -167,7 +167,7 @@ def test_reads_beyond_a_view_without_a_halo_are_detected():
     """In one process, the memory behind the tile does not belong to the view."""
 
     class SerialConv(ReadsBeyondView, nd.ConvLayer):
-        has_dist_twin = False
+        has_dist_counterpart = False
 
     model = nd.Convnet([SerialConv(2, 1, name="mine"), nd.FCLayer(3)], dtype="float32", backend="numpy")
     model.build((4, 4, 1), 2)

@@ -47,10 +47,10 @@ def test_readme_has_every_layer():
 
 def test_table_of_torch_operators_is_complete():
     pytest.importorskip("torch")
-    from neondist.torch.ir.registry import POINTWISE, RULES, table
+    from neondist.torch.ir.registry import POINTWISE_OPS, RULES, rule_table
 
-    rows = table()
-    assert sorted(name for _, _, names in rows for name in names) == sorted(RULES.keys() | POINTWISE)
+    rows = rule_table()
+    assert sorted(name for _, _, names in rows for name in names) == sorted(RULES.keys() | POINTWISE_OPS)
     for _, note, names in rows:
         assert note.endswith("."), f"the docstring of the rule of {names[0]} must begin with a sentence"
     assert "```{torch-operators}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")

@@ -25,8 +25,8 @@ def test_example(name, tmp_path, monkeypatch):
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLES / f"{name}.yaml", tmp_path)
-    script = {"__name__": "images_of_the_field"}
-    exec((EXAMPLES / "images_of_the_field.py").read_text(encoding="utf-8"), script)
+    script = {"__name__": "make_example_images"}
+    exec((EXAMPLES / "make_example_images.py").read_text(encoding="utf-8"), script)
     script["main"](kind, "data", str(side))
     assert main(["run", f"{name}.yaml", "--virtual", "2", "--output", "run", "--set", "epochs=3", *changes]) == 0
     epochs = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -44,7 +44,7 @@ def test_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     np.save("image.npy", np.random.default_rng(0).random((30, 20)))
-    script = {"__name__": "images_of_the_field"}
-    exec((EXAMPLES / "images_of_the_field.py").read_text(encoding="utf-8"), script)
+    script = {"__name__": "make_example_images"}
+    exec((EXAMPLES / "make_example_images.py").read_text(encoding="utf-8"), script)
     script["main"]("picture", "out.png", "image.npy", "image.npy")
     assert Path("out.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""Script that resumes on any number of ranks."""
+"""Test that the example resumes on a different number of ranks."""
 
 import re
 from pathlib import Path

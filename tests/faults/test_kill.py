@@ -61,7 +61,7 @@ def folder(tmp_path):
 def read_step(path):
     """Return step and epoch of a checkpoint; fail if it cannot be read."""
     with open_checkpoint(path, SingleTransport()) as file:
-        return json.loads(file.facts.texts["position"])["step"], json.loads(file.facts.texts["position"])["epoch"]
+        return json.loads(file.contents.texts["position"])["step"], json.loads(file.contents.texts["position"])["epoch"]
 
 
 def read_mtime(path):

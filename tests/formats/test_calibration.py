@@ -1,4 +1,4 @@
-"""Position, time and calibration of sources, copied to sinks or reported in `lost`, for every pair of formats."""
+"""Position, time and calibration of sources, copied to sinks or listed in `lost_metadata`, for each pair of formats."""
 
 import numpy as np
 import pytest
@@ -269,7 +269,7 @@ SOURCES = [
 ]  # fmt: skip
 
 
-# Sinks: each function reads metadata with a library of the field, keyed as in `lost`
+# Sinks: each function reads metadata with a library of the field, keyed as in `lost_metadata`
 
 
 def read_tiff(path, _):
@@ -342,7 +342,7 @@ SINKS = {
 
 
 def find_missing(entries, copied, lost, axes):
-    """Return the metadata of a source that are neither in the file of the sink nor reported in `lost`."""
+    """Return the metadata of a source that are neither in the file of the sink nor reported in `lost_metadata`."""
     reported = set()
     for entry in lost:
         name, _, suffix = entry.partition(" of ")
@@ -389,7 +389,7 @@ def test_metadata_is_copied_or_reported(tmp_path, source, seed):
                 continue
             shape = [1 if axis == "C" else image_source.shape[image_source.axes.index(axis)] for axis in axes]
             with nd.create_sink(tmp_path / name, shape, "uint8", axes, like=image_source, **options) as sink:
-                lost = list(sink.lost)
+                lost = list(sink.lost_metadata)
                 sink.commit()
             assert not find_missing(entries, read(tmp_path / name, axes), lost, axes), (name, lost)
             assert entries or not lost, (name, lost)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 
-netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
+netcdf = pytest.importorskip("netCDF4", reason="files are written with netCDF4")
 DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
 SHAPE = (3, 4)
 
@@ -197,6 +197,6 @@ def test_non_numeric_variables_are_refused(tmp_path):
     for name in ("text", "letters", "record", "rows"):
         with pytest.raises(nd.DataError, match=f"{name}: holds text, records or lists, not numbers"):
             nd.open_source(f"{tmp_path}/a.nc:{name}")
-    with pytest.raises(nd.DataError, match=r"a\.nc:y: is a dimension without coordinates; name a variable"):
+    with pytest.raises(nd.DataError, match=r"a\.nc:y: is a dimension without coordinates; specify a variable"):
         nd.open_source(f"{tmp_path}/a.nc:y")
     np.testing.assert_array_equal(read(tmp_path / "a.nc"), np.full(SHAPE, 3))

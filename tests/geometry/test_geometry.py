@@ -24,7 +24,7 @@ from neondist.geometry import (
     Window,
     as_ranges,
     clip_ranges,
-    fold,
+    fold_index,
     grid_shape,
     halo_volume,
     part_range,
@@ -122,7 +122,7 @@ def test_plans_deliver_every_needed_cell_once(case, parts):
 
 def source_cell(i, n, mode):
     """Return the source cell of cell i on an axis of n cells, or None for constant padding."""
-    return i if 0 <= i < n else None if mode == "zeros" else fold(i, n, mode)
+    return i if 0 <= i < n else None if mode == "zeros" else fold_index(i, n, mode)
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), partitions_3d, partitions_3d, st.integers(1, 3))
@@ -144,7 +144,7 @@ def test_repartition_moves_every_cell_to_its_new_owner(extent, before, after, sp
     [("reflect", "3 2 1 0 1 2 3 2 1"), ("replicate", "0 0 0 0 1 2 3 3 3"), ("wrap", "1 2 3 0 1 2 3 0 1")],
 )
 def test_fold(mode, expected):
-    assert [fold(i, 4, mode) for i in range(-3, 6)] == [int(c) for c in expected.split()]
+    assert [fold_index(i, 4, mode) for i in range(-3, 6)] == [int(c) for c in expected.split()]
 
 
 def test_window_fields_broadcast():

@@ -71,7 +71,7 @@ def test_overlapping_tiles():
         grid = nd.ProcessGrid(comm, rows=2)
         plain, wide = nd.GlobalArray(grid, full.shape), nd.GlobalArray(grid, full.shape)
         tiles = Overlapping((8, 5), (2, 1), 2, (((0, 6), (3, 8)), ((0, 5),)))
-        wide.cut(tiles, tiles)
+        wide.repartition(tiles, tiles)
         moved = plain.redistribute(plain.scatter(full), wide)
         np.testing.assert_array_equal(moved, wide.scatter(full))
         np.testing.assert_array_equal(wide.redistribute(moved, plain), plain.scatter(full))

@@ -68,11 +68,17 @@ def test_outside_counts_padding_cells(case):
         grid = nd.ProcessGrid(comm, **dict(zip(names, parts, strict=True)))
         ga = nd.GlobalArray(grid, (1, *extent, 1), window)
         if window.mode != "zeros":
-            assert ga.outside is None
+            assert ga.zero_padding_cells is None
             return
         image = ga.get_fprop_view(np.ones(ga.local_shape, "float32")) != 0
-        assert all(min(sides) >= 0 and sum(sides) <= n for sides, n in zip(ga.outside, image.shape[1:-1], strict=True))
-        inside = [slice(before, n - after) for (before, after), n in zip(ga.outside, image.shape[1:-1], strict=True)]
+        assert all(
+            min(sides) >= 0 and sum(sides) <= n
+            for sides, n in zip(ga.zero_padding_cells, image.shape[1:-1], strict=True)
+        )
+        inside = [
+            slice(before, n - after)
+            for (before, after), n in zip(ga.zero_padding_cells, image.shape[1:-1], strict=True)
+        ]
         assert image[(0, *inside)].all()
         assert image.sum() == image[(0, *inside)].size
 

@@ -26,7 +26,7 @@ def make_backend(name: str) -> Backend:
     from neondist.backends.torch import TorchTable
 
     class TorchKernels(TorchTable):
-        min_numbers = 0
+        min_elements = 0
 
         def _prefers_torch_conv(self, x, out, kernel=(), stride=(1,)):
             crashes = max(stride) > 1 and kernel != () and max(kernel) == 1

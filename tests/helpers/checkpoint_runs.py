@@ -6,7 +6,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.io.checkpoint.checksum import add_checksum
 from neondist.train import TrainState
-from neondist.train.callbacks.checkpoint import Checkpoint, restore
+from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
 
 def make_layers():
@@ -62,7 +62,7 @@ def load_run(path, ranks=1, grid=None, **fields):
 
     def body(world):
         run = start_run(nd.ProcessGrid(world, **(grid or {})), **fields)
-        restore(path, run)
+        restore_checkpoint(path, run)
         return run, collect_arrays(run)
 
     results = loopback.run(ranks, body)

@@ -30,7 +30,7 @@ def slice_padded_image(image, window, box):
 
 
 def check_views(grid, extent, window, samples=2, channels=2):
-    """Check on all ranks of a grid that views equal the padded image and that the adjoint passes the dot test."""
+    """Check on all ranks of a grid that views equal the padded image, and the dot-product test of the adjoint."""
     rng = np.random.default_rng(7)
     image = rng.normal(size=(samples, *extent, channels))
     ga = nd.GlobalArray(grid, image.shape, window, dtype="float64")
@@ -198,7 +198,7 @@ def make_boxes(shape, ranks, kind):
 
 
 def check_redistribution(grid, shape, source, target, lead=()):
-    """Check a redistribution forth and back, the dot test of its adjoint and the recorded bytes."""
+    """Check a redistribution forth and back, the dot-product test of its adjoint and the recorded bytes."""
     ranks, rank = grid.size, grid.rank
     log = Reductions(grid)
     sources, targets = make_boxes(shape, ranks, source), make_boxes(shape, ranks, target)

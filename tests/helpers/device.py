@@ -1,4 +1,4 @@
-"""Simulated device whose arrays lie in host memory and have the restrictions of GPU arrays, and more.
+"""Simulated device whose arrays lie in host memory, with the restrictions of GPU arrays and some further ones.
 
 The arrays do not convert to NumPy implicitly, do not mix with NumPy arrays and accept only functions of their own
 namespace, which rejects arguments that CuPy does not support. Operations that block the host are counted.
@@ -50,18 +50,18 @@ class Device:
 
     Parameters
     ----------
-    table : type
+    kernels_class : type
         Class of the kernels; without a C compiler the reference kernels are used.
     """
 
-    def __init__(self, capacity=1 << 34, table=CupyKernels):
+    def __init__(self, capacity=1 << 34, kernels_class=CupyKernels):
         self._synchronisations = self.launches = self.used = 0
         self.capacity, self.capturing = capacity, None
         self.xp = Namespace(self, np)
         self.xp.cuda = Cuda(self)
         self.xp.get_default_memory_pool = Pool
         self.xp.RawKernel = partial(RawKernel, self)
-        self.backend = Backend("strict", table(self.xp) if find_compiler() else Kernels(self.xp))
+        self.backend = Backend("strict", kernels_class(self.xp) if find_compiler() else Kernels(self.xp))
 
     @property
     def synchronisations(self):
@@ -105,18 +105,18 @@ class Gpu:
 
     synchronisations = launches = 0
 
-    def __init__(self, table):
+    def __init__(self, kernels_class):
         self.xp = load_cupy()
-        self.backend = Backend("cupy", table(self.xp))
+        self.backend = Backend("cupy", kernels_class(self.xp))
 
 
-def select_device(table=CupyKernels):
-    """Return a simulated device with these kernels, or the GPU if NEONDIST_GPU is set; skip the test without one."""
+def select_device(kernels_class=CupyKernels):
+    """Return a simulated device with these kernels, or the GPU with NEONDIST_GPU; skip the test if there is no GPU."""
     if not ON_GPU:
-        return Device(table=table)
+        return Device(kernels_class=kernels_class)
     if problem := find_cupy_problem():
         pytest.skip(f"CuPy: {problem}")
-    return Gpu(CudaTorchKernels if table is CupyTorchKernels else table)
+    return Gpu(CudaTorchKernels if kernels_class is CupyTorchKernels else kernels_class)
 
 
 class HostCalls:

@@ -120,6 +120,6 @@ def check_arrays(actual, expected):
 
 
 if __name__ == "__main__":
-    world = mpi.world()
+    world = mpi.world_transport()
     for kind in STEPS:
         run_stage(kind, int(sys.argv[2]), world, Path(sys.argv[1]) / kind)

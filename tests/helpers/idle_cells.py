@@ -2,7 +2,7 @@
 
 import torch
 
-from neondist.torch.execution.run import Runner
+from neondist.torch.execution.runner import Runner
 
 FILLS = (torch.nan, 1e3, -1e3)
 
@@ -36,7 +36,7 @@ class _PerturbingRunner(Runner):
             if value in self._views and step.kind == "local" and tensors[index].numel():
                 lines = set(self._lines(step, tensors, index, self._views[value]))
                 self._idle[value] = (step.name, *self._idle.get(value, ())[1:], lines)
-        if step.kind == "view" and step.window and step.scheme is None:
+        if step.kind == "view" and step.is_window_view and step.scheme is None:
             self._views[step.outputs[0]] = step
         return super()._run(step, tensors)
 

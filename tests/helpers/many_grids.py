@@ -15,13 +15,13 @@ def build_small_model(grid):
     return model
 
 
-def train_on_grids(comm, count, closed):
-    """Train a model on each of `count` grids of all shapes, which are closed explicitly if `closed`."""
+def train_on_grids(comm, count, close):
+    """Train a model on each of `count` grids of all shapes, which are closed explicitly if `close`."""
     shapes = [shape for shape in factorisations(comm.size, 3) if shape[0] <= BATCH]
     for n in range(count):
         grid = nd.ProcessGrid(comm, *shapes[n % len(shapes)])
         model = build_small_model(grid)
         tile = model.scatter(np.ones((BATCH, *SHAPE), np.float32))
         model.train_batch(tile, np.zeros(BATCH, int)[slice(*grid.sample_range(BATCH))])
-        if closed:
+        if close:
             grid.close()

@@ -20,7 +20,7 @@ def make_unet(norm=nd.BatchNormLayerDist):
 class LabelledCells(nd.Synthetic):
     """Synthetic images with a label for each cell; raw values are 2 x + 1, where x is the normalised value."""
 
-    def load(self, grid):
+    def open_splits(self, grid):
         tile = grid.tile_box(self.sample_shape[:-1]).shape
         return tuple(
             nd.Split(
@@ -30,7 +30,7 @@ class LabelledCells(nd.Synthetic):
                 std=1,
                 scale=2,
             )
-            for split in super().load(grid)
+            for split in super().open_splits(grid)
         )
 
 

@@ -329,7 +329,7 @@ def _check_refusal(case: RandomModule, grid: tuple, error: UserError) -> str:
         program = capture.capture_module(case.module(), [(shape, torch.float64) for shape in case.shapes])
     except UserError as refusal:
         return f"refused: {refusal}"
-    layouts = [layout.cut(shape, mesh) for shape in case.shapes]
+    layouts = [layout.default_layout(shape, mesh) for shape in case.shapes]
     for rank in range(mesh.size):
         try:
             capture.lower_program(program, mesh, rank, layouts)

@@ -6,7 +6,7 @@ import time
 import h5py
 
 import neondist as nd
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.comm import loopback
 from neondist.config import load_experiment
 from neondist.launcher import members
@@ -44,7 +44,7 @@ class GenerationScript:
         return JobEnding(75, stopped_for_hosts=True)
 
     def run(self, *words, sleep=time.sleep):
-        arguments = parser().parse_args(
+        arguments = create_parser().parse_args(
             ["run", str(self.folder / "toy.yaml"), "--output", str(self.folder / "out"),
              "--hosts-from", str(self.folder / "discover"), *words]
         )  # fmt: skip

@@ -13,7 +13,7 @@ import neondist as nd
 
 transport, folder = sys.argv[1:]
 if transport == "mpi":
-    from neondist.comm.mpi import world
+    from neondist.comm.mpi import world_transport as world
 else:
     from neondist.torch.exchange.transport import world
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
-from neondist.torch.execution.blocks import TracedImage
-from neondist.torch.ir.layout import at_place, shape_of
+from neondist.torch.execution.image_blocks import TracedImage
+from neondist.torch.ir.layout import place_ranges, shape_of
 from neondist.torch.module import criteria
 from neondist.torch.module import module as capturing
 from neondist.torch.training import factory
@@ -165,7 +165,7 @@ def _distributed_pass(model, inputs, gradients):
     tiles = [model.scatter(x, index).requires_grad_(x.is_floating_point()) for index, x in enumerate(inputs)]
     outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
     layouts = [layout for layout in model._compiled_state().layouts if layout is not None]
-    local_gradients = [model.tiling.part(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
+    local_gradients = [model.tiling.local_part(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
     torch.autograd.backward(*select_differentiable(outputs, local_gradients))
     trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
     if ranks.size > 1:
@@ -183,11 +183,11 @@ def _distributed_pass(model, inputs, gradients):
 
 def gather_input_gradient(model, index, gradient):
     """Return the full gradient of an input from local ones, which add up where tiles overlap."""
-    layout, overlaps = model.tiling.inputs[index], model._compiled_state().overlaps
+    layout, overlaps = model.tiling.input_layouts[index], model._compiled_state().overlaps
     if not overlaps or not overlaps[index]:
         return _on_host(model.tiling.gathered(gradient, layout))
     full = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")
-    for dim, (lo, hi) in at_place(overlaps[index], model.comm.place).items():
+    for dim, (lo, hi) in place_ranges(overlaps[index], model.comm.place).items():
         part = part.narrow(dim, lo, hi - lo)
     part += gradient.cpu()
     model.grid.world.allreduce(full.numpy())
@@ -204,8 +204,8 @@ def run_in_blocks(module, x, size):
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
         output = torch.full_like(expected, torch.nan)
         for number in range(len(blocks)):
-            block = blocks.run(number, x[(..., *blocks.image(number).slices)].clone(), *tensors)
-            output[(..., *blocks.output(number).slices)] = block
+            block = blocks.run(number, x[(..., *blocks.image_box(number).slices)].clone(), *tensors)
+            output[(..., *blocks.output_box(number).slices)] = block
     return output, expected, blocks
 
 

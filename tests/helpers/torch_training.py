@@ -324,7 +324,7 @@ def main(transport):
     from neondist.torch.rules import product
 
     torch.set_num_threads(1)
-    product.RING_BYTES = 0
+    product.MIN_RING_BYTES = 0
     world = ndt.world() if transport == "torch" else nd.ProcessGrid().world
     with nd.ProcessGrid(world) as grid:
         for name in ON_RANKS:

@@ -27,7 +27,7 @@ class ToyRelu(Toy):
 
 
 class ToyLayer(Toy):
-    has_dist_twin = True
+    has_dist_counterpart = True
 
 
 class ToyConv(ToyLayer):
@@ -74,7 +74,7 @@ class ToySGD(Toy):
 
 
 class ToyModel(Toy):
-    has_dist_twin = True
+    has_dist_counterpart = True
 
     def __init__(self, layers: Sequence[ToyLayer], optimizer: ToySGD | None = None) -> None:
         for i, layer in enumerate(layers):

@@ -24,7 +24,7 @@ class ToyModel:
         self.step, self.learning_rate_scale, self.accumulate = 0, 1.0, 1
         self.weights = np.linspace(-1, 1, classes)
         self.slots = self.optimizer.create_slots(self.weights)
-        self.output = SimpleNamespace(total=lambda array, replicas=False: array)
+        self.output = SimpleNamespace(sum_over_ranks=lambda array, replicas=False: array)
         self.batches, self.scales, self.target_batches, self.training = [], [], [], []
         self.leaves, self.whole_model, self.remote_update, self.loss_scaler = [], self, None, None
 
@@ -87,7 +87,7 @@ class ToyData(Dataset):
     def check(self):
         pass
 
-    def load(self, grid):
+    def open_splits(self, grid):
         raise NotImplementedError
 
     def split(self, count):

@@ -24,7 +24,7 @@ def run_script(script, *arguments, ranks=1):
             names["model"].grid.close()
 
     with pytest.MonkeyPatch.context() as patch, share_captures():
-        patch.setattr(mpi, "world", lambda: local.world)
+        patch.setattr(mpi, "world_transport", lambda: local.world)
         patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         patch.setattr(sys, "excepthook", sys.excepthook)  # scripts leave their grid open
         previous = torch.get_default_dtype()

@@ -7,7 +7,7 @@ import pytest
 from cli_runs import EXPERIMENT
 from storage_faults import GB_YAML
 
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.config import load_experiment
 from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_empty_or_untrained
@@ -65,7 +65,7 @@ def test_gb_starts_over_after_its_first_record(resume, tmp_path):
 
 def test_restart_ignores_files_of_an_earlier_run(tmp_path):
     write_files(tmp_path, {"toy.yaml": EXPERIMENT})
-    arguments = parser().parse_args(
+    arguments = create_parser().parse_args(
         ["run", str(tmp_path / "toy.yaml"), "-n", "2", "--restarts", "1", "--output", str(tmp_path), "--overwrite"]
     )
     arguments.signals = Signals()

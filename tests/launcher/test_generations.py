@@ -4,7 +4,7 @@ import pytest
 from cli_runs import run_in_process
 from restart_runs import GenerationScript
 
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.errors import LaunchError
 from neondist.io.generation_log import GenerationLog, read_events, read_run_key
 from neondist.launcher import members
@@ -85,7 +85,7 @@ def test_fixed_size_run_reuses_a_failed_host(folder):
 
 def test_ranks_decrease_after_a_loss():
     for valid_ranks, expected in (({2, 4}, [4, 2, 2]), ({4}, [4, 4, 4])):
-        arguments = parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])
+        arguments = create_parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])
         members.resolve_host_options(arguments, None)
         roster, choices = members.RankRoster(arguments, valid_ranks.__contains__), []
         for _ in expected:

@@ -26,10 +26,10 @@ SCRIPT = """
 import json, os, socket, sys, time
 import neondist as nd
 grid = nd.ProcessGrid()
-facts = [socket.gethostname(), sys.argv[1:], os.environ.get("ODD"), sys.prefix, os.getcwd()]
-all_facts = grid.world.allgather(facts)
+environment = [socket.gethostname(), sys.argv[1:], os.environ.get("ODD"), sys.prefix, os.getcwd()]
+environments = grid.world.allgather(environment)
 if grid.rank == 0:
-    print(json.dumps(all_facts), flush=True)
+    print(json.dumps(environments), flush=True)
 if "--wait" in sys.argv:
     time.sleep(300)
 """
@@ -64,8 +64,8 @@ def test_script_and_experiment_on_fake_nodes(folder, tmp_path):
         )
         assert code == 0, err
         *_, last = out.splitlines()
-        facts = [["x y", "--flag"], SPECIAL, sys.prefix, str(folder)]
-        assert json.loads(last)[1:] == [["nodeB", *facts], ["nodeC", *facts]]
+        environment = [["x y", "--flag"], SPECIAL, sys.prefix, str(folder)]
+        assert json.loads(last)[1:] == [["nodeB", *environment], ["nodeC", *environment]]
         assert json.loads(last)[0][:2] == [platform.node(), ["x y", "--flag"]]
         assert [line.split()[0] for line in out.splitlines()[:4]] == ["node", platform.node(), "nodeB", "nodeC"]
         code, out, err = run_command(

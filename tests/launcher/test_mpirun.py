@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from neondist import safe_path
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.errors import LaunchError
 from neondist.launcher import launch, mpirun
 from neondist.launcher.supervise import JobEnding
@@ -96,7 +96,7 @@ def test_launch_starts_the_same_command(monkeypatch):
     commands = []
     monkeypatch.setattr(launch, "require_mpirun", lambda environ: OPEN_MPI)
     monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: commands.append(command) or JobEnding(7))
-    assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == JobEnding(7)
+    assert launch.launch(create_parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == JobEnding(7)
     (command,) = commands
     assert command[command.index(sys.executable) :] == [
         sys.executable,

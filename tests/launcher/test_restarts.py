@@ -11,7 +11,7 @@ from cli_runs import EXPERIMENT, build_command, run_command
 from restart_runs import read_weights
 
 from neondist.cli import main
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.cli.run import parse_rank_bounds
 from neondist.errors import DataError
 from neondist.io.checkpoint import checksum
@@ -108,7 +108,7 @@ def test_words_of_restarts():
         == ["run", "a.yaml", "--resume", "auto"]
     )
     assert resume_arguments(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
-    assert rank_args(parser().parse_args(words)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
+    assert rank_args(create_parser().parse_args(words)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
     assert parse_rank_bounds("2:8") == (2, 8)
     for text in ("2", "0:3", "4:2", "a:b", "1:2:3"):
         with pytest.raises(argparse.ArgumentTypeError):

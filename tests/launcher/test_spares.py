@@ -15,7 +15,7 @@ from processes import communicate
 from restart_runs import GenerationScript, check_weights
 from waiting import wait_until
 
-from neondist.cli.arguments import parser
+from neondist.cli.arguments import create_parser
 from neondist.io.generation_log import read_events
 from neondist.launcher import members
 from neondist.launcher.supervise import JobEnding
@@ -61,7 +61,7 @@ def test_spares_of_a_fixed_size_run(folder, capsys):
 def test_generations_shrink_only_without_spares(slots, spares, data):
     """Let any hosts fail, one after the other or together."""
     words = ["run", "x.yaml", "--elastic", "1:99", "--restarts", "9", *(["--spares", str(spares)] if spares else [])]
-    roster = members.RankRoster(parser().parse_args(words), lambda ranks: True)
+    roster = members.RankRoster(create_parser().parse_args(words), lambda ranks: True)
     hosts = {f"host{i}": count for i, count in enumerate(slots)}
     roster.host_pool = pool = members.HostPool(lambda: hosts, 60.0, lambda: 0.0)
     pool.refresh()
@@ -103,7 +103,7 @@ def test_conflicting_options(folder, words, message):
 @pytest.mark.parametrize("number", ["-1", "x", "1.5"])
 def test_invalid_numbers_of_spares(number, capsys):
     with pytest.raises(SystemExit) as end:
-        parser().parse_args(["run", "toy.yaml", "--spares", number])
+        create_parser().parse_args(["run", "toy.yaml", "--spares", number])
     assert end.value.code == 2
     assert f"invalid value '{number}'; expected an integer of at least 0" in capsys.readouterr().err
 

@@ -91,7 +91,7 @@ def test_child_dies_with_its_parent():
 BOUND = """\
 import subprocess
 from neondist import safe_path
-process = subprocess.Popen(safe_path.command("code", "-q", ends_with_parent=True))
+process = subprocess.Popen(safe_path.python_command("code", "-q", ends_with_parent=True))
 print(process.pid, flush=True)
 process.wait()
 """

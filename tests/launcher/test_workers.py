@@ -77,7 +77,7 @@ def test_killed_processes_are_restarted_and_the_run_resumes(tmp_path, capsys):
 
     code, out, err = run_command(build_command(*words), tmp_path)
     assert code == 2
-    assert "has a run already; continue it with --resume" in err
+    assert "has a run already; resume it (--resume)" in err
     code, out, err = run_command(build_command(*words, "--resume", "--set", "epochs=3"), tmp_path)
     assert code == 0, err
     assert "applied: 48 records in each of 3 epochs, each once; 0 workers started again" in out, err

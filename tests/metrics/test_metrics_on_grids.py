@@ -22,7 +22,7 @@ class FixedScores(nd.Synthetic):
         super().__init__(y.shape[1:], classes=2, train=1, test=len(y))
         self.y, self.targets = y, targets
 
-    def load(self, grid):
+    def open_splits(self, grid):
         box = (slice(None), *grid.tile_box(self.y.shape[1:-1]).slices)
         maps = self.targets.shape[1 : self.y.ndim - 1] == self.y.shape[1:-1]
         split = nd.Split(self.y[box], self.targets[box] if maps else self.targets, scale=1.0)

@@ -56,7 +56,9 @@ def test_memory_is_that_of_one_micro_batch():
     (block,) = blocks._blocks.values()
     assert block.size == 2 * blocks.elements_per_sample  # two samples of eight
     plans = model.plan((8, 8, 2), batch_size=8)
-    assert plans.peak == 2 * (8 * model.executor.blocks.elements_per_sample + sum(plans.sections[0].saved(0, 8)))
+    assert plans.peak_arena_bytes == 2 * (
+        8 * model.executor.blocks.elements_per_sample + sum(plans.sections[0].saved_bytes(0, 8))
+    )
 
 
 def test_evaluation_runs_in_micro_batches():
@@ -105,10 +107,10 @@ def test_non_finite_micro_batches():
     model = build_small_model(accumulate=3)
     x, labels = draw_batch(model, 8, 0)
     x[7, 0, 0, 0] = np.nan
-    with pytest.raises(NonFiniteError, match="the images first"):
+    with pytest.raises(NonFiniteError, match="first non-finite value: the images"):
         model.train_batch(x, labels)
     model.layers[-1].params["weights"][0, 0] = np.inf
-    with pytest.raises(NonFiniteError, match="the weights of layer 'fc1' first"):
+    with pytest.raises(NonFiniteError, match="first non-finite value: the weights of layer 'fc1'"):
         model.train_batch(draw_batch(model, 8, 0)[0], labels)
 
 

@@ -97,7 +97,7 @@ def test_fused_steps():
     assert hosts == [*norms, "Conv"]  # the last one is the logistic function; tanh is not fused with norms
     plan = section.plan
     for index, host in graph.fused_activations.items():
-        assert graph.steps[host].output not in plan.values
+        assert graph.steps[host].output_value not in plan.values
         assert index not in plan.gradients  # not even of sums, which reuse the gradient of the next step
     cleared = [
         type(graph.steps[host].layer or graph.steps[host].join).__name__ for host in graph.deferred_relu_gradients
@@ -159,7 +159,7 @@ def test_observers_see_both_layers():
     names = []
 
     class OutputRecorder(Observer):
-        def value(self, layer, name, array):
+        def on_value(self, layer, name, array):
             if name == "output":
                 names.append(layer.name)
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.plan.memory import LiveRange, pack
+from neondist.plan.memory import LiveRange, pack_ranges
 from neondist.runtime import Arena, LayerTask
 
 
@@ -19,15 +19,15 @@ from neondist.runtime import Arena, LayerTask
 @given(st.lists(st.builds(LiveRange, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_overlapping_lifetimes_are_disjoint(spans):
     spans = [LiveRange(n, min(a, b), max(a, b)) for n, a, b in spans]
-    offsets, length = pack(spans)
-    cells = [set(range(offset, offset + span.elements)) for offset, span in zip(offsets, spans, strict=True)]
+    offsets, length = pack_ranges(spans)
+    cells = [set(range(offset, offset + span.elements_per_sample)) for offset, span in zip(offsets, spans, strict=True)]
     for index, span in enumerate(spans):
         assert max(cells[index], default=-1) < length
         assert not any(cells[index] & cells[other] for other in range(index) if span.overlaps(spans[other]))
     lower_bound = max(
-        (sum(span.elements for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
+        (sum(span.elements_per_sample for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
     )
-    assert lower_bound <= length <= sum(span.elements for span in spans)
+    assert lower_bound <= length <= sum(span.elements_per_sample for span in spans)
 
 
 class Keeper(nd.Layer):
@@ -147,32 +147,32 @@ class DisjointArena(Arena):
     def __init__(self, *args):
         super().__init__(*args)
         self.offsets = (
-            np.cumsum([0, *(live_range.elements for live_range in self.live_ranges[:-1])]).tolist()
+            np.cumsum([0, *(live_range.elements_per_sample for live_range in self.live_ranges[:-1])]).tolist()
             if self.live_ranges
             else []
         )
-        self.length = sum(live_range.elements for live_range in self.live_ranges)
+        self.num_elements = sum(live_range.elements_per_sample for live_range in self.live_ranges)
 
 
 class PoisonTask(LayerTask):
     """Task that fills dead arrays with NaN before each layer."""
 
-    def _forward(self, runs, inputs):
-        for run in runs:
+    def _forward(self, passes, inputs):
+        for run in passes:
             poison(run, self.at)
-        return super()._forward(runs, inputs)
+        return super()._forward(passes, inputs)
 
-    def _backward(self, runs, dys, needed):
-        for run in runs:
+    def _backward(self, passes, dys, needed):
+        for run in passes:
             poison(run, 2 * run.workspace.plan.backward_start - 1 - self.at)
-        return super()._backward(runs, dys, needed)
+        return super()._backward(passes, dys, needed)
 
 
 def poison(run, moment):
     arena = run.workspace.arena
     for index, live_range in enumerate(arena.live_ranges):
         if not live_range.first <= moment <= live_range.last:
-            arena.array(index, (run.samples, live_range.elements)).fill(np.nan)
+            arena.array(index, (run.samples, live_range.elements_per_sample)).fill(np.nan)
 
 
 def train(layers, backend, arena, task, monkeypatch):
@@ -300,7 +300,7 @@ def test_plan_matches_the_built_arena(network):
     model = nd.Convnet(make_networks()[network], backend="numpy")
     model.build((8, 8, 2), batch_size=4)
     plan = model.plan((8, 8, 2), batch_size=4)
-    planned = plan.peak - 4 * sum(plan.sections[0].saved(0, 4))
+    planned = plan.peak_arena_bytes - 4 * sum(plan.sections[0].saved_bytes(0, 4))
     # every range is rounded up to a cache line
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(make_networks()[network]))
     actual = 4 * 4 * model.executor.blocks.elements_per_sample

@@ -29,12 +29,21 @@ COLLECTIVE = {
     "FitExperiment.run": ("run", lambda s: s.experiment.run(s.grid)),
     "nd.train.predict": ("predict", lambda s: s.predict()),
 }
-NESTED = {"forward", "evaluate_batch", "gather", "gather_input", "total", "remember", "renew_buffers", "trial_batch"}
+NESTED = {
+    "forward",
+    "evaluate_batch",
+    "gather",
+    "gather_input",
+    "sum_over_ranks",
+    "restore_scheme_state",
+    "renew_buffers",
+    "trial_batch",
+}
 """methods that only call others, and calls made by passes and costs"""
 LOCAL = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "checkpoint_arrays", "plan",
-    "build", "configure_execution", "cut", "take", "owned", "buffer", "settle", "wait_for_messages",
-    "remembered", "check_tile", "batch_stats", "ledger", "place_cost",
+    "build", "configure_execution", "repartition", "use_plan", "owned_part", "buffer", "wait_for_messages",
+    "scheme_state", "check_tile", "batch_stats", "ledger", "set_cost_layout",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
 

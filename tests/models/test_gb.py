@@ -49,7 +49,7 @@ def test_decoder_is_the_adjoint_of_the_encoder(kind):
         dz = np.random.default_rng(comm.rank).normal(size=z.shape)
         decoded = stage.decode(dz)
         sums = np.array([np.sum(z * dz), np.sum(x * decoded), np.sum(np.abs(x * decoded))])
-        return stage.output.total(sums, replicas=True)
+        return stage.output.sum_over_ranks(sums, replicas=True)
 
     for ranks in (1, 4, 6):
         for left, right, scale in loopback.run(ranks, job):
@@ -268,8 +268,11 @@ def test_distribute_keeps_the_filters():
             lambda: make_gb("unshared", False, num_pretrain_epochs=-1),
             "num_pretrain_epochs: expected an integer of at least 0, got -1",
         ),
-        (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: needs true, false, or blocks"),
-        (lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2), "needs one number, or 2"),
+        (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: expected true, false, or blocks"),
+        (
+            lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2),
+            "expected one number, or 2, one per spatial axis",
+        ),
     ],
 )
 def test_error_messages(make, message):

@@ -21,7 +21,7 @@ class DtypeRecorder(nd.Observer):
     def __init__(self):
         self.dtypes = {}
 
-    def value(self, layer, name, array):
+    def on_value(self, layer, name, array):
         self.dtypes.setdefault(name, set()).add(array.dtype)
 
 

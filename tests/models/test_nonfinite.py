@@ -102,7 +102,7 @@ def test_location_is_reported_identically_on_all_ranks(ranks, factors, spoil):
     location, message, agreed, names = results[0]
     assert all(result == results[0] for result in results)
     assert agreed
-    assert message.startswith(f"step 2: not finite: {location}")
+    assert message.startswith(f"step 2: first non-finite value: {location}")
     assert "lower the learning rate" in message
     assert "fprop" not in names
 
@@ -197,7 +197,7 @@ def test_adam_does_not_count_skipped_steps(skipped):
     model.train_batch(images, labels)
     moved = np.abs(model.state()["fc1/weights"] - before).max()
     assert moved == pytest.approx(0.01, rel=1e-3)
-    assert (model.step, model.uncounted_steps) == (skipped + 1, skipped)
+    assert (model.step, model.steps_without_optimizer) == (skipped + 1, skipped)
 
 
 class InfiniteCost(nd.CrossEntropy):
@@ -227,7 +227,7 @@ def test_infinite_loss_of_one_rank_is_detected_on_all(ranks, factors, nonfinite)
         if nonfinite == "skip":
             assert np.isnan(model.train_batch(model.scatter(images), labels))
         else:
-            with pytest.raises(NonFiniteError, match="step 2: not finite: the cost"):
+            with pytest.raises(NonFiniteError, match="step 2: first non-finite value: the cost"):
                 model.train_batch(model.scatter(images), labels)
         for name, array in {**model.state(), **model.optimizer_state()}.items():
             np.testing.assert_array_equal(before[name], array)
@@ -287,7 +287,9 @@ def test_non_finite_row_gradient_is_detected_in_head_training(epoch):
             model.layers[1].bad_value = np.inf
         images, labels = draw_batch(0)
         before = model.state()
-        with pytest.raises(NonFiniteError, match="the gradients of the weights of layer 'top' on rank 2 first"):
+        with pytest.raises(
+            NonFiniteError, match="first non-finite value: the gradients of the weights of layer 'top' on rank 2"
+        ):
             model.train_batch(model.scatter(images), labels)
         for name, array in model.state().items():
             np.testing.assert_array_equal(before[name], array)
@@ -343,7 +345,7 @@ class BackwardRecorder(nd.Observer):
     def __init__(self):
         self.names = []
 
-    def begin(self, event, name, direction, subject):
+    def on_begin(self, event, name, direction, subject):
         if event == "layer" and direction == "backward":
             self.names.append(name)
 
@@ -365,7 +367,9 @@ def test_skipped_steps_are_limited():
     spoil_weights(model, None)
     for _ in range(100):
         assert np.isnan(model.train_batch(model.scatter(images), targets))
-    with pytest.raises(NonFiniteError, match=r"step 101: the last 100 steps were skipped; not finite: the weights of"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 101: the last 100 steps were skipped; first non-finite value: the weights of"
+    ):
         model.train_batch(model.scatter(images), targets)
 
 

@@ -73,7 +73,7 @@ def run_passes(model):
 
 def plan_live_ranges(model):
     (section,) = model.compiled.sections
-    return [section.live_ranges(tile) for tile in range(model.grid.shape.tiles)]
+    return [section.memory_plan(tile) for tile in range(model.grid.shape.tiles)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

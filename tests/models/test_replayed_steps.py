@@ -49,7 +49,7 @@ def make_every_layer():
 
 
 def build_model(table, layers, model_class=nd.Convnet, **options):
-    device = Device(table=table)
+    device = Device(kernels_class=table)
     arguments = {"optimizer": nd.Adam(0.01), "cost": COST, "seed": 1} | options
     model = model_class(layers, backend=device.backend, dtype="float64", **arguments)
     model.build(SHAPE, BATCH, nd.ProcessGrid.serial())
@@ -181,7 +181,7 @@ def test_open_passes_and_observers_disable_replay():
     names = []
 
     class ValueRecorder(Observer):
-        def value(self, layer, name, array):
+        def on_value(self, layer, name, array):
             names.append(name)
 
     model, _ = build_model(CapturingKernels, make_small())
@@ -209,7 +209,7 @@ def test_head_training_then_full_training():
 
 def test_graphs_keep_their_launch_tables():
     """Shared tables may be evicted from the cache."""
-    device = Device(table=CapturingKernels)
+    device = Device(kernels_class=CapturingKernels)
     kernels, x = device.backend.kernels, device.xp.ones((2, 3, 4))
     with closing(kernels):
         expected = kernels.channel_sum(x)

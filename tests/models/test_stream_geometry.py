@@ -47,7 +47,7 @@ def test_strips_below_a_cut_read_only_their_tile(extent, tiles, count, transpose
     except nd.UserError:
         reject()
     stream = Stream.of(plan.graph, len(layers), plan.grid, count)
-    stream = stream.checkpoint(count, tuple(stream.possible_cuts()))
+    stream = stream.with_checkpoints(count, tuple(stream.possible_cuts()))
     for part in stream.parts:
         for tile in range(tiles):
             image = stream.tiles[0].box(tile)

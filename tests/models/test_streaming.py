@@ -158,7 +158,7 @@ def test_kept_arrays_reduce_recomputation(ranks):
     for recomputed, cut_fraction in ((1, 0.5), (0.5, 0), (0, 0)):
         plan = make_pooled(memory=AMPLE_MEMORY, strips=1).plan(shape, grid, 4)
         kept = [
-            round((1 - recomputed) * plan.stream.saved(tile, 8))
+            round((1 - recomputed) * plan.stream.saved_bytes(tile, 8))
             + round((1 - cut_fraction) * 8 * plan.stream.kept_elements(tile))
             for tile in range(ranks)
         ]
@@ -278,8 +278,8 @@ class ReadRecorder(HDF5Dataset):
 
     largest = 0
 
-    def load(self, grid):
-        splits = super().load(grid)
+    def open_splits(self, grid):
+        splits = super().open_splits(grid)
         for split in filter(None, splits):
             self._watch(split)
         return splits

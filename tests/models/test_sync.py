@@ -18,7 +18,7 @@ class EarlyBuckets(Observer):
     def __init__(self, model):
         self.model, self.counts = model, []
 
-    def begin(self, event, name, direction, subject):
+    def on_begin(self, event, name, direction, subject):
         if event == "sync":
             self.counts.append(
                 sum(bucket.request is not None for bucket in getattr(self.model.sync, "early_buckets", []))

@@ -34,7 +34,7 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
     except nd.UserError:
         reject()
     tiles, size = range(grid.tiles), plan.itemsize
-    assert plan.peak == max(plan.arena(0, tile) for tile in tiles)
+    assert plan.peak_arena_bytes == max(plan.arena_bytes(0, tile) for tile in tiles)
     assert plan.needed_bytes == max(plan.memory(tile) for tile in tiles)
     assert plan.needed_bytes_with(None) == max(
         plan._bytes_outside_stream(0, tile) + plan.parameters.memory(tile) for tile in tiles
@@ -56,9 +56,9 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
         assert list(map(sorted, layer._gather_messages)) == list(map(sorted, sent))
         arrays = (1 + (index > 0)) * max(view.buffer.size for view in views) * layer.input_shape[-1] * size
         held = max(layer.parameters_by_tile) * size * (2 + len(model.optimizer.state_names))
-        assert costs.memory == arrays * plan.held_samples(0) + held
+        assert costs.memory == arrays * plan.max_live_samples(0) + held
         for box, boxes in (
             ((lambda tile, layer=layer: layer.view(tile).need), [view.need for view in views]),
             (layer.tile, outputs),
         ):
-            assert report._extents(map(box, layer.representative_tiles), 1) == report._extents(boxes, 1)
+            assert report._format_extents(map(box, layer.representative_tiles), 1) == report._format_extents(boxes, 1)

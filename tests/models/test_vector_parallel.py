@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import neondist as nd
 from neondist.config import load_experiment
 from neondist.train import TrainState
-from neondist.train.callbacks.checkpoint import Checkpoint, restore
+from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
 OPTIMIZERS = {
     "momentum": lambda: nd.SGD(0.1, momentum=0.9, weight_decay=0.01, decay_all=False),
@@ -129,7 +129,7 @@ def test_checkpoints_are_independent_of_the_grid(tmp_path):
 
         def load_run(world, vector_parallel=vector_parallel, replicas=replicas):
             run = start_run(world, vector_parallel, replicas)
-            restore(tmp_path / "c.h5", run)
+            restore_checkpoint(tmp_path / "c.h5", run)
             return run.model.state() | run.model.optimizer_state()
 
         for actual in nd.loopback.run(ranks, load_run):

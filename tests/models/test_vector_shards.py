@@ -163,8 +163,8 @@ def test_interleaved_passes_have_separate_shards():
 
 def test_waits_name_the_layer_and_the_operation():
     class WaitRecorder(Whereabouts):
-        def begin(self, event, name, direction, subject):
-            super().begin(event, name, direction, subject)
+        def on_begin(self, event, name, direction, subject):
+            super().on_begin(event, name, direction, subject)
             waits.extend([str(self)] * (event == "wait"))
 
     def body(grid):

@@ -43,14 +43,14 @@ def draw_windows(count):
 
 
 def test_collectives_of_arrays():
-    check_collectives(mpi.world())
-    for part in mpi.world().split_tiles_and_replicas(1 if world.size % 2 else world.size // 2):
+    check_collectives(mpi.world_transport())
+    for part in mpi.world_transport().split_tiles_and_replicas(1 if world.size % 2 else world.size // 2):
         check_collectives(part)
 
 
 @pytest.mark.parametrize("max_count", [2, 3, 2**30])
 def test_large_collectives_are_split(max_count):
-    comm = mpi.world(max_count=max_count)
+    comm = mpi.world_transport(max_count=max_count)
     for part in (comm, *comm.split_tiles_and_replicas(1 if world.size % 2 else world.size // 2)):
         assert part.max_count == max_count
         check_collectives(part)
@@ -85,7 +85,9 @@ def test_invariance(kind):
 
 
 def test_debug_transport_gives_the_same_bits():
-    plain, debug = (train("fully convolutional", nd.ProcessGrid(t)) for t in (world, DebugTransport(mpi.world())))
+    plain, debug = (
+        train("fully convolutional", nd.ProcessGrid(t)) for t in (world, DebugTransport(mpi.world_transport()))
+    )
     for name, array in plain.items():
         np.testing.assert_array_equal(debug[name], array)
 
@@ -115,7 +117,7 @@ def test_large_messages_in_float32():
 
 
 def test_errors_are_agreed_on():
-    transport = mpi.world()
+    transport = mpi.world_transport()
     failing = transport.size - 1
     with pytest.raises(DataError, match="broken file"):
         agree(transport, DataError("broken file") if transport.rank == failing else None)

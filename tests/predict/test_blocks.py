@@ -17,7 +17,7 @@ def run_in_blocks(model, x, size):
     plan = BlockPlan(model.compiled.graph, size)
     blockwise, y = BlockwiseExecutor(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
     for number in range(len(plan)):
-        cells, image = plan.output(number).slices, plan.image(number).slices
+        cells, image = plan.output_box(number).slices, plan.image_box(number).slices
         assert np.isnan(y[(slice(None), *cells)]).all()
         y[(slice(None), *cells)] = blockwise.run(number, x[(slice(None), *image)])
     return y, len({plan.position_independent_key(number) for number in range(len(plan))}), len(plan)
@@ -133,11 +133,11 @@ def test_blocks_shrink_until_they_fit():
     assert (len(single), single.size) == (1, (500, 400))
     large = fit_blocks(graph, (256, 256), 1 << 60, 8)
     assert large.size == (256, 256)
-    largest = large.largest
+    largest = large.largest_block_size
     for capacity in (largest - 1, largest // 20, largest // 100):
         plan = fit_blocks(graph, (256, 256), capacity, 8)
-        assert plan.largest <= capacity < largest
+        assert plan.largest_block_size <= capacity < largest
         assert all(n % 4 == 0 for n in plan.size)
     assert fit_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
-    with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; layer '\w+'"):
+    with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*, most of it for layer '\w+'"):
         fit_blocks(graph, (256, 256), 10, 8)

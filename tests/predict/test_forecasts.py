@@ -6,7 +6,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.field_facts import FieldFacts
+from neondist.train.checkpoint_fields import CheckpointFields
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
@@ -193,7 +193,7 @@ INVALID_FORECASTS = {
     "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
     "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, but the network needs 2; give more files"),
     "not a NetCDF file": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
-    "blocks": (lambda d: d, ["--block", "4"], "leave out --classes, --probabilities and --block"),
+    "blocks": (lambda d: d, ["--block", "4"], "leave out classes, probabilities and block"),
     "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, but the experiment has lead: 2"),
     "other steps": (lambda d: d.isel(time=[0, 2, 4]), [], "6 hours, but the files have 12; select"),
 }  # fmt: skip
@@ -234,9 +234,9 @@ def test_invalid_forecasts_raise_one_error(trained, tmp_path, name, capsys):
 def test_forecasts_unusable_as_inputs(tmp_path, steps, lead, outputs, message):
     write_dataset(make_weather(0, 6), tmp_path / "a.nc")
     data = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m", "z"], levels=[500], steps=steps, lead=lead)
-    facts = FieldFacts([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
+    trained = CheckpointFields([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
     with pytest.raises(nd.ConfigError, match=message):
-        require_outputs_cover_inputs(data, facts, data.open_series(str(tmp_path / "a.nc")))
+        require_outputs_cover_inputs(data, trained, data.open_series(str(tmp_path / "a.nc")))
 
 
 def test_checkpoint_of_other_variables_is_rejected(trained, capsys):

@@ -106,7 +106,7 @@ def test_group_norm_needs_the_full_image(network_folder, tmp_path):
 @pytest.mark.long
 def test_blocks_if_the_full_image_exceeds_memory(network_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("neondist.train.inference.routes.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.train.inference.methods.PROCESS_OVERHEAD_BYTES", 0)
     sizes = []
     run = BlockwiseExecutor.run
     monkeypatch.setattr(
@@ -151,13 +151,13 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from neondist.io.journal import Journal
 from predict_runs import predict_on_ranks
-add, left = Journal.add, [5]
+add, left = Journal.record_part, [5]
 def add_and_kill(self, number):
     add(self, number)
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
-Journal.add = add_and_kill
+Journal.record_part = add_and_kill
 predict_on_ranks(2, Path({folder!r}), Path({target!r}), block=16, classes=True, raw=True)
 """
 

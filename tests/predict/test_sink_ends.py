@@ -48,12 +48,12 @@ class Parts:
         return parts
 
     def read(self, part):
-        return self.images.read(*self.output_place(part), "float32")
+        return self.images.read(*self.output_samples_and_box(part), "float32")
 
     def compute(self, part, x):
         return x
 
-    def output_place(self, part):
+    def output_samples_and_box(self, part):
         return range(1), nd.Box((5 * part, 0), (5 * part + 5, SHAPE[1]))
 
     def num_cells(self, part):
@@ -64,7 +64,7 @@ class Network:
     """Stand-in for a trained network in `predict_module`."""
 
     @contextmanager
-    def open_route(self, source, grid, block, resumed_route):
+    def open_method(self, source, grid, block, resumed_method):
         images = open_images(source, SHAPE)
         yield Parts(images), images, {}
         images.close()

@@ -210,7 +210,7 @@ def test_dense_outputs_and_class_colours(folder):
     [
         ("--factory nets_of_test.py:Dense", "tiles.pt: does not fit the module: not in the file: a.weight"),
         ("--factory nets_of_test.py:tile", "nets_of_test.py has no 'tile'; did you mean 'tiles'"),
-        ("--factory nets_of_test.py:three", "three is a int; name one of Dense, needs, tiles"),
+        ("--factory nets_of_test.py:three", "three is a int; specify one of Dense, needs, tiles"),
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "expected FILE.py:NAME"),
@@ -224,7 +224,7 @@ def test_dense_outputs_and_class_colours(folder):
         ("transposed.pt --factory nets_of_test.py:tiles", "0.weight (file [3, 5, 3, 3], model [5, 3, 3, 3])"),
         ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, but the"),
         ("nan.pt --factory nets_of_test.py:tiles", "nan.pt: 5.bias has values that are not finite"),
-        ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: left over in the file: 6.bias"),
+        ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: not in the model: 6.bias"),
         ("wrapped.pt --factory nets_of_test.py:tiles", "remove the prefix 'module.', which a wrapper"),
     ],
 )

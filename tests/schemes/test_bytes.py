@@ -76,12 +76,14 @@ def test_exchanges_and_messages_match_the_scheme(text, reverse):
                     pieces = ga.plan.sends if gathers else ga.plan.receives
                     sizes = [(piece.peer, 3 * 2 * piece.source.size) for piece in pieces]
                     messages = [(peer, scheme.message_bytes(n, 4, direction)) for peer, n in sizes]
-                    minimum, _, maximum = scheme.exchanges(direction)
+                    minimum, _, maximum = scheme.exchanges_per_call(direction)
                     exchanges = record_exchanges(ga, call, array, Phase(training, number))
                     assert minimum <= len(exchanges) <= maximum
                     assert exchanges == [(direction, messages)] * len(exchanges)
                     counts[direction] += len(exchanges) * (training and number >= cycle)
-        assert counts == {direction: cycle * scheme.exchanges(direction)[1] for direction in ("forward", "backward")}
+        assert counts == {
+            direction: cycle * scheme.exchanges_per_call(direction)[1] for direction in ("forward", "backward")
+        }
 
     run_on_ranks(4, job)
 

@@ -1,4 +1,4 @@
-"""Choice of the best exact scheme for each layer from a machine's figures."""
+"""Choice of the best exact scheme for each layer from a machine's profile."""
 
 import pytest
 
@@ -6,12 +6,12 @@ import neondist as nd
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme, scheme_text
 from neondist.plan.choices import choose_schemes
-from neondist.system.machine import Link, Machine, MachineFigures, write_machine
+from neondist.system.machine import Link, Machine, MachineProfile, write_machine
 
 SHAPE, GRID = (48, 48, 2), nd.GridShape(1, 3, 3)
-COSTLY_MESSAGES = MachineFigures(latency=1.0)
+COSTLY_MESSAGES = MachineProfile(latency=1.0)
 """messages cost more than computing"""
-CHEAP_MESSAGES = MachineFigures(latency=1e-9, bandwidth=1e15, speed=1e6)
+CHEAP_MESSAGES = MachineProfile(latency=1e-9, bandwidth=1e15, speed=1e6)
 
 
 def conv(**options):
@@ -27,9 +27,9 @@ NETWORKS = {
 }
 
 
-def choose_for_network(name, figures):
+def choose_for_network(name, profile):
     model = nd.ConvnetDist(NETWORKS[name]())
-    return model, choose_schemes(model.chain, SHAPE, GRID, figures)
+    return model, choose_schemes(model.chain, SHAPE, GRID, profile)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_costly_messages_are_avoided(name, expected):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(
-    "figures", [COSTLY_MESSAGES, CHEAP_MESSAGES, MachineFigures(latency=1e-4)], ids=["costly", "cheap", "moderate"]
+    "profile", [COSTLY_MESSAGES, CHEAP_MESSAGES, MachineProfile(latency=1e-4)], ids=["costly", "cheap", "moderate"]
 )
-def test_planned_costs_match_the_choices(name, figures):
-    model, choices = choose_for_network(name, figures)
+def test_planned_costs_match_the_choices(name, profile):
+    model, choices = choose_for_network(name, profile)
     by_name = {choice.layer: choice for choice in choices}
     for layer in model.leaves:
         if str(layer.name) in by_name:
@@ -62,33 +62,34 @@ def test_planned_costs_match_the_choices(name, figures):
     for index, plan in enumerate(model.plan(SHAPE, GRID)):
         if plan.name not in by_name:
             continue
-        backward = plan.backward[middle_tile] if index or plan.reverse else []
-        forward_seconds = figures.message_seconds(
-            len(plan.forward[middle_tile]), sum(plan.backward[middle_tile] if not plan.reverse else [])
+        backward = plan.backward_message_sizes[middle_tile] if index or plan.reverse else []
+        forward_seconds = profile.message_seconds(
+            len(plan.forward_message_sizes[middle_tile]),
+            sum(plan.backward_message_sizes[middle_tile] if not plan.reverse else []),
         )
         choice = by_name[plan.name]
         if not plan.halo_cells_by_tile[middle_tile]:
-            assert not plan.forward[middle_tile] + plan.backward[middle_tile]
+            assert not plan.forward_message_sizes[middle_tile] + plan.backward_message_sizes[middle_tile]
         elif choice.scheme == "halo" and not plan.reverse:
             assert choice.seconds == pytest.approx(
-                forward_seconds + figures.message_seconds(len(backward), sum(backward)), rel=1e-3
+                forward_seconds + profile.message_seconds(len(backward), sum(backward)), rel=1e-3
             )
     assert sum(choice.seconds for choice in choices) <= sum(choice.halo_seconds for choice in choices) * (1 + 1e-12)
 
 
 def test_measured_times_override_the_speed():
-    figures = MachineFigures(latency=1e-3, speed=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
-    assert {choice.scheme for choice in choose_for_network("chain", figures)[1][1:]} == {"halo"}
+    profile = MachineProfile(latency=1e-3, speed=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
+    assert {choice.scheme for choice in choose_for_network("chain", profile)[1][1:]} == {"halo"}
 
 
-def test_auto_uses_the_figures_of_a_machine(tmp_path):
+def test_auto_uses_the_profile_of_a_machine(tmp_path):
     node, network = Link(1e-9, 1e15), Link(1.0, 1e9)
     write_machine(tmp_path / "m.yaml", Machine(4, node, network, speed=1e10), "a comment")
     scheme = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"))
-    assert scheme.planner_figures(4) == MachineFigures(1e-9, 1e15, 1e10)
-    assert scheme.planner_figures(9, samples=7) == MachineFigures(1.0, 1e9, 1e10, 7)
+    assert scheme.planner_profile(4) == MachineProfile(1e-9, 1e15, 1e10)
+    assert scheme.planner_profile(9, samples=7) == MachineProfile(1.0, 1e9, 1e10, 7)
     overridden = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3)
-    assert overridden.planner_figures(9, samples=7).samples == 3
+    assert overridden.planner_profile(9, samples=7).samples == 3
     assert scheme_text(as_scheme(scheme_text(scheme))) == scheme_text(scheme)
     layers = [conv() for _ in range(5)]
     exchanges = [

@@ -13,7 +13,7 @@ import neondist as nd
 from neondist.errors import ConfigError
 from neondist.plan.planner import cheapest_ranges, segment_seconds
 from neondist.plan.segments import place_layers
-from neondist.system.machine import MachineFigures
+from neondist.system.machine import MachineProfile
 
 
 def list_segment_lengths(scheme, layers=5):
@@ -62,8 +62,8 @@ def test_redundant_time_of_the_fullest_tile():
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
     model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
     links, grid = list(model.chain.members_with_shapes((14, 14, 2))), nd.GridShape(1, 2, 1)
-    figures = MachineFigures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
-    assert segment_seconds(figures, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
+    profile = MachineProfile(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
+    assert segment_seconds(profile, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 
 def test_error_messages():

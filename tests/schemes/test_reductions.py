@@ -1,4 +1,4 @@
-"""Bytes of sums and redistributions match the plan for every reduction_steps layer, cost and grid."""
+"""Bytes of sums and redistributions match the plan for every layer with reductions, every cost and every grid."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_ledger_accounts():
         assert sorted(redistributions) == [("fc1", direction, peer, 2 * 2 * 8) for direction in ("backward", "forward")]
         return sorted(account[1:] for account in model.ledger() if account.kind == "sum")
 
-    rows, biases = 6 * 4 + 2 * 3, 4 + 3  # of one of two tiles, and of both tiles
+    rows, biases = 6 * 4 + 2 * 3, 4 + 3  # parameters of one tile; shared by both
     assert (
         run_on_ranks(4, job)
         == [

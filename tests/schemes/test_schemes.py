@@ -17,7 +17,7 @@ from neondist.arrays.namespace import to_host
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme
 
-FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
+FILLS = "zeros", "reflect", "replicate"
 
 
 EXACT = [name for name in SCHEMES if as_scheme(name).exact]
@@ -202,7 +202,7 @@ def test_evaluation_is_exact(scheme):
 
 @pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=3)", "quantised(bits=8, feedback=true)"])
 def test_evaluation_between_steps_changes_no_step(scheme):
-    """Evaluation does not enter the state of the scheme."""
+    """Evaluation does not affect the state of the scheme."""
 
     def job(comm, evaluates):
         shape, layers = LAYERS["conv"]

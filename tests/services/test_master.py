@@ -9,10 +9,10 @@ import neondist as nd
 from neondist.comm import SingleTransport
 from neondist.errors import ServiceError
 from neondist.services.master import Master
+from neondist.services.master_client import MasterClient
 from neondist.services.message import Message
 from neondist.services.progress import AppliedMinibatches, MinibatchId
 from neondist.services.state import UpdateRule
-from neondist.services.worker_tasks import WorkerTasks
 
 RECORDS, SIZE, PER_TASK, EPOCHS = 11, 2, 3, 2
 FACTS = {"records": RECORDS, "batch_size": SIZE, "epochs": EPOCHS, "seed": 3}
@@ -24,21 +24,23 @@ class Worker:
 
     def __init__(self, job, name, values):
         address = job.master_host.address
-        self.tasks = job.stack.enter_context(closing(WorkerTasks(address, job.token, name, SingleTransport(), FACTS)))
+        self.master_client = job.stack.enter_context(
+            closing(MasterClient(address, job.token, name, SingleTransport(), FACTS))
+        )
         self.client, self.values = job.client(name), values
         self.client.initialize(values, nd.SGD(0.1), UpdateRule(sync=False))
         self.client.pull(draw_arrays(0))
 
     def steps(self, epoch):
         """Yield a stage and the records of a minibatch, before each push and between push and credit."""
-        for task in self.tasks.tasks_through_epoch(epoch):
+        for task in self.master_client.tasks_through_epoch(epoch):
             for first, upto, numbers in task.minibatches(SIZE):
-                self.tasks.begin_minibatch(first, upto, len(numbers))
+                self.master_client.begin_minibatch(first, upto, len(numbers))
                 yield "push", numbers
-                result = self.client.push(self.values, self.tasks.samples, self.tasks.minibatch)
-                self.tasks.was_pushed = True
+                result = self.client.push(self.values, self.master_client.samples, self.master_client.minibatch)
+                self.master_client.was_pushed = True
                 yield "duplicate" if result.duplicate else "pushed", numbers
-                if not self.tasks.finish_minibatch():
+                if not self.master_client.finish_minibatch():
                     break
 
 
@@ -50,7 +52,7 @@ def test_pushes_of_a_lost_worker_are_applied_once(steps):
     with Servers(2, minibatches_per_task=PER_TASK) as job:
         first, second = (Worker(job, name, values) for name in ("a", "b"))
         stages = [next(iterator)[0] for iterator in [first.steps(0)] for _ in range(steps)]
-        first.tasks.close()
+        first.master_client.close()
         job.master.requeue_task_of("a")
         events = [(stage, numbers) for epoch in range(EPOCHS) for stage, numbers in second.steps(epoch)]
         summaries = {
@@ -70,7 +72,7 @@ def test_refused_minibatch_is_assigned_again():
         for stage, numbers in worker.steps(0):
             if stage != "push":
                 assigned.append(tuple(numbers))
-                worker.tasks.was_refused = len(assigned) == 1  # as by a server with newer values
+                worker.master_client.was_refused = len(assigned) == 1  # as by a server with newer values
         assert len(assigned) == 7
         assert assigned[0] in assigned[1:]
 
@@ -80,7 +82,7 @@ def test_workers_must_agree_on_the_data():
     with pytest.raises(nd.ConfigError, match="report_training_params first"):
         master.get_task(Message({"worker": "a"}))
     master.report_training_params(Message(FACTS))
-    with pytest.raises(nd.ConfigError, match="seed: 4, but other workers of the job have 3"):
+    with pytest.raises(nd.ConfigError, match="seed: 4, but 3 on other workers"):
         master.report_training_params(Message(FACTS | {"seed": 4}))
 
 
@@ -90,7 +92,7 @@ def test_repeated_requests_return_the_same_records():
     master.report_training_params(Message(FACTS))
     first, repeated, second = (master.get_task(Message({"worker": name})) for name in "aab")
     assert first.array("indices", "int64", [6]).tolist() == repeated.array("indices", "int64", [6]).tolist()
-    assert not master.applied(
+    assert not master.credit_records(
         Message({"task_id": first.integer("task_id"), "upto": 2, "updated": True, "credit": [0, 0, 0]})
     ).flag("credited")
     assert second.integer("start") == 6
@@ -111,10 +113,10 @@ def finish_tasks():
 def test_records_applied_twice_or_never_are_detected():
     master, credits = finish_tasks()
     assert master.verify_applied_gradients(RECORDS * EPOCHS, credits) == ONCE
-    with pytest.raises(ServiceError, match="has applied 24 records, 22 of them once"):
+    with pytest.raises(ServiceError, match="has applied 24 records, expected 22"):
         master.verify_applied_gradients(RECORDS * EPOCHS + SIZE, credits)
     incomplete = AppliedMinibatches()
     for credit in credits.to_list()[1:]:
         incomplete.add(credit)
-    with pytest.raises(ServiceError, match="has not applied 1 of 12 minibatches"):
+    with pytest.raises(ServiceError, match="lacks 1 of 12 minibatches"):
         master.verify_applied_gradients(RECORDS * EPOCHS - SIZE, incomplete)

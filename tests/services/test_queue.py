@@ -167,7 +167,7 @@ def test_evaluation_and_prediction_have_separate_rounds(make_queue):
         for task in tasks:
             queue.report(task.id)
         assert queue.get("b", kind=kind) is None
-    queue.restart("evaluation", records=3)
+    queue.start_round("evaluation", records=3)
     task = queue.get("a", kind="evaluation")
     assert (task.epoch, task.start, task.end) == (1, 0, 2)
 
@@ -186,7 +186,7 @@ def test_restored_weights_revoke_credits(make_queue):
     ("call", "message"),
     [
         (lambda queue: queue.get("a", kind="trainig"), "kind"),
-        (lambda queue: queue.applied(queue.get("a").id, 4), "outside of task 1"),
+        (lambda queue: queue.applied(queue.get("a").id, 4), "upto: 4 is not in task 1, 0 to 3"),
         (lambda queue: queue.report(queue.get("a").id, False, record=99), "record: 99"),
     ],
 )

@@ -18,7 +18,7 @@ from neondist.errors import ServiceUnavailableError
 from neondist.services.client import ParameterClient
 from neondist.services.placement import place_parameters
 from neondist.services.progress import MinibatchId
-from neondist.services.server import start_server_host
+from neondist.services.server import create_parameter_server
 from neondist.services.wire import TOKEN, ServiceHost, create_token
 from neondist.strategies import PS, ParameterSpec
 
@@ -73,11 +73,11 @@ def test_errors_are_one_message(monkeypatch, capsys):
 
 
 def test_server_of_a_task():
-    with start_server_host(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
+    with create_parameter_server(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
         assert host.address.startswith("127.0.0.1:")
     for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
         with pytest.raises(nd.ConfigError, match="is not a parameter server of the cluster"):
-            start_server_host(task, {TOKEN: create_token()})
+            create_parameter_server(task, {TOKEN: create_token()})
 
 
 ASYNCHRONOUS = """!FitExperiment

@@ -60,7 +60,7 @@ def start_job(job, master, folder):
     client.pull(draw_arrays(9))
     master.report_training_params(Message(FACTS))
     recovery = ServerRecovery(client._server_group, folder, master)
-    recovery.check_servers()
+    recovery.restore_or_save_servers()
     assert master.ready
     return client, recovery
 
@@ -197,12 +197,12 @@ def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
         with closing(Master(path=path)) as second:
             recovery = ServerRecovery(client._server_group, tmp_path, second)
             with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
-                recovery.check_servers()
+                recovery.restore_or_save_servers()
             task = second.get_task(Message({"worker": "0"}))
             assert task.text("type") == "TRAINING"
             assert not client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0)).duplicate
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
-            recovery.check_servers()
+            recovery.restore_or_save_servers()
             assert second.finished
 
 
@@ -210,13 +210,13 @@ def test_final_status_is_written(tmp_path, monkeypatch):
     """Write it although the previous one is recent."""
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client, recovery = start_job(job, master, tmp_path)
-        recovery.check_servers()
+        recovery.restore_or_save_servers()
         monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 3600.0)
         assert not JobStatus.read(tmp_path).ended
         task = master.get_task(Message({"worker": "0"}))
         client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0))
         master.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
-        recovery.check_servers()
+        recovery.restore_or_save_servers()
         assert JobStatus.read(tmp_path).ended
 
 
@@ -235,12 +235,12 @@ def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, mo
 def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys, obstacle):
     monkeypatch.setattr("neondist.services.recovery.POLL_INTERVAL", 0.001)
     monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 0.0)
-    steps, problem = threading.Semaphore(0), "has no checkpoint folder; start it with --checkpoint-dir"
+    steps, problem = threading.Semaphore(0), "has no checkpoint folder; start it with one"
 
     class CountingRecovery(ServerRecovery):
-        def check_servers(self):
+        def restore_or_save_servers(self):
             steps.release()
-            super().check_servers()
+            super().restore_or_save_servers()
 
     folder, servers_folder = tmp_path, []
     if obstacle == "unwritable status":
@@ -284,9 +284,9 @@ def test_checkpoint_errors(uninterrupted, tmp_path, fault):
         elif fault == "none":
             name = "absent"
         elif fault == "optimizer":
-            optimizer, problem = nd.SGD(0.1), "has the slots of Adam, and the model has SGD"
+            optimizer, problem = nd.SGD(0.1), "was written with optimizer Adam, but the model has SGD"
         elif fault == "model":
-            shapes, problem = SHAPES | {"more": (2,)}, "has no parameter 'more'"
+            shapes, problem = SHAPES | {"more": (2,)}, "does not have all of 'more'"
         else:
             name, problem = "../at-3", "field 'name': expected letters"
         client = job.client("1", job.layouts(STRATEGIES[2], shapes, [TABLE]))

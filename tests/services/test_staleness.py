@@ -95,7 +95,7 @@ def test_credits_are_a_set(given_credits, finished):
         credits.add(MinibatchId(*credit))
     assert set(credits.to_list()) == expected
     if finished >= 0:
-        credits.complete_through(finished)
+        credits.drop_through_epoch(finished)
     parsed = AppliedMinibatches.parse(credits.to_json())
     for epoch in range(4):
         for task in range(6):

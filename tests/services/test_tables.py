@@ -99,9 +99,9 @@ def test_lazy_updates_change_rows_with_gradients_alone():
         TableSpec("t", ROWS, DIM, "float64", lazy=True), make_updater(describe_optimizer(nd.Adam(0.1))), 0, 1
     )
     table.update(np.array([1, 2]), np.ones((2, DIM)), 0, 1.0)
-    before = table.rows(np.array([1]))
+    before = table.get_or_create_rows(np.array([1]))
     table.update(np.array([2]), np.ones((1, DIM)), 1, 1.0)
-    np.testing.assert_array_equal(table.rows(np.array([1])), before)
+    np.testing.assert_array_equal(table.get_or_create_rows(np.array([1])), before)
     assert table.count == 2
 
 
@@ -148,7 +148,7 @@ def test_ids_out_of_range_are_reported():
         client.initialize({}, nd.SGD(0.1))
         client.pull({})
         for index in (-1, ROWS):
-            with pytest.raises(ServiceError, match=f"id {index} is not in the table of {ROWS} rows"):
+            with pytest.raises(ServiceError, match=f"id {index} is invalid; ids must be 0 to {ROWS - 1}"):
                 client.pull_rows(TABLE.name, np.array([0, index]))
             with pytest.raises(ServiceError, match=f"id {index} is not"):
                 client.push({TABLE.name: (np.array([index]), np.ones((1, DIM)))})

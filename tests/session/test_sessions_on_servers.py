@@ -14,7 +14,7 @@ from processes import communicate
 import neondist as nd
 from neondist.comm import ProcessGrid
 from neondist.errors import LaunchError
-from neondist.services.job import FIRST_WORKER_WAIT, LEASE, JobService
+from neondist.services.job import FIRST_WORKER_TIMEOUT_SECONDS, LEASE_SECONDS, JobService
 from neondist.services.message import Message
 from neondist.services.server import ParameterServer
 from neondist.services.wire import TOKEN, ServiceHost, create_token
@@ -87,11 +87,11 @@ def test_alternating_workers(servers, tmp_path):
                     for name, value in copy_weights(models[worker]).items():
                         np.testing.assert_allclose(value, server_weights[name], rtol=0, atol=1e-12, err_msg=name)
             assert second.should_stop()
-            assert not any(job.check_over() for job in jobs)
+            assert not any(job.remove_lost_and_check_over() for job in jobs)
         assert not first.should_stop()  # one update behind
         first.request_stop()
         first.run(models[0].train_batch, IMAGES[0, 0], LABELS[0, 0])
-    assert all(job.check_over() for job in jobs)
+    assert all(job.remove_lost_and_check_over() for job in jobs)
     assert models[0].remote_update is None
     saved_steps = sorted(int(re.findall(r"\d+", path.stem)[0]) for path in tmp_path.glob("checkpoint-*.h5"))
     assert saved_steps == [0, 3, 7, 9]  # the master's updates were the odd ones, and the last
@@ -100,7 +100,7 @@ def test_alternating_workers(servers, tmp_path):
     for task in (task_of("master"), nd.TaskSpecDef()):  # on new servers, and without servers
         resumed = build_model()
         with create_session(task, resumed, tmp_path, stop_grace_period_secs=0) as first:
-            assert (first.global_step, resumed.uncounted_steps) == (2 * STEPS + 1, 2 * STEPS + 1)
+            assert (first.global_step, resumed.steps_without_optimizer) == (2 * STEPS + 1, 2 * STEPS + 1)
             for name, value in copy_weights(resumed).items():
                 np.testing.assert_array_equal(value, final_weights[name])
 
@@ -146,25 +146,25 @@ def test_server_ends_with_its_workers():
     now, lost = [0.0], []
     job = JobService(lost.append, lambda: now[0])
     first, second = (Message({"worker": name}) for name in ("0", "1"))
-    now[0] = FIRST_WORKER_WAIT
-    assert not job.check_over()
+    now[0] = FIRST_WORKER_TIMEOUT_SECONDS
+    assert not job.remove_lost_and_check_over()
     now[0] += 1
-    with pytest.raises(LaunchError, match="no worker has connected within 3600 s"):
-        job.check_over()
+    with pytest.raises(LaunchError, match="no worker has connected in 3600 s"):
+        job.remove_lost_and_check_over()
     assert not job.record_heartbeat(first).flag("stopping")
-    now[0] += LEASE
+    now[0] += LEASE_SECONDS
     job.request_stop(Message())
     assert job.record_heartbeat(second).flag("stopping")
-    assert (job.check_over(), lost) == (False, [])
+    assert (job.remove_lost_and_check_over(), lost) == (False, [])
     now[0] += 1
-    assert (job.check_over(), lost) == (False, ["0"])
-    now[0] += LEASE
+    assert (job.remove_lost_and_check_over(), lost) == (False, ["0"])
+    now[0] += LEASE_SECONDS
     with pytest.raises(LaunchError, match="no message from any worker for 120 s"):
-        job.check_over()
+        job.remove_lost_and_check_over()
     assert lost == ["0", "1"]
     assert job.start_workers(Message({"first_step": 7})).fields == job.start_workers(Message({"first_step": 9})).fields
     job.end_job(Message())
-    assert job.check_over()
+    assert job.remove_lost_and_check_over()
 
 
 def test_signal_ends_a_server():

@@ -38,7 +38,7 @@ def make_network():
 def list_choices(ranks, machine=SLOW):
     model = make_network()
     plans = [model.plan(SHAPE, grid, BATCH) for grid in search.candidate_grids(ranks, {}, BATCH, SHAPE[:-1])]
-    return search.rank_choices(plans, candidate_builders(), machine)
+    return search.sort_choices(plans, candidate_builders(), machine)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
@@ -48,12 +48,12 @@ def test_choice_is_the_fastest(ranks):
     assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in choices} == grids
     assert len(choices) == len(grids) * len(candidate_builders())
     choice, runner_up, excluded = search.choose_fastest(choices, None)
-    assert choice.total == min(candidate.total for candidate in choices) <= runner_up.total
+    assert choice.step_seconds == min(candidate.step_seconds for candidate in choices) <= runner_up.step_seconds
     assert not excluded
     assert [search.choice_label(candidate) for candidate in choices] == [
         search.choice_label(candidate) for candidate in list_choices(ranks)
     ]
-    ties = [candidate for candidate in choices if candidate.total == choice.total]
+    ties = [candidate for candidate in choices if candidate.step_seconds == choice.step_seconds]
     assert choice.strategy.builder == min(candidate.strategy.builder for candidate in ties)
 
 
@@ -63,7 +63,7 @@ def test_choice_fits_in_memory():
     assert len(needs) > 2
     for limit in needs:
         choice, _, excluded = search.choose_fastest(choices, limit)
-        faster = [candidate for candidate in choices if candidate.order < choice.order]
+        faster = [candidate for candidate in choices if candidate.sort_key < choice.sort_key]
         assert (
             search.needed_bytes(choice)
             <= limit

@@ -141,7 +141,7 @@ def test_owners_are_balanced(shapes, builder, ranks):
 
 
 def test_greedy_balance_bound():
-    """Bound of the greedy rule if one parameter outweighs all others."""
+    """The largest parameter bounds the greedy balance."""
     parameters = [ParameterSpec(f"p{index}", shape) for index, shape in enumerate(list_vgg_16_shapes())]
     for ranks in (2, 4, 8):
         loads = strategies.PSLoadBalancing().build(parameters, ranks).bytes_per_owner
@@ -191,12 +191,12 @@ def write_strategy(tmp_path, **changes):
     ({"kind": "gossip"}, "kind", "allreduce or server"),
     ({"owners": [0, 7]}, "owners", "owner 7"),
     ({"owners": [0]}, "owners", "1 owners for 2"),
-    ({"partition": {"axis": 2, "sizes": [4]}}, "axis", "has 2 axes"),
+    ({"partition": {"axis": 2, "sizes": [4]}}, "axis", "expected 0 to 1"),
     ({"partition": {"axis": 0, "sizes": [3]}}, "sizes", "add up to 3"),
     ({"shape": []}, "partition", "scalar"),
     ({"compressor": "zip"}, "w", "zip"),
     ({"compressor": "topk(1.5)"}, "w", "(0, 1]"),
-    ({"compressor": "fp16"}, "compressor", "needs kind: allreduce"),
+    ({"compressor": "fp16"}, "compressor", "requires kind: allreduce"),
     ({"compressor": "fp16", "kind": "allreduce"}, "compressor", "owners: []"),
     ({"sync": "yes!"}, "sync", "true or false"),
     ({"staleness": -1}, "staleness", "at least 0"),

@@ -14,7 +14,7 @@ from neondist.parallel import compressors
 from neondist.parallel.compressed import CompressedGradients
 from neondist.parallel.compressors import compressed_bytes, create_compressor
 from neondist.train import TrainState
-from neondist.train.callbacks.checkpoint import Checkpoint, restore
+from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
 COMPRESSORS = ["fp16", "bf16", "topk(0.01)", "topk(0.3)", "topk(1)", "powersgd(1)", "powersgd(4)"]
 shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
@@ -202,7 +202,7 @@ def test_resumed_run_is_identical(tmp_path, compressor):
 
     def resume(world):
         run = start_run(nd.ProcessGrid(world, replicas=world.size), strategy)
-        restore(tmp_path / "c.h5", run)
+        restore_checkpoint(tmp_path / "c.h5", run)
         return run.start_messages, collect_feedback(run), train_steps(run, (3, 4)), run.model.state()
 
     for ranks in (3, 1, 2, 5):
@@ -229,7 +229,7 @@ def test_checkpoints_resume_with_other_compressors(tmp_path):
     def resume(strategy):
         def body(world):
             run = start_run(nd.ProcessGrid(world, replicas=2), strategy)
-            restore(tmp_path / "c.h5", run)
+            restore_checkpoint(tmp_path / "c.h5", run)
             return run.start_messages, collect_feedback(run)[0]
 
         return nd.loopback.run(2, body)[0]

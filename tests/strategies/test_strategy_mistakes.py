@@ -63,7 +63,7 @@ def test_invalid_builders_name_the_line(tmp_path, strategy, message):
     ({"fc3/bias": (3,)}, "fc3/bias:", "'fc3/bias' does not exist"),
     ({"ranks": 4}, "format:", "has 4 owners, but the job has 2 ranks"),
     ({"change": ("compressor: null", "compressor: zip")}, "fc1/weights:", "'zip'"),
-    ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 needs kind: allreduce"),
+    ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 requires kind: allreduce"),
     ({"change": ("owners: [0, 1]", "owners: [0, 9]")}, "fc1/weights:", "owner 9 does not exist"),
 ])  # fmt: skip
 def test_invalid_files_name_their_line(tmp_path, changes, entry, message):
@@ -83,7 +83,7 @@ def test_scalars_cannot_be_partitioned(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ((), "2 ranks are one of 2 tiles; set grid.replicas, or use sync: true"),
+    ((), "2 ranks form one replica of 2 tiles; set grid.replicas, or use sync: true"),
     (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: applies to a single MPI job"),
     (("--set", "grid.replicas=2", "--resume"), "has no checkpoint of servers to resume from; start with --init-from"),
 ])  # fmt: skip

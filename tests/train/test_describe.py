@@ -9,14 +9,14 @@ from neondist.comm import loopback
 from neondist.geometry import grid_shape
 from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, ReLU
 from neondist.optim import Adam
-from neondist.train import describe
+from neondist.train import describe_experiment
 
 
 def render(experiment, ranks, **console):
     from rich.console import Console
 
     file = io.StringIO()
-    Console(file=file, **console).print(describe(experiment, ranks), soft_wrap=True)
+    Console(file=file, **console).print(describe_experiment(experiment, ranks), soft_wrap=True)
     return file.getvalue()
 
 
@@ -54,7 +54,11 @@ def test_planned_bytes_match_bytes_sent(ranks, replicas, dtype, first):
     plan = experiment.model.plan(experiment.dataset.sample_shape, shape, 9)
     costs = plan.costs()
     train_bytes = sum(loopback.run(ranks, train)) - sum(loopback.run(ranks, evaluate_only))
-    assert train_bytes == 5 * sum(cost.sent_all for cost in costs) == 5 * sum(plan.bytes(rank) for rank in range(ranks))
+    assert (
+        train_bytes
+        == 5 * sum(cost.total_sent_bytes for cost in costs)
+        == 5 * sum(plan.bytes(rank) for rank in range(ranks))
+    )
 
 
 def test_table():

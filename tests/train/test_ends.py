@@ -52,9 +52,9 @@ def test_planned_bytes_match_the_ledger(name):
     grid = nd.GridShape(1, 2, 2)
     plans = model.plan(SHAPE, grid, BATCH)
     for plan, cost in zip(plans, plans.costs(), strict=True):
-        assert cost.sent_all == sum(halo.get(plan.name, 0) for halo, _ in results), plan.name
+        assert cost.total_sent_bytes == sum(halo.get(plan.name, 0) for halo, _ in results), plan.name
     largest = max(length for _, length in results)
-    assert plans.peak == largest
+    assert plans.peak_arena_bytes == largest
 
 
 def test_class_count_is_checked_against_the_model_output():

@@ -16,7 +16,7 @@ import yaml
 from neondist.cli import main
 from neondist.errors import MAX_MESSAGE_LENGTH, DataError
 from neondist.train import Best
-from neondist.train.html_report import evaluation_page, read_records, run_report
+from neondist.train.html_report import evaluation_page_html, read_records, run_report_html
 
 MARK = "<script>'\"&"
 RECORD = {"epoch": 1, "step": 3, "train_loss": 1.5, "seconds": 1.0}
@@ -57,7 +57,7 @@ def render_or_reject(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            page = run_report(folder)
+            page = run_report_html(folder)
         except DataError as error:
             return None if len(str(error)) <= MAX_MESSAGE_LENGTH else str(error)
     tags = set(re.findall(r"<[/!]?([^\s>]*)", page))
@@ -80,7 +80,7 @@ def test_arbitrary_records(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("run")
     write(folder, records)
     render_or_reject(folder)
-    evaluation_page(MARK, {MARK: MARK}, records[0])
+    evaluation_page_html(MARK, {MARK: MARK}, records[0])
     try:
         parsed = read_records(folder / "metrics.jsonl")
     except DataError:
@@ -130,7 +130,7 @@ def test_oversized_archive_is_rejected(tmp_path):
     write(tmp_path)
     np.savez_compressed(tmp_path / "worst.npz", **make_worst_samples(image=np.zeros((1, 1 << 14, 1 << 14), "u1")))
     with pytest.raises(DataError, match="unpacks to 268,"):
-        run_report(tmp_path)
+        run_report_html(tmp_path)
 
 
 FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml"]

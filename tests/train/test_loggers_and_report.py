@@ -145,4 +145,4 @@ def test_report_is_self_contained(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert re.search(r"metrics\.jsonl:3: is not a record of an epoch", capsys.readouterr().err)
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "name the folder of a run" in capsys.readouterr().err
+    assert "give a readable run folder" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_skipped_steps_are_reported(tmp_path, capsys):
 
     assert loopback.run(2, body) == [10, 10]
     out = capsys.readouterr().out
-    assert out.count(" skipped: not finite: the images on rank 0") == 2
+    assert out.count(" skipped: first non-finite value: the images on rank 0") == 2
     records = read_metrics(tmp_path)
     assert all(0 < record["train_loss"] < 5 for record in records)
 
@@ -53,7 +53,7 @@ def test_skipped_steps_are_reported(tmp_path, capsys):
 def test_run_stops_on_all_ranks():
     def body(transport):
         experiment = make_experiment(2)
-        with pytest.raises(NonFiniteError, match="not finite: the images on rank 0 first") as caught:
+        with pytest.raises(NonFiniteError, match="first non-finite value: the images on rank 0;") as caught:
             experiment.run(experiment.open_grid(transport), hooks=[SpoilSample()])
         return str(caught.value)
 
@@ -66,7 +66,7 @@ def test_error_message_and_exit_code(tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert "step 2: not finite: the output of layer 'fc1' first; lower the learning rate" in err
+    assert "step 2: first non-finite value: the output of layer 'fc1'; lower the learning rate" in err
 
 
 def test_mean_loss_is_nan_if_all_steps_are_skipped(tmp_path):

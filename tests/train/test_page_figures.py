@@ -8,9 +8,9 @@ import re
 import pytest
 
 from neondist.train.callbacks.curves import draw_curves
-from neondist.train.html_report import evaluation_page, run_report
+from neondist.train.html_report import evaluation_page_html, run_report_html
 from neondist.train.state import Record
-from neondist.train.svg_plot import Axis, plot
+from neondist.train.svg_plot import Axis, line_plot_svg
 
 
 def make_records(losses, **metrics):
@@ -65,7 +65,7 @@ def test_non_numeric_values_are_omitted(draw_axes):
 
 
 def test_best_point_is_marked_on_logarithmic_axes():
-    text = plot("rate", {"result": [(1e-3, 2.0), (1e-2, 0.1), (1e-1, 40.0)]}, True, True, (1e-2, 0.1))
+    text = line_plot_svg("rate", {"result": [(1e-3, 2.0), (1e-2, 0.1), (1e-1, 40.0)]}, True, True, (1e-2, 0.1))
     marker = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
     dots = [(float(x), float(y)) for x, y in re.findall(r"cx='([\d.]+)' cy='([\d.]+)' r='3'", text)]
     assert (float(marker[1]), float(marker[2])) == dots[1]
@@ -109,7 +109,7 @@ def test_splits_have_distinct_colours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"epoch": 1, "train_loss": 1, "test_loss": 2, "iou": 0.5, "validation_iou": 1}'
     )
-    iou, loss = run_report(tmp_path).split("<figure>")[1:3]
+    iou, loss = run_report_html(tmp_path).split("<figure>")[1:3]
     assert re.findall("> (train|validation|test)<", loss + iou) == ["train", "test", "validation", "test"]
 
 
@@ -118,14 +118,16 @@ def test_report_begins_with_the_best_epoch(tmp_path):
     lines = [json.dumps({"epoch": epoch, "validation_loss": 1, "validation_error": error}) for epoch, error in errors]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (tmp_path / "curves.png").write_bytes(b"also drawn from the records")
-    text = run_report(tmp_path)
+    text = run_report_html(tmp_path)
     assert "Lowest validation error: 25 %, epoch 2" in text
     assert "curves.png" not in text
 
 
 def test_evaluate_page_has_a_figure():
-    text = evaluation_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
+    text = evaluation_page_html("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
     assert text.count("<circle") == 12
     assert "<script>" not in text
     assert "<p class='lead'>Loss: 1</p>" in text
-    assert "<svg" not in evaluation_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough
+    assert "<svg" not in evaluation_page_html(
+        "e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]}
+    )  # the table is enough

@@ -16,7 +16,7 @@ import pytest
 
 from neondist.cli import sweep
 from neondist.io.generation_log import GenerationLog
-from neondist.train.html_report import evaluation_page, run_report
+from neondist.train.html_report import evaluation_page_html, run_report_html
 from neondist.train.page import png_file
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -157,9 +157,9 @@ def browser_reports(tmp_path_factory):
     write_run(run)
     texts = {
         "wrong.html": DEFECTIVE_PAGE,
-        "report.html": run_report(run),
-        "dense.html": evaluation_page("e", {"checkpoint": "long/" * 60}, results, make_samples(dense=True)),
-        "classes.html": evaluation_page("e", {}, results, make_samples(dense=False)),
+        "report.html": run_report_html(run),
+        "dense.html": evaluation_page_html("e", {"checkpoint": "long/" * 60}, results, make_samples(dense=True)),
+        "classes.html": evaluation_page_html("e", {}, results, make_samples(dense=False)),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -39,7 +39,7 @@ def test_plan_reports_bytes_and_memory():
     assert [layer.name for layer in plan] == ["conv1", "fc1"]
     assert plan.bytes(0) == plan.bytes(1) == 5 * 6 * 2 * 4  # one row of 6 cells, forward only: images need no gradient
     conv_weights, fc_weights = 3 * 3 * 2 * 4 + 4, 4 * 6 * 4 * 10 + 10
-    blocks = plan.arena(0, 0)
+    blocks = plan.arena_bytes(0, 0)
     assert plan.memory(0) == blocks + 4 * 4 * (conv_weights + fc_weights)
     text = plan.describe()
     assert "2 ranks (1 replicas, 2 rows, 1 cols)" in text

@@ -16,8 +16,8 @@ from neondist.train.state import format_results
 class Smooth(nd.Synthetic):
     """Data set whose target is the image scaled by 0.5."""
 
-    def load(self, grid):
-        splits = super().load(grid)
+    def open_splits(self, grid):
+        splits = super().open_splits(grid)
         images = [split.images(range(len(split)), "float64") for split in splits]
         return tuple(nd.Split(x, 0.5 * x, scale=1.0) for x in images)
 
@@ -59,9 +59,10 @@ def test_scheme_benchmark_requires_classes(tmp_path):
 
 def test_one_hot_targets_have_an_error_rate():
     class OneHot(nd.Synthetic):
-        def load(self, grid):
+        def open_splits(self, grid):
             return tuple(
-                nd.Split(s.images(range(len(s))), np.eye(self.classes)[s.labels], scale=1.0) for s in super().load(grid)
+                nd.Split(s.images(range(len(s))), np.eye(self.classes)[s.labels], scale=1.0)
+                for s in super().open_splits(grid)
             )
 
     def make_mlp_experiment(data):

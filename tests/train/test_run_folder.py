@@ -108,10 +108,10 @@ def test_file_system_without_locks(tmp_path, monkeypatch, process):
 def test_run_is_not_replaced_by_default(tmp_path):
     make_experiment(1).run(output=tmp_path, hooks=[])
     before = read_files(tmp_path)
-    with pytest.raises(ConfigError, match="has a run already; continue it with --resume, replace it with --overwrite"):
+    with pytest.raises(ConfigError, match=r"has a run already; resume it \(--resume\), overwrite it"):
         make_experiment(1).run(output=tmp_path, hooks=[])
     assert read_files(tmp_path) == before
-    with pytest.raises(ConfigError, match="leave out --resume or --overwrite"):
+    with pytest.raises(ConfigError, match="pass only one of resume and overwrite"):
         make_experiment(1).run(output=tmp_path, hooks=[], resume="auto", overwrite=True)
     make_experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
 

@@ -20,7 +20,7 @@ class UserDataset(nd.Dataset):
     def check(self):
         self.sample_shape, self.classes = (4, 4, 1), 3
 
-    def load(self, grid):
+    def open_splits(self, grid):
         tile = grid.tile_box((4, 4)).shape
         cells = np.full((6, *tile, 1), self.value, np.uint8)
         labels = np.full(6, self.label)

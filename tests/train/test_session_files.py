@@ -46,10 +46,10 @@ def test_files_of_a_run(tmp_path):
     result = make_experiment(1).run(output=tmp_path / "new" / "folder", yaml_text="!FitExperiment {}\n", hooks=[])
     folder = tmp_path / "new" / "folder"
     assert (folder / "experiment.yaml").read_text() == "!FitExperiment {}\n"
-    facts = json.loads((folder / "environment.json").read_text())
-    assert facts["ranks"] == 1
-    assert facts["grid"] == {"replicas": 1, "planes": 1, "rows": 1, "cols": 1}
-    assert {"versions", "hosts", "threads", "backend", "dtype"} <= facts.keys()
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["ranks"] == 1
+    assert environment["grid"] == {"replicas": 1, "planes": 1, "rows": 1, "cols": 1}
+    assert {"versions", "hosts", "threads", "backend", "dtype"} <= environment.keys()
     assert [list(record) for record in read_metrics(folder)] == [KEYS]
     assert sorted(result.files) == sorted(folder.iterdir())  # no partial file
 
@@ -66,8 +66,8 @@ def test_planes_are_reported(tmp_path, capsys):
 
     loopback.run(4, body)
     assert "on 4 ranks (1 x 4 x 1 x 1)" in capsys.readouterr().out
-    facts = json.loads((tmp_path / "environment.json").read_text())
-    assert facts["grid"] == {"replicas": 1, "planes": 4, "rows": 1, "cols": 1}
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["grid"] == {"replicas": 1, "planes": 4, "rows": 1, "cols": 1}
 
 
 def test_no_output_writes_nothing(tmp_path, monkeypatch):

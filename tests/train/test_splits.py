@@ -118,8 +118,8 @@ def test_default_split_of_evaluation(tmp_path):
     """The test split, or the validation split of a data set without a test split, as `neondist init` writes."""
 
     class NoTest(Synthetic):
-        def load(self, grid):
-            return super().load(grid)[0], None
+        def open_splits(self, grid):
+            return super().open_splits(grid)[0], None
 
     dataset = NoTest((13, 11, 2), classes=4, train=45, validation=9)
     for split, experiment in (

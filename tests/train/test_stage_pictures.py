@@ -13,7 +13,7 @@ from neondist.train.callbacks.stage_pictures import (
     compute_stimuli,
     draw_blocks,
     draw_rows,
-    reconstruct,
+    reconstruct_images,
     select_filters,
 )
 
@@ -25,7 +25,7 @@ def collect_pictures(comm=None, replicas=1, kind="unshared"):
     model = make_gb(kind, dist=True)
     data.open(grid)
     model.build(data.sample_shape, 8, grid)
-    arrays = dict(zip(("input", "output", "error"), reconstruct(model.stages[0], data.test), strict=True))
+    arrays = dict(zip(("input", "output", "error"), reconstruct_images(model.stages[0], data.test), strict=True))
     arrays |= {f"filters {name}": array for name, array in select_filters(model.stages[0]).items()}
     return arrays | {f"stimuli {stage.number}": compute_stimuli(stage, data.test) for stage in model.stages}, data
 

@@ -16,8 +16,8 @@ IGNORED = 7
 class CellLabels(nd.Synthetic):
     """Synthetic images with a label for each cell: whether it is positive, or ignored."""
 
-    def load(self, grid):
-        splits = super().load(grid)
+    def open_splits(self, grid):
+        splits = super().open_splits(grid)
         images = [split.images(range(len(split)), "float64") for split in splits]
         return tuple(nd.Split(x, np.where(x > 1, IGNORED, x > 0)[..., 0].astype("u1"), scale=1.0) for x in images)
 

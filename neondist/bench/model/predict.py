@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
 from ...geometry.partition import factorisations
 from ...models import Model
-from ...plan.choices import choose_schemes, figures_for, set_schemes
+from ...plan.choices import choose_schemes, machine_profile_for, set_schemes
 from ...system.machine import Machine
 from .rank_profile import COMPARISON_SECONDS, PREDICTION_SECONDS, RankProfile, profile_rank
 
@@ -85,8 +85,8 @@ def _predict_with_schemes(
     if not isinstance(trial.model, Model):  # the scheme of a module's windows comes from its file
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
     seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.cell_seconds.items()}
-    figures = figures_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
-    choices = choose_schemes(trial.model.chain, trial.dataset.sample_shape, shape, figures)
+    speeds = machine_profile_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
+    choices = choose_schemes(trial.model.chain, trial.dataset.sample_shape, shape, speeds)
     changed = set_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
     best = predict_step(shape, machine, profile(trial, shape, PREDICTION_SECONDS)) if changed else row
     return {

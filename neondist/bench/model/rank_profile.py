@@ -111,7 +111,7 @@ def _prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None]
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), factors, shape.size, message_log)
     model.build(sample_shape, whole, grid, model.fit_to_memory(model.plan(sample_shape, shape, whole)))
-    model.place_cost(experiment.dataset.fields)
+    model.set_cost_layout(experiment.dataset.fields)
     x, targets = model.trial_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are incomplete
 

@@ -119,7 +119,7 @@ def _bench_models(arguments: argparse.Namespace) -> int:
 def _measure_side(arguments: argparse.Namespace) -> int:
     """Measure one side of one model, in this process, or on ranks."""
     if arguments.models is None or len(arguments.models) != 1:
-        raise ConfigError("--side measures one model; name it with --models")
+        raise ConfigError("--side measures one model; specify it with --models")
     if arguments.side != "ranks":
         if arguments.ranks not in (None, 1):
             raise ConfigError(f"--side {arguments.side} runs in one process; leave out -n")

@@ -22,7 +22,7 @@ from ...launcher.ranks import get_mpi_job, run_on_ranks
 from ...system import threads
 from ...terminal.console import counted, emit
 from .. import options
-from ..experiment import load, load_and_validate
+from ..experiment import load_and_validate, load_from_arguments
 
 
 def add(benches: Any) -> None:
@@ -149,7 +149,7 @@ def run_bench_for_json(
     """
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
-        command = safe_path.command("neondist", "bench", *words, "--json", file)
+        command = safe_path.python_command("neondist", "bench", *words, "--json", file)
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, check=False, env=env)
         if process.returncode:
             raise create_error(process.returncode, process.stderr or "")
@@ -241,7 +241,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
     """Return the experiment with its data set checked, so that the sample shape is known."""
-    experiment = load(arguments)
+    experiment = load_from_arguments(arguments)
     experiment.dataset.check()
     return experiment
 

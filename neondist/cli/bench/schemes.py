@@ -133,7 +133,7 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
     for text, run in runs.items():
         if fusion_of(load_and_validate(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
-                f"--schemes {text}: its tiles overlap and its results are exact; name approximate schemes"
+                f"--schemes {text}: its tiles overlap and its results are exact; specify approximate schemes"
             )
     return runs
 

@@ -19,7 +19,7 @@ from ...io.files import has_matplotlib, write_text
 from ...launcher.ranks import get_mpi_job
 from ...system import threads
 from .. import options
-from ..experiment import load, load_and_validate
+from ..experiment import load_and_validate, load_from_arguments
 from .scaling import run_step_bench
 
 NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
@@ -109,7 +109,7 @@ def check_timing_conditions(
                           f" meaningless; give at most {cores}, or --force")  # fmt: skip
     for file in filter(None, files):  # before hours of measurements
         if file.is_dir() or not file.parent.is_dir():
-            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
+            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; give a file")
 
 
 def measurable_torch_variants(sides: list[str], notes: list[str]) -> list[str]:
@@ -125,9 +125,9 @@ def measurable_torch_variants(sides: list[str], notes: list[str]) -> list[str]:
 
 def _interleave(sides: list[str]) -> list[str]:
     """Return the sides of neondist and PyTorch in alternation."""
-    ours, theirs = [s for s in sides if s in ("ranks", "one")], [s for s in sides if s not in ("ranks", "one")]
-    interleaved = [side for pair in zip(ours, theirs, strict=False) for side in pair]
-    return interleaved + [side for side in (*ours, *theirs) if side not in interleaved]
+    own, other = [s for s in sides if s in ("ranks", "one")], [s for s in sides if s not in ("ranks", "one")]
+    interleaved = [side for pair in zip(own, other, strict=False) for side in pair]
+    return interleaved + [side for side in (*own, *other) if side not in interleaved]
 
 
 def _validated_network_files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
@@ -188,7 +188,7 @@ class _SideMeasurement:
         from ...bench.suite import TorchSide
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        return TorchSide(load(_arguments_for(self.arguments, self.files[network])), self.cores, settings)
+        return TorchSide(load_from_arguments(_arguments_for(self.arguments, self.files[network])), self.cores, settings)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -206,8 +206,8 @@ class Cluster:
             raise LaunchError(f"{_manifest_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise LaunchError(
-                f"the cluster at {self._api.configuration.host} cannot be reached ({_one_line(error)}); does kubectl"
-                " cluster-info reach it?"
+                f"the cluster at {self._api.configuration.host} cannot be reached ({_one_line(error)}); check the"
+                " connection with kubectl cluster-info"
             ) from error
 
 

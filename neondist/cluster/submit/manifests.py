@@ -163,7 +163,7 @@ def _config_map(job: Submission) -> Manifest:
         try:
             texts[key] = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as text ({error}); it is part of the manifest") from error
+            raise ConfigError(f"{path}: cannot be read ({error}); the manifest needs it as UTF-8 text") from error
     size = sum(len(text.encode()) for text in texts.values())
     if size > _MAX_CONFIG_MAP_BYTES:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ...errors import ConfigError
-from ...geometry import Box, Range, fold, sources_within
+from ...geometry import Box, Range, fold_index, sources_within
 from ...registry.ranges import Count
 from .base import Axis, Probability, RandomDraw, Transform, axis_indices, map_axis_ranges
 
@@ -145,7 +145,7 @@ class Shift(Transform):
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
                 coordinates = np.arange(lo, hi)
-                sources = fold(coordinates, n, self._fold_mode)
+                sources = fold_index(coordinates, n, self._fold_mode)
                 cells = cells.take(sources - source.lo[axis], axis)
                 if self.mode == "zeros":
                     cells[(slice(None),) * axis + (sources != coordinates,)] = 0

@@ -52,7 +52,7 @@ class AugmentedTile:
         return self.input_box != self.box or any(transform.moves_cells for transform in self.transforms)
 
     def images(
-        self, read: CellReader, numbers: np.ndarray, epoch: int, cells: Sequence[slice] | None = None
+        self, read: CellReader, indices: np.ndarray, epoch: int, cells: Sequence[slice] | None = None
     ) -> np.ndarray:
         """Return the box (n, *cells, C) of some samples; or a part of it, `cells`, counted from its first cell.
 
@@ -63,23 +63,23 @@ class AugmentedTile:
         box = self.box
         if cells is not None:
             box = Box(tuple(c.start for c in cells), tuple(c.stop for c in cells)).shift(self.box.lo)
-        return self._compute_cells(read, numbers, epoch, box, False)
+        return self._compute_cells(read, indices, epoch, box, False)
 
-    def label_maps(self, read: CellReader, numbers: np.ndarray, epoch: int) -> np.ndarray:
+    def label_maps(self, read: CellReader, indices: np.ndarray, epoch: int) -> np.ndarray:
         """Return the box (n, *cells, ...) of the label maps of some samples."""
-        return self._compute_cells(read, numbers, epoch, self.box, True)
+        return self._compute_cells(read, indices, epoch, self.box, True)
 
-    def _compute_cells(self, read: CellReader, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
-        index = numbers[:, None] * NUMBERS_PER_SAMPLE + np.arange(NUMBERS_PER_SAMPLE)
+    def _compute_cells(self, read: CellReader, indices: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
+        index = indices[:, None] * NUMBERS_PER_SAMPLE + np.arange(NUMBERS_PER_SAMPLE)
         draws = []
         for order, transform in enumerate(self.transforms):
             if transform.moves_cells or not labels:
                 stream = rng.key(self.seed, "augment", order, type(transform).__name__, epoch)
                 draws.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
-        if not draws or box.empty or not len(numbers):
-            return read(numbers, box.relative_to(self.input_box).slices)
+        if not draws or box.empty or not len(indices):
+            return read(indices, box.relative_to(self.input_box).slices)
         by_source = defaultdict[Box, list[tuple[int, list[Any]]]](list)
-        for position, number in enumerate(numbers.tolist()):
+        for position, number in enumerate(indices.tolist()):
             steps, source = [], box
             for transform, uniform, stream in reversed(draws):
                 draw = RandomDraw(self.shape, uniform[position], stream, number)
@@ -90,12 +90,12 @@ class AugmentedTile:
             by_source[source].append((position, steps))
         out: np.ndarray | None = None
         for source, samples in by_source.items():
-            cells = read(numbers[[position for position, _ in samples]], source.relative_to(self.input_box).slices)
+            cells = read(indices[[position for position, _ in samples]], source.relative_to(self.input_box).slices)
             for sample, (position, steps) in zip(cells, samples, strict=True):
                 for step, *arguments in reversed(steps):
                     sample = step(sample, *arguments)
                 if out is None:
-                    out = np.empty((len(numbers), *sample.shape), sample.dtype)
+                    out = np.empty((len(indices), *sample.shape), sample.dtype)
                 out[position] = sample
         assert out is not None
         return out

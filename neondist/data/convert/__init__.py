@@ -48,7 +48,8 @@ def open_split_sources(
     try:
         return _detect_format(paths, loader, labels, maps)
     except OSError as error:
-        raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
+        path, reason = error.filename or paths[0], error.strerror or error
+        raise DataError(f"{path}: cannot be read ({reason}); check the path and its permissions") from error
 
 
 def _detect_format(

@@ -127,7 +127,7 @@ def array_split(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     sample = add_channel_axis(images.path, shape[1:])
     if not shape or not label_shape or shape[0] != label_shape[0] or not shape[0]:
         raise DataError(
-            f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give as many labels"
+            f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give one label per image"
         )
     target = () if label_shape[1:] == (1,) else label_shape[1:]
     if label_dtype.kind == "f" and not target:

@@ -63,7 +63,7 @@ def image_splits(
 def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
     unknown = sorted({path.name for path in find_subfolders(folder) if find_images(path)} - set(names))
     if unknown:
-        raise DataError(f"{folder}: the class '{unknown[0]}' is not among those for training ({', '.join(names)})")
+        raise DataError(f"{folder}: class '{unknown[0]}' has no training images ({', '.join(names)} have); rename it")
     present = {path.name for path in find_subfolders(folder)}
     return [(path, label) for label, name in enumerate(names) if name in present for path in find_images(folder / name)]
 

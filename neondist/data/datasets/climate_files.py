@@ -31,7 +31,7 @@ class ClimateFiles(Dataset):
 
     A sample has the variables at `steps` consecutive times as channels; its target has the variables `lead` time steps
     after the last of these. All files form one series, of which each rank reads its tile. Variables are normalised by
-    their mean and standard deviation over the training times, in images and targets alike; checkpoints store these
+    their mean and standard deviation over the training times, in both images and targets; checkpoints store these
     statistics.
 
     Parameters
@@ -121,7 +121,7 @@ class ClimateFiles(Dataset):
         )
         self._sample_numbers_by_split()
 
-    def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:
+    def open_series(self, files: str, argument_name: str = "files", targets: bool = True) -> FieldSeries:
         """Return the variables of files, checked; `targets`: including variables that are only targets.
 
         Raises
@@ -130,7 +130,7 @@ class ClimateFiles(Dataset):
             If files or variables do not match.
         """
         extra = [name for name in self.targets or () if name not in self.variables] if targets else []
-        options: Any = {"field": field, "fill": self.fill, "cache": self._cache_bytes}
+        options: Any = {"argument_name": argument_name, "fill": self.fill, "cache_bytes": self._cache_bytes}
         if not extra:
             return FieldSeries(files, self.variables, self.levels, **options)
         inputs = FieldSeries(files, self.variables, self.levels, **options)
@@ -167,16 +167,18 @@ class ClimateFiles(Dataset):
         assert self._fields is not None
         return self._fields
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the files on demand."""
         if self._series is None:
             self.check()
-        series, numbers = self._series, self._sample_numbers_by_split()
+        series, samples_by_split = self._series, self._sample_numbers_by_split()
         assert series is not None
         content = [series.file_names, self.channel_names(series), series.extent, series.times.tolist()]
         self.content_hash = f"{checksum(np.frombuffer(repr(content[1:]).encode(), np.uint8)):08x}"
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        train, validation, test = (self._make_split(tile, samples) if len(samples) else None for samples in numbers)
+        train, validation, test = (
+            self._make_split(tile, samples) if len(samples) else None for samples in samples_by_split
+        )
         assert train is not None
         return train, validation, test
 
@@ -229,12 +231,12 @@ class ClimateFiles(Dataset):
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]
 
-    def _make_split(self, tile: tuple[slice, ...], numbers: np.ndarray) -> Split:
+    def _make_split(self, tile: tuple[slice, ...], sample_numbers: np.ndarray) -> Split:
         """Return samples as a split."""
         series = self._series
         assert series is not None
-        images = FieldTiles(series, numbers, self.steps, self.input_channels(series), tile)
-        target = numbers + self.steps - 1 + self.lead
+        images = FieldTiles(series, sample_numbers, self.steps, self.input_channels(series), tile)
+        target = sample_numbers + self.steps - 1 + self.lead
         labels = FieldTiles(series, target, 1, self.target_channels(series), tile)
         return FieldSplit(images, labels, self.ahead, scale=1.0)
 
@@ -285,8 +287,8 @@ class FieldTiles:
 class FieldSplit(PrefetchingSplit):
     """A split of fields, whose targets are normalised like its images."""
 
-    def __init__(self, tiles: FieldTiles, labels: FieldTiles, ahead: bool, **normalisation: Any) -> None:
-        super().__init__(tiles, labels, ahead, **normalisation)
+    def __init__(self, tiles: FieldTiles, labels: FieldTiles, prefetch: bool, **normalisation: Any) -> None:
+        super().__init__(tiles, labels, prefetch, **normalisation)
         self.fill = tiles.fill
 
     def targets(self, indices: ArrayLike) -> np.ndarray:

@@ -100,7 +100,7 @@ def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float)
         # nothing is left to send: the partial file was complete (or wrong: its checksum decides)
         if error.code == 416 and start:
             return
-        raise DataError(f"{url}: the server returned {error.code} {error.reason}; name another mirror") from error
+        raise DataError(f"{url}: the server returned {error.code} {error.reason}; specify another mirror") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException) as error:
         raise DataError(_interruption_message(url, part, getattr(error, "reason", None) or error)) from error
     if total is not None and received < total:
@@ -144,4 +144,4 @@ def _interruption_message(url: str, part: Path, reason: object) -> str:
     alternative = f"copy the files by hand to {part.parent}"
     if part.exists() and part.stat().st_size:
         return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {alternative}"
-    return f"no network: {url}: {reason}; {alternative}, or name another mirror"
+    return f"no network: {url}: {reason}; {alternative}, or specify another mirror"

@@ -26,7 +26,7 @@ from ..raw_values import fill_missing
 from .hdf5_tiles import contiguous_runs
 from .image_lists import match_files
 
-_MAX_OPEN_VARIABLES = 64  # variables of files, at a time
+_MAX_OPEN_VARIABLES = 64  # maximum number of open variables
 _MAX_STEP_RATIO = 1.5  # of the usual step: months have 28 to 31 days
 _COORDINATE_TOLERANCE = 1e-4  # of a step in latitude or longitude, which files may store in different precision
 
@@ -34,7 +34,7 @@ Levels = Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
 class FieldSeries:
-    """The channels of some variables over the times of all files of a pattern, which are sorted by name.
+    """The channels of some variables over the times of all files matching a pattern, sorted by file name.
 
     Parameters
     ----------
@@ -43,11 +43,11 @@ class FieldSeries:
     variables : sequence of str
     levels : sequence of float, or a mapping from variables to them, optional
         Values of the vertical coordinate, each a channel.
-    field : str
+    argument_name : str
         Name of the pattern's argument, for messages.
     fill : float, optional
         Value substituted for NaN. Default: NaN is an error.
-    cache : int
+    cache_bytes : int
         Bytes of decoded chunks to keep.
 
     Attributes
@@ -71,13 +71,13 @@ class FieldSeries:
         variables: Sequence[str],
         levels: Levels = None,
         *,
-        field: str = "files",
+        argument_name: str = "files",
         fill: float | None = None,
-        cache: int = 0,
+        cache_bytes: int = 0,
     ) -> None:
-        self.file_names, self.variables = match_files(field, files), list(variables)
+        self.file_names, self.variables = match_files(argument_name, files), list(variables)
         self.levels, self.fill = levels, fill
-        self._cache, self._sources = ChunkCache(cache), OrderedDict[tuple[int, str], TileSource]()
+        self._cache, self._sources = ChunkCache(cache_bytes), OrderedDict[tuple[int, str], TileSource]()
         self.channels: list[Channel] = []
         self._coordinates: dict[str, np.ndarray | None] = {}
         self._reference_grid: tuple[str, tuple[str, ...]] | None = None
@@ -188,14 +188,14 @@ class FieldSeries:
             if letter not in letters:
                 raise DataError(
                     f"{source.path}: has no {kind} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
-                    " add one"
+                    " add such an axis"
                 )
         for letter, n in letters.items():
             if letter not in "TZYX" and n > 1:
                 name = dimension_name(source, letter) or letter
                 raise DataError(
                     f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
-                    " longitude; select one of them"
+                    " longitude; select one index along '{name}'"
                 )
         return source, source.auxiliary_variables()[0]
 
@@ -231,7 +231,7 @@ class FieldSeries:
                 )
             if channel.level != first.level:
                 raise DataError(
-                    f"{name}: {channel.variable} has level {channel.name} in another position than in"
+                    f"{name}: {channel.variable} has level {channel.name} at a different position than in"
                     f" {self.file_names[0]}; write the levels of all files in the same order"
                 )
 
@@ -313,8 +313,8 @@ class FieldSeries:
             times.append(times_in_seconds(name, axis))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
-                    f"{source.path}: has other times than {sources[0][0].path}; variables must share their dimensions:"
-                    " select the common times"
+                    f"{source.path}: its times differ from those of {sources[0][0].path}; variables must share their"
+                    " dimensions: select the common times"
                 )
         return times[0]
 
@@ -344,7 +344,7 @@ class FieldSeries:
 def _grid_mismatch_remedy(values: np.ndarray, expected: np.ndarray) -> str:
     if np.allclose(values, expected[::-1]):
         return "reverse that axis in one of the files"
-    return "regrid one of the files, or sort its rows and columns alike"
+    return "regrid one of the files, or sort its rows and columns in the same order"
 
 
 def _format_duration(seconds: float) -> str:

@@ -102,20 +102,20 @@ class HDF5Dataset(Dataset):
         """Check the shapes and dtypes of the arrays, and read the labels unless they are maps."""
         self._read_groups()
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the file on demand."""
         groups = self._read_groups()
         first = groups["train"]
         self.content_hash = hash_content(groups.values())
-        numbers = {name: np.arange(len(group)) for name, group in groups.items()}
+        samples = {name: np.arange(len(group)) for name, group in groups.items()}
         if self._random_test_share(groups):
-            count = len(numbers["train"])
+            count = len(samples["train"])
             held_out = min(max(1, round(self._random_test_share(groups) * count)), count - 1)
-            numbers["train"], numbers["test"] = _hold_out("test_share", numbers["train"], held_out)
+            samples["train"], samples["test"] = _hold_out("test_share", samples["train"], held_out)
         if self._validation_share is not None:
-            kept = self.count_validation(len(numbers["train"]))
-            numbers["train"], numbers["validation"] = _hold_out("validation", numbers["train"], kept)
-        splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in numbers.items()}
+            kept = self.count_validation(len(samples["train"]))
+            samples["train"], samples["validation"] = _hold_out("validation", samples["train"], kept)
+        splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in samples.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
     def _locate_group(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
@@ -133,22 +133,22 @@ class HDF5Dataset(Dataset):
         return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _DEFAULT_TEST_SHARE)
 
     def _read_groups(self) -> dict[str, GroupInfo]:
-        """Return the facts of each existing split; DataError if groups are missing or do not match."""
+        """Return the description of each existing split; DataError if groups are missing or do not match."""
         groups = {}
         for name, (path, group) in self._group_locations.items():
-            facts = read_group_info(path, group, self.images, self.labels)
-            if facts is not None:
-                groups[name] = facts
+            info = read_group_info(path, group, self.images, self.labels)
+            if info is not None:
+                groups[name] = info
             elif name == "train" or (name == "validation" and (path, group) != (self.file, name)):
-                raise DataError(f"{path}: has no group '{group}'; name yours with {name}: ('/' is the file)")
+                raise DataError(f"{path}: has no group '{group}'; specify yours with {name}: ('/' is the file)")
         first = groups["train"]
         shape = first.images.shape[1:]
-        for facts in groups.values():
-            if facts.images.shape[1:] != shape or facts.has_label_maps != first.has_label_maps:
+        for info in groups.values():
+            if info.images.shape[1:] != shape or info.has_label_maps != first.has_label_maps:
                 raise DataError(
-                    f"{facts.path}: {facts.images.name} {facts.images.shape} and its labels {facts.labels.shape}"
+                    f"{info.path}: {info.images.name} {info.images.shape} and its labels {info.labels.shape}"
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
-                    f" {first.labels.shape}"
+                    f" {first.labels.shape}; make them agree"
                 )
         if self._random_test_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
@@ -180,12 +180,12 @@ class HDF5Dataset(Dataset):
                 )
         return count
 
-    def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, numbers: np.ndarray) -> Split:
+    def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, sample_numbers: np.ndarray) -> Split:
         def tiles(array: ArrayInfo) -> HDF5Tiles:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, numbers, group.file_state)
+            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_state)
 
-        labels = tiles(group.labels) if group.label_values is None else group.label_values[numbers]
+        labels = tiles(group.labels) if group.label_values is None else group.label_values[sample_numbers]
         return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
@@ -209,9 +209,9 @@ def _check_name(field: str, name: object) -> str:
     return name
 
 
-def _hold_out(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _hold_out(key: str, sample_numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the sample numbers without `count` fixed random ones, and these."""
-    shuffled = numbers[rng.uniform(rng.key(key), numbers).argsort(kind="stable")]
+    shuffled = sample_numbers[rng.uniform(rng.key(key), sample_numbers).argsort(kind="stable")]
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 

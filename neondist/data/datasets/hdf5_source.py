@@ -56,7 +56,7 @@ class GroupInfo:
 
 
 def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupInfo | None:
-    """Return the facts of a group, None if it does not exist; the images are not read.
+    """Return the description of a group, None if it does not exist; the images are not read.
 
     Raises
     ------
@@ -111,14 +111,14 @@ def _read_array_info(path: Path, file: Any, group: str, name: str) -> ArrayInfo:
     full = f"{group.strip('/')}/{name}".lstrip("/")
     array = find_object(file, full)
     if array is None:
-        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: name yours")
+        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: choose one")
     if not isinstance(array, h5py.Dataset) or not is_numeric(array):
-        raise DataError(f"{path}: '{full}' is not an array of numbers; name one")
+        raise DataError(f"{path}: '{full}' is not an array of numbers; specify one")
     if 0 in array.shape or not array.shape:
         raise DataError(f"{path}: {full} is empty: its shape is {array.shape}; write at least one sample")
     chunk = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize
     if chunk > MAX_CHUNK_BYTES:
         raise DataError(f"{path}: {full} has chunks of {chunk / 1e9:.1f} GB; write it again with chunks of about 1 MB")
     ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
-    facts = {key: np.asarray(array.attrs[key]) for key, kind in ids.items() if is_numeric(kind) and len(kind.shape) < 2}
-    return ArrayInfo(full, array.shape, array.dtype, facts)
+    attrs = {key: np.asarray(array.attrs[key]) for key, kind in ids.items() if is_numeric(kind) and len(kind.shape) < 2}
+    return ArrayInfo(full, array.shape, array.dtype, attrs)

@@ -27,7 +27,7 @@ class HDF5Tiles:
     ----------
     path, name : the file, and the array in it
     shape, dtype : of the array, (N, *spatial, ...)
-    tile : slices of the cells in a sample; axes after them are whole
+    tile : slices of the cells in a sample; later axes are not sliced
     sample_numbers : array
         Indices of the samples in the array.
     state : `hdf5.size_and_mtime` of the file from before the array was inspected
@@ -40,12 +40,12 @@ class HDF5Tiles:
         shape: Sequence[int],
         dtype: np.dtype,
         tile: tuple[slice, ...],
-        numbers: np.ndarray,
+        sample_numbers: np.ndarray,
         state: tuple[int, int],
     ) -> None:
-        self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, numbers
+        self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, sample_numbers
         self._expected, self._file_state = (tuple(shape), dtype), state
-        self.shape = (len(numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
+        self.shape = (len(sample_numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
         self._array: CheckedArray | None = None
 
@@ -97,9 +97,9 @@ class PrefetchingSplit(Split):
     that the finalisation of h5py, and the other ranks in MPI_Finalize, would wait forever.
     """
 
-    def __init__(self, tiles: TileArray, labels: TileArray, ahead: bool = True, **normalisation: Any) -> None:
+    def __init__(self, tiles: TileArray, labels: TileArray, prefetch: bool = True, **normalisation: Any) -> None:
         super().__init__(tiles, labels, **normalisation)
-        self._prefetches = ahead
+        self._prefetches = prefetch
         self._reader_thread: ThreadPoolExecutor | None = None
 
     def batches(

@@ -25,6 +25,13 @@ class CropPositions:
     Attributes
     ----------
     epoch : int
+
+    Parameters
+    ----------
+    keys : array of int, one per sample
+    extents : extents of the samples' images
+    shape : extents of a crop
+    purpose : name of the random stream
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class CropTiles:
                 for lo, own, cut in zip(origin, self.tile, cells, strict=True)
             ]
             values = self._open_image_file(item.name).read((*item.leading_index, *box, slice(0, item.shape[-1])))
-            out[index] = self._check_values(item, values).reshape(out.shape[1:])
+            out[index] = self._fill_and_check(item, values).reshape(out.shape[1:])
         return out
 
     def close(self) -> None:
@@ -123,7 +130,7 @@ class CropTiles:
         self._sources.move_to_end(name)
         return self._sources[name]
 
-    def _check_values(self, item: ImageEntry, cells: np.ndarray) -> np.ndarray:
+    def _fill_and_check(self, item: ImageEntry, cells: np.ndarray) -> np.ndarray:
         cells = fill_missing(item.name, cells, self.fill)
         if self._classes is not None and self._drops_channel_axis:
             count, ignored = self._classes
@@ -133,8 +140,8 @@ class CropTiles:
             wrong = wrong if ignored is None else wrong[wrong != ignored]
             if wrong.size:
                 raise DataError(
-                    f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0; correct it,"
-                    f" give classes, or ignore_index: {wrong.flat[0]} here and in the cost"
+                    f"{item.name}: contains label {wrong.flat[0]}; labels must be 0 to {count - 1}; correct the mask,"
+                    f" increase `classes`, or set ignore_index: {wrong.flat[0]} in the data set and in the cost"
                 )
         return cells
 
@@ -142,9 +149,11 @@ class CropTiles:
 class CropSplit(PrefetchingSplit):
     """A split of crops, whose positions change with the epoch."""
 
-    def __init__(self, crops: CropPositions, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
+    def __init__(
+        self, crops: CropPositions, tiles: CropTiles, labels: Any, prefetch: bool, **normalisation: Any
+    ) -> None:
         self._positions, self.fill = crops, tiles.fill
-        super().__init__(tiles, labels, ahead, **normalisation)
+        super().__init__(tiles, labels, prefetch, **normalisation)
 
     @property
     def epoch(self) -> int:

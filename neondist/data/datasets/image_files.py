@@ -107,7 +107,10 @@ class ImageFiles(Dataset):
         self.seed, self.ahead, self.cache = seed, ahead, cache
         self._cache_bytes = parse_bytes("cache", cache)
         if isinstance(test, Mapping) and not {"images"} <= set(test) <= {"images", "labels"}:
-            raise ConfigError(f"test: has {', '.join(test) or 'nothing'}; give images, and labels if they differ")
+            raise ConfigError(
+                "test: expected a mapping with 'images' and optionally 'labels' (default: the training labels pattern),"
+                f" got {', '.join(test) or 'nothing'}"
+            )
         if not isinstance(test, Mapping):
             require_fraction_or_count("test", test)
         self._test_option = test
@@ -149,15 +152,15 @@ class ImageFiles(Dataset):
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
         self._image_numbers_by_split()
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the files on demand."""
         if not self._images:
             self.check()
         content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._images, *(self._masks or [])]]
         self.content_hash = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
-        numbers = self._image_numbers_by_split()
-        fitted = self._fit_normalisation(numbers[0])
-        train, *rest = (self._make_split(grid, samples, fitted) if len(samples) else None for samples in numbers)
+        by_split = self._image_numbers_by_split()
+        fitted = self._fit_normalisation(by_split[0])
+        train, *rest = (self._make_split(grid, samples, fitted) if len(samples) else None for samples in by_split)
         assert train is not None
         return train, rest[0], rest[1]
 
@@ -175,12 +178,12 @@ class ImageFiles(Dataset):
             raise DataError(
                 f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
             )
-        return [np.sort(numbers) for numbers in (drawn[last:], drawn[:first], rest)]
+        return [np.sort(image_numbers) for image_numbers in (drawn[last:], drawn[:first], rest)]
 
-    def _make_split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
+    def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
-        samples = np.repeat(numbers, self.crops_per_image)
-        keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(numbers))
+        samples = np.repeat(image_numbers, self.crops_per_image)
+        keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
         extents = self.sample_shape[:-1]
         crops = CropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
@@ -193,12 +196,13 @@ class ImageFiles(Dataset):
             labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
 
-    def _fit_normalisation(self, numbers: np.ndarray) -> dict[str, Any]:
+    def _fit_normalisation(self, image_numbers: np.ndarray) -> dict[str, Any]:
         """Return the mean and std of each channel, computed from random boxes of the training images."""
         overrides = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
         if self.normalise == "none" or len(overrides) == 2:
             return {"mean": 0.0, "std": 1.0, **overrides}
-        chosen = numbers[np.unique(np.linspace(0, len(numbers) - 1, min(_FIT_BOXES, len(numbers))).astype(np.int64))]
+        positions = np.linspace(0, len(image_numbers) - 1, min(_FIT_BOXES, len(image_numbers)))
+        chosen = image_numbers[np.unique(positions.astype(np.int64))]
         repeats = max(1, _FIT_BOXES // len(chosen))
         cells = []
         for number in chosen:

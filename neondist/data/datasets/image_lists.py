@@ -135,7 +135,7 @@ def read_labels(
     count = classes or int(values.max()) + 1
     if values.max() >= count:
         at = int(np.argmax(values))
-        raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; valid classes are 0 to {count - 1}")
+        raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; expected 0 to {count - 1}; correct it")
     return values, count, names
 
 
@@ -153,13 +153,13 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], rank: int) -> list[Ima
     names = match_files("labels", pattern)
     images = list(dict.fromkeys(item.name for item in items))
     is_pair = len(images) == len(names) == 1
-    of = dict(zip(images, names, strict=True)) if is_pair else _match_masks_by_stem(images, names, pattern)
-    masks = {name: list_images([of[name]], rank, masks=True) for name in images}
+    mask_by_image = dict(zip(images, names, strict=True)) if is_pair else _match_masks_by_stem(images, names, pattern)
+    masks = {name: list_images([mask_by_image[name]], rank, masks=True) for name in images}
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:
-            of_each = f"{len(group)} of {_describe(group[0])}, but its image {name} has {counts[name]}"
-            raise DataError(f"{group[0].name}: as samples {of_each}; give a mask for each slice, page or time")
+            samples = f"{len(group)} masks of {_describe(group[0])}, but its image {name} has {counts[name]} samples"
+            raise DataError(f"{group[0].name}: has {samples}; give a mask for each slice, page or time")
     all_masks = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, all_masks, strict=True):
         if mask.extents != item.extents:

@@ -74,7 +74,7 @@ class Photographs(Dataset):
                     f"{file}: has {size[0]} x {size[1]} pixels, less than the crop {sides}; give a smaller crop"
                 )
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which crop this rank's tile on demand."""
         pictures = [read_grey_image(file) for file in self.files]
         self.content_hash = " ".join(f"{checksum(picture):08x}" for picture in pictures)
@@ -111,9 +111,9 @@ class PhotographCrops:
         return len(self.labels)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        numbers = np.arange(len(self))[indices]
-        out = np.empty((len(numbers), *(cut.stop - cut.start for cut in self._tile)), np.float32)
-        for tile, number in zip(out, numbers, strict=True):
+        sample_numbers = np.arange(len(self))[indices]
+        out = np.empty((len(sample_numbers), *(cut.stop - cut.start for cut in self._tile)), np.float32)
+        for tile, number in zip(out, sample_numbers, strict=True):
             top, left = (int(corner[number]) for corner in self._crop_corners)
             rows, cols = self._tile[:2]
             whole = self._photographs[self.labels[number]][
@@ -166,7 +166,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
             return image_files_in(folder)
         except OSError as error:
             raise DataError(
-                f"{folder}: has no images: {error.strerror}; name a folder of images, or leave path out"
+                f"{folder}: has no images: {error.strerror}; specify a folder of images, or leave path out"
             ) from error
     return [path for package in PACKAGE_PHOTOGRAPHS for path in _find_in_package(package)]
 

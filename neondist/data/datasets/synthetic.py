@@ -72,7 +72,7 @@ class Synthetic(Dataset):
         count = sum(self.split_sizes.values())
         require_memory(_BYTES_PER_SAMPLE * count, f"bookkeeping for {count} samples", "give fewer for train and test")
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which compute this rank's tile on demand."""
         box = tile_slices(grid, self.sample_shape)
         tiles = {
@@ -130,9 +130,9 @@ class Gratings:
         return (len(self), *(cut.stop - cut.start for cut in self._tile))
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        numbers = np.arange(len(self))[indices]
-        out = np.empty((len(numbers), *self.shape[1:]), np.float32)
-        for image, number in zip(out, numbers, strict=True):
+        sample_numbers = np.arange(len(self))[indices]
+        out = np.empty((len(sample_numbers), *self.shape[1:]), np.float32)
+        for image, number in zip(out, sample_numbers, strict=True):
             self._fill_tile(image, int(number))
         return out
 
@@ -166,9 +166,9 @@ class Gratings:
     def _grating(self, angles: list[np.ndarray], block: tuple[slice, ...]) -> np.ndarray:
         sine, cosine = np.zeros((1,) * len(block)), np.ones((1,) * len(block))
         for axis, (angle, cut) in enumerate(zip(angles, block, strict=True)):
-            along = [1] * len(block)
-            along[axis] = -1
-            s, c = np.sin(angle)[cut].reshape(along), np.cos(angle)[cut].reshape(along)
+            shape = [1] * len(block)
+            shape[axis] = -1
+            s, c = np.sin(angle)[cut].reshape(shape), np.cos(angle)[cut].reshape(shape)
             sine, cosine = sine * c + cosine * s, cosine * c - sine * s
         return sine
 

@@ -31,16 +31,16 @@ class HDF5Records(RecordReader):
             records = find_object(self._file, array)
             if records is None or not getattr(records, "shape", ()) or records.dtype.kind not in "iufb":
                 names = ", ".join(array_names(self._file)) or "none"
-                raise DataError(f"{path}: has no numeric array '{array}' with an axis of records; it has {names}")
+                raise DataError(f"{path}: has no numeric array '{array}' with an axis of records; choose from {names}")
             self._records = records
 
     def __len__(self) -> int:
         return int(self._records.shape[0])
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return entries by their numbers."""
         with hdf5_read_errors(self.path):
-            return [np.asarray(self._records[number]) for number in numbers]
+            return [np.asarray(self._records[number]) for number in record_numbers]
 
     def close(self) -> None:
         """Close the file."""
@@ -66,15 +66,15 @@ class SplitRecords(RecordReader):
         order = {"training": ["train"], "evaluation": ["validation", "test"], "prediction": ["test", "validation"]}
         splits = [dataset.splits[split] for split in order[role] if split in dataset.splits]
         if not splits:
-            raise DataError(f"{name}: the data set has no split for {role}")
+            raise DataError(f"{name}: has no split for {role}; give it a split named {' or '.join(order[role])}")
         self._split: Split = splits[0]
 
     def __len__(self) -> int:
         return len(self._split)
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return samples by their numbers."""
-        index = np.asarray(numbers, np.intp)
+        index = np.asarray(record_numbers, np.intp)
         images, targets = np.asarray(self._split.tiles[index]), np.asarray(self._split.targets(index))
         return [np.append(x.ravel(), t.ravel()) for x, t in zip(images, targets, strict=True)]
 

@@ -43,7 +43,7 @@ class RecordReader(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers; BadRecord if one cannot be read."""
 
     def find_bad_records(self) -> list[tuple[int, str]]:
@@ -71,10 +71,10 @@ class ConcatenatedRecords(RecordReader):
     def __len__(self) -> int:
         return int(self._cumulative_lengths[-1])
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers over all parts."""
         records = []
-        for number in numbers:
+        for number in record_numbers:
             index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
             first = int(self._cumulative_lengths[index]) - len(self.readers[index])
             try:
@@ -99,10 +99,10 @@ class UserRecords(RecordReader):
     def __len__(self) -> int:
         return len(self._records)
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers."""
         records = []
-        for number in numbers:
+        for number in record_numbers:
             try:
                 records.append(np.asarray(self._records[number]))
             except Exception as error:

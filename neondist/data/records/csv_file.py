@@ -35,7 +35,7 @@ class CsvRecords(RecordReader):
             self._file = open_regular(path)
             self._line_numbers, self._line_offsets = self._index_lines()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a CSV file") from error
+            raise DataError(f"{path}: cannot be read ({short_reason(error)}); specify a CSV file") from error
         if not len(self._line_offsets):
             raise DataError(f"{path}: is empty; expected one record per line")
         head = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
@@ -50,9 +50,9 @@ class CsvRecords(RecordReader):
     def __len__(self) -> int:
         return len(self._line_offsets)
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
-        return [self._read_row(number) for number in numbers]
+        return [self._read_row(number) for number in record_numbers]
 
     def close(self) -> None:
         """Close the file."""

@@ -150,11 +150,12 @@ class _RecordDataset(Dataset):
             shapes.add(features.shape[1:])
         if len(shapes) > 1:
             raise DataError(
-                f"feed: features of {' and '.join(s.reader.name for s in self._samples_by_split.values())} differ"
+                f"feed: features of {' and '.join(s.reader.name for s in self._samples_by_split.values())} differ in"
+                " shape; return the same shape for both"
             )
         self.sample_shape = shapes.pop()
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
+    def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose batches are read on demand."""
         self.content_hash = " ".join(samples.content_hash() for samples in self._samples_by_split.values())
         splits = {name: self._make_split(samples, grid) for name, samples in self._samples_by_split.items()}

@@ -42,7 +42,7 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     if path.is_dir():
         parts = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] != "."]
         if not parts:
-            raise DataError(f"{path}: has no files; name a folder of CSV or RecordIO files")
+            raise DataError(f"{path}: has no files; specify a folder of CSV or RecordIO files")
         return ConcatenatedRecords(source, parts)
     return _open_file(path, role)
 
@@ -52,7 +52,9 @@ def _open_file(path: Path, role: str) -> RecordReader:
         with open_regular(path) as file:
             head = file.read(len(SIGNATURE))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a file or folder of records") from error
+        raise DataError(
+            f"{path}: cannot be read ({short_reason(error)}); specify a file or folder of records"
+        ) from error
     if head == SIGNATURE:
         return SplitRecords(str(path), HDF5Dataset(path), role)
     if head.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":

@@ -108,7 +108,7 @@ class RecordIORecords(RecordReader):
             self._file = open_regular(path)
             chunks = self._index_chunks()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({short_reason(error)}); name a RecordIO file") from error
+            raise DataError(f"{path}: cannot be read ({short_reason(error)}); specify a RecordIO file") from error
         self._chunk_offsets = np.array([start for start, _ in chunks], np.int64)
         self._cumulative_counts = np.cumsum([count for _, count in chunks], dtype=np.int64)
         self._cached_chunk = lru_cache(maxsize=4)(self._read_chunk)
@@ -118,10 +118,10 @@ class RecordIORecords(RecordReader):
     def __len__(self) -> int:
         return int(self._cumulative_counts[-1]) if len(self._cumulative_counts) else 0
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers."""
         arrays = []
-        for number in numbers:
+        for number in record_numbers:
             chunk = int(np.searchsorted(self._cumulative_counts, number, side="right"))
             try:
                 records = self._cached_chunk(chunk)

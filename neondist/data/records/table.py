@@ -44,15 +44,15 @@ class TableRecords(RecordReader):
         except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
             raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]}); check the URL") from error
         if not self._rows:
-            raise DataError(f"{self.name}: has no rows; name another table")
+            raise DataError(f"{self.name}: has no rows; specify another table")
         self._is_text = not all(_is_number(value) for value in self._rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
-        return [self._convert_row(number) for number in numbers]
+        return [self._convert_row(number) for number in record_numbers]
 
     def _convert_row(self, number: int) -> np.ndarray:
         row = self._rows[number]
@@ -76,7 +76,7 @@ class TableRecords(RecordReader):
         if table not in names:
             contents = f"the database has {', '.join(names) or 'none'}"
             if not table:
-                raise DataError(f"{self.name}: name a table, as URL#TABLE; {contents}")
+                raise DataError(f"{self.name}: specify a table, as URL#TABLE; {contents}")
             raise DataError(f"{self.name}: no table '{table}'; {contents}")
         return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
 

@@ -31,13 +31,13 @@ class ExchangePolicy(Registered, ABC):
     #: exchange of exact gradients: 'scatter', or, for convolutions, 'gather' or 'auto'
     gradients = "scatter"
     #: names of flat arrays in `halo.memory` that later training steps need, for checkpoints
-    remembers: Sequence[str] = ()
-    formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"
+    state_names: Sequence[str] = ()
+    formula = "each way H = n c (2 O (h + w) + 4 O²) elements"
 
     @property
     def has_memory(self) -> bool:
         """Whether state is kept between training steps."""
-        return bool(self.remembers) or type(self).remembered is not ExchangePolicy.remembered
+        return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
 
     @abstractmethod
     def forward(self, halo: HaloExchange) -> None:
@@ -47,25 +47,25 @@ class ExchangePolicy(Registered, ABC):
     def backward(self, halo: HaloExchange) -> None:
         """Exchange gradients of halo cells."""
 
-    def remembered(self, halo: HaloExchange) -> list[Any]:
+    def get_state(self, halo: HaloExchange) -> list[Any]:
         """Return the part of `halo.memory` that later training steps need, as flat arrays of the cells' dtype.
 
         They are stored in checkpoints and restored when a step is skipped. All ranks return the same number of arrays.
         """
-        return [halo.memory[name] for name in self.remembers if name in halo.memory]
+        return [halo.memory[name] for name in self.state_names if name in halo.memory]
 
-    def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Restore `halo.memory` from a result of `remembered` on the same grid; may start messages.
+    def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
+        """Restore `halo.memory` from a result of `get_state` on the same grid; may start messages.
 
         No messages are pending when it is called. Without arrays the state is empty.
         """
-        for name in self.remembers:
+        for name in self.state_names:
             halo.memory.pop(name, None)
         if arrays:
-            halo.memory.update(zip(self.remembers, arrays, strict=True))
+            halo.memory.update(zip(self.state_names, arrays, strict=True))
 
-    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
-        """Return the size in bytes of a message for so many halo elements.
+    def message_bytes(self, num_elements: int, itemsize: int, direction: str) -> int:
+        """Return the size in bytes of a message for this number of halo elements.
 
         Parameters
         ----------
@@ -73,9 +73,9 @@ class ExchangePolicy(Registered, ABC):
             Bytes per element.
         direction : 'forward' or 'backward'
         """
-        return numbers * itemsize
+        return num_elements * itemsize
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return the number of exchanges that a call of `forward`, or of `backward`, starts.
 
         Returns
@@ -85,9 +85,9 @@ class ExchangePolicy(Registered, ABC):
         """
         return 1, 1, 1
 
-    def check_messages(self, numbers: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
-        """Raise PlanError if messages for so many elements differ in size from `message_bytes`."""
-        declared = [self.message_bytes(n, itemsize, direction) for n in numbers]
+    def check_messages(self, elements: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
+        """Raise PlanError if messages for these numbers of elements differ in size from `message_bytes`."""
+        declared = [self.message_bytes(n, itemsize, direction) for n in elements]
         if list(sent) != declared:
             raise PlanError(
                 f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
@@ -95,14 +95,14 @@ class ExchangePolicy(Registered, ABC):
             )
 
     def check_exchanges(self, count: int, direction: str) -> None:
-        """Raise PlanError if the number of exchanges started by a call differs from `exchanges`."""
-        least, _, most = self.exchanges(direction)
+        """Raise PlanError if the number of exchanges started by a call differs from `exchanges_per_call`."""
+        least, _, most = self.exchanges_per_call(direction)
         if not least <= count <= most:
             raise PlanError(
-                f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its exchanges"
-                f" declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
+                f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its"
+                f" exchanges_per_call declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:
-        """Return the bytes of messages for so many elements, averaged over many training steps."""
-        return self.exchanges(direction)[1] * sum(self.message_bytes(n, itemsize, direction) for n in messages)
+        """Return the bytes of messages for these numbers of elements, averaged over many training steps."""
+        return self.exchanges_per_call(direction)[1] * sum(self.message_bytes(n, itemsize, direction) for n in messages)

@@ -21,7 +21,7 @@ class Every(ExchangePolicy):
     between : {'reuse', 'zeros', 'reflect', 'replicate'}
     """
 
-    formula = "each way H / j on average, H = n c (2 O (h + w) + 4 O²) numbers"
+    formula = "each way H / j on average, H = n c (2 O (h + w) + 4 O²) elements"
 
     def __init__(self, j: Count = 2, *, between: Literal["reuse"] | Fill = "reuse") -> None:
         self.j, self.between, self.exact = j, between, j == 1
@@ -40,17 +40,17 @@ class Every(ExchangePolicy):
 
     backward = forward
 
-    def remembered(self, halo: HaloExchange) -> list[Any]:
+    def get_state(self, halo: HaloExchange) -> list[Any]:
         """Return the cells of the last exchange."""
         return [halo.memory["last"].incoming] if "last" in halo.memory else []
 
-    def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
+    def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Restore the cells of the last exchange; without arrays there was none."""
         last = halo.memory.pop("last", None)
         for cells in arrays:
             halo.memory["last"] = last or halo.packed()
             halo.memory["last"].incoming[...] = cells
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return the exchanges of every step, or of every j-th."""
         return int(self.j == 1), 1 / self.j, 1

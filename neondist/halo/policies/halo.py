@@ -23,7 +23,7 @@ class Halo(ExchangePolicy):
     """
 
     exact = True
-    formula = "each way H = n c (2 O (h + w) + 4 O²) numbers; gathering, backward the same of the outputs"
+    formula = "each way H = n c (2 O (h + w) + 4 O²) elements; gathering, backward the same of the outputs"
     dtype: ComputePrecision | None = None
 
     def __init__(
@@ -49,6 +49,6 @@ class Halo(ExchangePolicy):
 
     backward = forward
 
-    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
+    def message_bytes(self, num_elements: int, itemsize: int, direction: str) -> int:
         """Return the bytes of a message."""
-        return numbers * (itemsize if self.dtype is None else self.dtype.itemsize)
+        return num_elements * (itemsize if self.dtype is None else self.dtype.itemsize)

@@ -9,7 +9,7 @@ from .base import ExchangePolicy
 class HaloOneway(ExchangePolicy):
     """Halo exchange in fprop only: exact outputs; gradients of other tiles' cells are dropped."""
 
-    formula = "forward H = n c (2 O (h + w) + 4 O²) numbers, backward 0"
+    formula = "forward H = n c (2 O (h + w) + 4 O²) elements, backward 0"
 
     def forward(self, halo: HaloExchange) -> None:
         """Exchange the cells."""
@@ -19,6 +19,6 @@ class HaloOneway(ExchangePolicy):
         """Drop their gradients."""
         halo.drop()
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return one exchange forward, none backward."""
         return (1, 1, 1) if direction == "forward" else (0, 0, 0)

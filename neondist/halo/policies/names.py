@@ -43,7 +43,7 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
     if name not in choices:
         raise ConfigError(f"scheme '{scheme}' is unknown{suggest(name, choices)}")
     pairs = [pair.partition("=") for pair in (arguments or "").split(",") if pair.strip()]
-    values = {key.strip(): _value(text.strip()) for key, _, text in pairs}
+    values = {key.strip(): _parse_value(text.strip()) for key, _, text in pairs}
     parameters = inspect.signature(choices[name]).parameters
     for key in values:
         if key not in parameters:
@@ -53,7 +53,7 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
     return choices[name](**values)
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     try:
         return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (ValueError, SyntaxError):

@@ -7,7 +7,7 @@ from .base import ExchangePolicy
 from .halo import Halo
 
 
-def halo_in(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
+def halo_in_precision(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
     """Return the exact exchange in the precision of a layer's operands; other schemes are returned unchanged."""
     if type(scheme) is not Halo or not scheme.exact:
         return scheme

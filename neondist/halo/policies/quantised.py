@@ -23,22 +23,22 @@ class Quantised(ExchangePolicy):
         Error feedback: the rounding error of a gradient is added to the next one (Seide et al. 2014).
     """
 
-    remembers = ("rest",)
-    formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) numbers"
+    state_names = ("rest",)
+    formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) elements"
 
     def __init__(self, bits: Literal[16, 8] = 16, *, feedback: bool = False) -> None:
         self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, halo: HaloExchange) -> None:
         """Send quantised cells or gradients, and keep the rounding error of gradients."""
-        numbers, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
+        flat_cells, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
         xp = namespace(halo.array)
         if halo.training and "rest" in memory:
-            rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in numbers))[:-1])
-            numbers = [cells + rest for cells, rest in zip(numbers, rests, strict=False)]
-        messages = [self._pack(cells, xp) if len(cells) else cells for cells in numbers]
+            rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in flat_cells))[:-1])
+            flat_cells = [cells + rest for cells, rest in zip(flat_cells, rests, strict=False)]
+        messages = [self._pack(cells, xp) if len(cells) else cells for cells in flat_cells]
         if self.feedback and halo.training and halo.direction == "backward":
-            rests = [cells - self._unpack(message) for cells, message in zip(numbers, messages, strict=True)]
+            rests = [cells - self._unpack(message) for cells, message in zip(flat_cells, messages, strict=True)]
             memory["rest"] = xp.concatenate([xp.empty(0, halo.array.dtype), *rests])
         if "packed" not in memory:
             memory["packed"] = halo.packed(lambda shape: (self.message_bytes(prod(shape), 1, ""),), "u1")
@@ -47,14 +47,14 @@ class Quantised(ExchangePolicy):
 
     backward = forward
 
-    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
+    def message_bytes(self, num_elements: int, itemsize: int, direction: str) -> int:
         """Return the bytes of integers and a scale."""
-        return numbers * self.bits // 8 + 4 if numbers else 0
+        return num_elements * self.bits // 8 + 4 if num_elements else 0
 
-    def _pack(self, numbers: Any, xp: Any) -> Any:
-        largest = abs(numbers).max(keepdims=True)
+    def _pack(self, elements: Any, xp: Any) -> Any:
+        largest = abs(elements).max(keepdims=True)
         scale = xp.maximum(largest / np.iinfo(self.kind).max, np.finfo("f4").tiny).astype("f4")
-        return xp.concatenate([scale.view("u1"), xp.rint(numbers / scale).astype(self.kind).view("u1")])
+        return xp.concatenate([scale.view("u1"), xp.rint(elements / scale).astype(self.kind).view("u1")])
 
     def _unpack(self, message: Any) -> Any:
         return message[4:].view(self.kind) * message[:4].view("f4") if len(message) else message

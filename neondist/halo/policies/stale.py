@@ -42,11 +42,11 @@ class Stale(ExchangePolicy):
 
     backward = forward
 
-    def remembered(self, halo: HaloExchange) -> list[Any]:
+    def get_state(self, halo: HaloExchange) -> list[Any]:
         """Return the cells in flight, earliest step first."""
         return [packed.outgoing for packed in halo.memory.get("travelling", ())]
 
-    def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
+    def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Resend the cells."""
         pending = [*halo.memory.get("travelling", ())][: len(arrays)]
         halo.memory["travelling"] = deque(pending + [halo.packed() for _ in arrays[len(pending) :]])
@@ -54,6 +54,6 @@ class Stale(ExchangePolicy):
             packed.outgoing[...] = cells
             packed.start()
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return one exchange; the first steps have a second one."""
         return 1, 1, 2

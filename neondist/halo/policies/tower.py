@@ -33,6 +33,6 @@ class Tower(ExchangePolicy):
 
     backward = forward
 
-    def exchanges(self, direction: str) -> tuple[int, float, int]:
+    def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
         """Return zero, or one exchange if towers are merged."""
         return (1, 1, 1) if self.merge else (0, 0, 0)

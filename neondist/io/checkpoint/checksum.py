@@ -38,17 +38,18 @@ def verify_checksum(path: Path) -> None:
             header = file.read(USER_BLOCK_SIZE)
             title = header.split(b"\n", 1)[0].decode("ascii", "replace")
             if not title.startswith(HEADER_TITLE):
-                raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; name another file")
+                raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; specify another file")
             if title != f"{HEADER_TITLE} {FORMAT_VERSION}":
                 raise DataError(
-                    f"{path}: is a '{title[:40]}', but this neondist reads format {FORMAT_VERSION}; or it is damaged"
+                    f"{path}: is a '{title[:40]}', or damaged; this version of neondist reads format {FORMAT_VERSION}:"
+                    " use the version that wrote it, or specify another file"
                 )
             if header != _format_header(*_length_and_crc(file)):
                 raise DataError(
-                    f"{path}: damaged (its checksum is wrong); restore it from a copy, or name another file"
+                    f"{path}: damaged (its checksum is wrong); restore it from a copy, or specify another file"
                 )
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; name a checkpoint written by a run") from None
+        raise DataError(f"{path}: no such file; specify a checkpoint written by a run") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
 

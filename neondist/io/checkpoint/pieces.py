@@ -23,22 +23,22 @@ class ArrayPart:
     Attributes
     ----------
     name : str
-    shape : tuple of int
-        Global shape, as in the file.
-    array : ndarray
+    global_shape : tuple of int
+        As in the file.
+    local_array : ndarray
         This rank's part, with the shape of its box.
     boxes : sequence of Box
         Part of each rank; a single box if all ranks have the whole array.
-    unfolded : tuple of int, optional
-        Shape in which the parts are boxes: several axes may be merged into the first one of `shape`, or parts may be
+    unfolded_shape : tuple of int, optional
+        Shape in which the parts are boxes: several axes of `global_shape` may be merged into one, or parts may be
         ranges of the flat array, (size,).
     """
 
     name: str
-    shape: tuple[int, ...]
-    array: Any
+    global_shape: tuple[int, ...]
+    local_array: Any
     boxes: Sequence[Box]
-    unfolded: tuple[int, ...] | None = None
+    unfolded_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> ArrayPart:
@@ -49,17 +49,17 @@ class ArrayPart:
     @property
     def dtype(self) -> np.dtype:
         """The array's dtype, native byte order."""
-        return np.dtype(self.array.dtype)
+        return np.dtype(self.local_array.dtype)
 
     def blocks(self) -> Iterator[tuple[Box, Slices]]:
         """Yield the blocks of the global array in order: each as a box, and as slices of the file's array."""
-        whole = self.shape if self.unfolded is None else self.unfolded
-        if len(self.shape) != 1 and whole == (prod(self.shape),):
-            for block in split_into_blocks(self.shape, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
-                start = int(np.ravel_multi_index(block.lo, self.shape)) if self.shape else 0
+        whole = self.global_shape if self.unfolded_shape is None else self.unfolded_shape
+        if len(self.global_shape) != 1 and whole == (prod(self.global_shape),):
+            for block in split_into_blocks(self.global_shape, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
+                start = int(np.ravel_multi_index(block.lo, self.global_shape)) if self.global_shape else 0
                 yield Box((start,), (start + block.size,)), block.slices
             return
-        first = len(whole) - len(self.shape) + 1  # number of axes merged into the first one
+        first = len(whole) - len(self.global_shape) + 1  # number of axes merged into the first one
         for block in split_into_blocks(whole, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
             place = block.slices
             if first > 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL_FACT, Transport, agree, check_alike
+from ...comm import CALL_KEY, Transport, agree, check_equal_on_ranks
 from ...errors import DataError
 from .checksum import verify_checksum
 from .pieces import ArrayPart, Slices
@@ -42,10 +42,10 @@ class CheckpointContents:
 class CheckpointReader:
     """Checkpoint file that is open on one rank."""
 
-    def __init__(self, facts: CheckpointContents, file: Any, world: Transport, root: int = 0) -> None:
-        self.facts, self._file, self._world, self._root = facts, file, world, root
+    def __init__(self, contents: CheckpointContents, file: Any, world: Transport, root: int = 0) -> None:
+        self.contents, self._file, self._world, self._root = contents, file, world, root
 
-    def fill(self, pieces: Sequence[ArrayPart]) -> None:
+    def fill_parts(self, pieces: Sequence[ArrayPart]) -> None:
         """Fill every rank's parts of arrays from the file, whose shapes must match; collective."""
 
         def read(piece: ArrayPart, place: Slices) -> np.ndarray:
@@ -56,7 +56,7 @@ class CheckpointReader:
             scatter_from_root(self._world, pieces, read, self._root)
         except (OSError, RuntimeError) as problem:
             error = DataError(
-                f"{self.facts.path}: cannot be read ({problem}); restore it from a copy, or name another file"
+                f"{self.contents.path}: cannot be read ({problem}); restore it from a copy, or specify another file"
             )
         agree(self._world, error)
 
@@ -70,17 +70,17 @@ def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[Che
     DataError
         On every rank, if the file is missing, damaged, or not a checkpoint.
     """
-    check_alike(world, {CALL_FACT: "reading a checkpoint"})
-    file, facts, error = None, None, None
+    check_equal_on_ranks(world, {CALL_KEY: "reading a checkpoint"})
+    file, contents, error = None, None, None
     if world.rank == root:
         try:
             verify_checksum(path)
-            file, facts = _open_and_scan(path)
+            file, contents = _open_and_scan(path)
         except Exception as problem:
             error = problem
     try:
         agree(world, error)
-        yield CheckpointReader(world.bcast(facts, root), file, world, root)
+        yield CheckpointReader(world.bcast(contents, root), file, world, root)
     finally:
         if file is not None:
             file.close()
@@ -91,15 +91,15 @@ def _open_and_scan(path: Path) -> tuple[Any, CheckpointContents]:
 
     try:
         file = h5py.File(path, "r")
-        facts = CheckpointContents(path)
-        _scan(file, "", facts)
+        contents = CheckpointContents(path)
+        _collect_contents(file, "", contents)
     # the checksum matches, so the file was crafted; HDF5 may raise nearly anything
     except Exception as error:
-        raise DataError(f"{path}: is not a neondist checkpoint ({error}); name another file") from error
-    return file, facts
+        raise DataError(f"{path}: is not a neondist checkpoint ({error}); specify another file") from error
+    return file, contents
 
 
-def _scan(group: Any, prefix: str, facts: CheckpointContents) -> None:
+def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> None:
     """Collect the texts and shapes of a group; refuse links, external data, and other types."""
     import h5py
 
@@ -111,12 +111,12 @@ def _scan(group: Any, prefix: str, facts: CheckpointContents) -> None:
             raise ValueError(f"'{full}' is a link")
         item = group[name]
         if isinstance(item, h5py.Group):
-            _scan(item, full + "/", facts)
+            _collect_contents(item, full + "/", contents)
         elif item.is_virtual or item.external:
             raise ValueError(f"'{full}' lies in another file")
         elif item.dtype.kind == "S" and item.shape == ():
-            facts.texts[full] = item[()].decode()
+            contents.texts[full] = item[()].decode()
         elif item.dtype.kind in "fiu":
-            facts.shapes[full] = tuple(item.shape)
+            contents.shapes[full] = tuple(item.shape)
         else:
             raise ValueError(f"'{full}' holds {item.dtype}")

@@ -24,7 +24,7 @@ MEMORY_TEXT_NAME, MEMORY_GROUP = "remembered", "borders"
 """Names in the file of the text and of the group of arrays."""
 MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
 MemoryEntry: TypeAlias = "tuple[int, int, str, int, int]"
-"""Index of the array in its layer, batch size, direction, number of remembered arrays, and their total size."""
+"""Index of the array in its layer, batch size, direction, number of state arrays, and their total size."""
 
 
 ExchangedArrays: TypeAlias = Mapping[str, Sequence[GlobalArray]]
@@ -37,7 +37,7 @@ class SchemeMemory:
 
     Attributes
     ----------
-    text : JSON of the owner and, by layer and rank, the entries; empty if nothing is remembered
+    text : JSON of the owner and, by layer and rank, the entries; empty if there is no state
     pieces : one flat array per layer, concatenated over ranks
     """
 
@@ -54,19 +54,19 @@ def collect_scheme_memory(exchanged: ExchangedArrays, owner: str, world: Transpo
         The arrays of each layer of a built model.
     owner : key that a run must match to restore the state
     """
-    mine: dict[str, list[MemoryEntry]] = {}
+    own_entries: dict[str, list[MemoryEntry]] = {}
     values: dict[str, Any] = {}
     for name, layer in exchanged.items():
         entries, arrays = [], []  # type: list[MemoryEntry], list[np.ndarray]
         for at, array in enumerate(layer):
-            for (samples, direction), kept in sorted(array.remembered().items()):
+            for (samples, direction), kept in sorted(array.scheme_state().items()):
                 if kept:
                     entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
                     arrays += map(to_host, kept)
-        mine[name] = entries
+        own_entries[name] = entries
         values[name] = np.concatenate([np.empty(0, layer[0].dtype if layer else np.float32), *arrays])
-    everyone = world.allgather(mine)
-    layers = {name: [ranks[name] for ranks in everyone] for name in mine}
+    everyone = world.allgather(own_entries)
+    layers = {name: [ranks[name] for ranks in everyone] for name in own_entries}
     layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
     if not layers:
         return SchemeMemory("", [])
@@ -84,7 +84,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, ow
     DataError
         On every rank, if the state in the file is invalid.
     """
-    text = file.facts.texts.get(MEMORY_TEXT_NAME)
+    text = file.contents.texts.get(MEMORY_TEXT_NAME)
     if text is None:
         return ""
     try:
@@ -101,47 +101,47 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, ow
             for entries in require_json_type(name, ranks, list):
                 for entry in require_json_type(name, entries, list):
                     _check_entry(name, entry, len(exchanged[name]))
-            numbers = [_total_size(entries) for entries in ranks]
-            if file.facts.group(MEMORY_GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
+            elements = [_total_size(entries) for entries in ranks]
+            if file.contents.group(MEMORY_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = exchanged[name][0].dtype
-            pieces.append(_flat_part(name, ranks, np.empty(numbers[world.rank], dtype)))
+            pieces.append(_flat_part(name, ranks, np.empty(elements[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(
-            f"{file.facts.path}: has invalid data on border schemes ({problem!r}); name another checkpoint"
+            f"{file.contents.path}: has invalid data on border schemes ({problem!r}); specify another checkpoint"
         ) from None
-    file.fill(pieces)
+    file.fill_parts(pieces)
     error: Exception | None = None
     try:
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
-            for at, memory in _split_memory(ranks[world.rank], piece.array).items():
+            for at, memory in _split_memory(ranks[world.rank], piece.local_array).items():
                 array = exchanged[name][at]
-                array.remember({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
+                array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
-        error = DataError(f"{file.facts.path}: the saved state of border schemes does not match the model ({problem})")
+        error = DataError(f"{file.contents.path}: its border schemes do not match the model ({problem}); use another")
     agree(world, error)
     return ""
 
 
 def _split_memory(entries: list[MemoryEntry], flat_values: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
     """Return the memory of each array of one layer."""
-    ends, memories = accumulate(numbers for *_, numbers in entries), defaultdict(dict)  # type: Any, Any
-    for (at, samples, direction, count, numbers), end in zip(entries, ends, strict=True):
-        memories[at][samples, direction] = np.split(flat_values[end - numbers : end], count)
+    ends, memories = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
+    for (at, samples, direction, count, elements), end in zip(entries, ends, strict=True):
+        memories[at][samples, direction] = np.split(flat_values[end - elements : end], count)
     return memories
 
 
 def _check_entry(name: str, entry: Any, array_count: int) -> None:
     """Raise ValueError unless the entry is valid for one of a layer's arrays."""
-    at, samples, direction, count, numbers = require_json_type(name, entry, list)
-    for number, least in ((at, 0), (samples, 1), (count, 1), (numbers, 0)):
+    at, samples, direction, count, elements = require_json_type(name, entry, list)
+    for number, least in ((at, 0), (samples, 1), (count, 1), (elements, 0)):
         require_json_integer(name, number, least)
     if at >= array_count or direction not in ("forward", "backward") or samples > MAX_BATCH_SIZE:
         raise ValueError(name)
 
 
 def _total_size(entries: list[MemoryEntry]) -> int:
-    return sum(numbers for *_, numbers in entries)
+    return sum(elements for *_, elements in entries)
 
 
 def _flat_part(name: str, entries_by_rank: list[list[MemoryEntry]], own_values: Any) -> ArrayPart:

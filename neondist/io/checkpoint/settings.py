@@ -1,4 +1,4 @@
-"""Conversion of settings of optimisers and schedulers to JSON: numbers and texts in lists and mappings only."""
+"""Conversion of settings of optimisers and schedulers to JSON: numbers and strings in lists and mappings only."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ PAIRS_KEY = "pairs"
 """Key for the items of a mapping whose keys are not strings."""
 
 
-def to_plain(name: str, value: Any) -> Any:
+def to_plain(name: str, value: Any, remedy: str) -> Any:
     """Convert a value to types that JSON supports.
 
     Raises
     ------
     ConfigError
-        If the value `name`, or a part of it, is not a number, text, list or mapping.
+        If the value `name`, or a part of it, is not a number, string, list or mapping.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [to_plain(f"{name}[{at}]", item) for at, item in enumerate(value)]
+        return [to_plain(f"{name}[{at}]", item, remedy) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
-        pairs = [[to_plain(name, key), to_plain(f"{name}[{key!r}]", item)] for key, item in value.items()]
-        texts = all(isinstance(key, str) for key in value) and PAIRS_KEY not in value
-        return dict(pairs) if texts else {PAIRS_KEY: pairs}
+        pairs = [[to_plain(name, k, remedy), to_plain(f"{name}[{k!r}]", item, remedy)] for k, item in value.items()]
+        has_json_keys = all(isinstance(key, str) for key in value) and PAIRS_KEY not in value
+        return dict(pairs) if has_json_keys else {PAIRS_KEY: pairs}
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     raise ConfigError(
-        f"{name}: is a {type(value).__name__}, and checkpoints hold numbers, texts, lists and mappings; leave it out of"
-        " model"
+        f"{name}: is a {type(value).__name__}, but checkpoints hold only numbers, strings, lists and mappings; {remedy}"
     )
 
 

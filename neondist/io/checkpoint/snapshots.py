@@ -79,12 +79,12 @@ class SnapshotStore:
         """Return the file of a step on this node."""
         return self.folder / f"{self.node}-{step:010d}.h5"
 
-    def steps(self) -> list[tuple[int, int]]:
+    def steps_and_nodes(self) -> list[tuple[int, int]]:
         """Return (step, rank of a node that has it) of all snapshots, the newest first."""
-        mine = (
+        own_steps = (
             [int(path.stem[-10:]) for path in self._own_files()] if self.world.rank in self._first_rank_of_nodes else []
         )
-        steps_of_ranks = enumerate(self.world.allgather(mine))
+        steps_of_ranks = enumerate(self.world.allgather(own_steps))
         return sorted(((step, rank) for rank, steps in steps_of_ranks for step in steps), reverse=True)
 
     def write(self, pieces: Sequence[ArrayPart], texts: Mapping[str, str], step: int) -> None:
@@ -104,7 +104,7 @@ class SnapshotStore:
         if self.world.rank in self.writers:
             self._remove_files([path for path in self._own_files() if path != self.path(step)])
 
-    def remove(self) -> None:
+    def remove_all(self) -> None:
         """Remove all snapshots of the run on the nodes of this job."""
         if self.world.rank in self._first_rank_of_nodes:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -122,8 +122,8 @@ class SnapshotStore:
         """Create the folder, and start the process that removes it."""
         with file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            claim, mine = self.folder / f"{self.node}.claim", secrets.token_hex(8)
-            claim.write_text(mine)
+            claim, token = self.folder / f"{self.node}.claim", secrets.token_hex(8)
+            claim.write_text(token)
         self._folder_claimed = True
         key, *addresses = os.environ.get(SUPERVISOR_VARIABLE, "").split() or [""]
         supervisor = connect_to_first(key, addresses)
@@ -132,7 +132,7 @@ class SnapshotStore:
         with supervisor:
             supervisor.sendall(f"{self.node}\n".encode())
             subprocess.Popen(
-                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), mine, str(LIFETIME_SECONDS)],
+                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), token, str(LIFETIME_SECONDS)],
                 stdin=supervisor.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tu
     for piece in pieces:
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
-                values = to_host(piece.array[block.slices])
+                values = to_host(piece.local_array[block.slices])
             else:
                 parts = [box.intersect(block) for box in piece.boxes]
                 moves = Redistribution(world.all_to_all, world.rank, parts, _boxes_on_root(world, block))
@@ -51,7 +51,7 @@ def scatter_from_root(
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
                 values = world.bcast(read_block(piece, block, place) if world.rank == root else None, root)
-                piece.array[block.slices] = namespace(piece.array).asarray(values)
+                piece.local_array[block.slices] = namespace(piece.local_array).asarray(values)
                 continue
             held, parts = _boxes_on_root(world, block, root), [box.intersect(block) for box in piece.boxes]
             sent = (
@@ -59,7 +59,7 @@ def scatter_from_root(
             )
             values = Redistribution(world.all_to_all, world.rank, held, parts).forward(sent)
             if values.size:
-                _local_view(piece, world.rank, parts)[...] = namespace(piece.array).asarray(values)
+                _local_view(piece, world.rank, parts)[...] = namespace(piece.local_array).asarray(values)
     if failure is not None:
         raise failure
 
@@ -71,4 +71,4 @@ def _boxes_on_root(world: Transport, block: Box, root: int = 0) -> list[Box]:
 
 def _local_view(piece: ArrayPart, rank: int, parts: Sequence[Box]) -> np.ndarray:
     """Return a view of this rank's part of a block."""
-    return piece.array[parts[rank].relative_to(piece.boxes[rank]).slices]
+    return piece.local_array[parts[rank].relative_to(piece.boxes[rank]).slices]

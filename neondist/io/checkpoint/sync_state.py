@@ -40,25 +40,25 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
     DataError
         On every rank, if the shape of an array does not match the model's parameter.
     """
-    shapes = file.facts.group(SYNC_GROUP)
+    shapes = file.contents.group(SYNC_GROUP)
     names = {state.name for state in states}
     dropped = sorted(name for name in shapes if name not in names and name.endswith("/error_feedback"))
     for state in states:
         shape = shapes.get(state.name)
         if state.replicated:
             if shape == state.array.shape:
-                file.fill([_sync_part(state, state.array, world)])
+                file.fill_parts([_sync_part(state, state.array, world)])
             continue
         if shape is not None and (shape[1:] != state.array.shape or not 0 < shape[0] <= MAX_RANKS):
             raise DataError(
-                f"{file.facts.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}; expected"
-                f" {['ranks', *state.array.shape]}, so name another file, or run without --resume"
+                f"{file.contents.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}; expected"
+                f" {['ranks', *state.array.shape]}, so specify another file, or run without resume"
             )
         writers = 0 if shape is None else shape[0]
         lo, hi = part_range(writers, world.size, world.rank)
         part = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
         if writers:
-            file.fill([_sync_part(state, part, world, writers)])
+            file.fill_parts([_sync_part(state, part, world, writers)])
         state.array[...] = part.sum(axis=0)
     return f"error feedback is dropped, since these are not compressed: {', '.join(dropped)}" if dropped else ""
 

@@ -12,7 +12,7 @@ from .pieces import ArrayPart
 from .read import CheckpointReader
 
 MAX_LISTED_NAMES = 3
-"""maximal number of names of each kind in a message"""
+"""maximum number of names of each kind in a message"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class WeightMatch:
     loaded : in both, with the same shape
     missing : in the model alone
     unused : in the file alone
-    mismatched : in both, with different shapes: name, the file's, the model's
+    mismatched : in both, with different shapes: (name, shape in file, shape in model)
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class WeightMatch:
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all arrays of the model were loaded."""
         return not self.missing and not self.mismatched
 
@@ -44,7 +44,7 @@ class WeightMatch:
     def describe_differences(self, max_names: int | None = None) -> str:
         """Describe the differences, with at most `max_names` names of each kind."""
         shapes = [f"{name} (file {list(saved)}, model {list(own)})" for name, saved, own in self.mismatched]
-        kinds = {"not in the file": self.missing, "left over in the file": self.unused, "of another shape": shapes}
+        kinds = {"not in the file": self.missing, "not in the model": self.unused, "shape mismatch": shapes}
         return "; ".join(
             f"{kind}: {', '.join(_shorten_list(names, max_names))}" for kind, names in kinds.items() if names
         )
@@ -72,7 +72,7 @@ def load_weights(
     DataError
         On every rank, if the file has none of the arrays, or not all of them if `strict`.
     """
-    shapes = file.facts.group("model")
+    shapes = file.contents.group("model")
     match = WeightMatch()
     for shard, _ in arrays:
         name, shape = shard.full_name, tuple(shard.parameter.shape)
@@ -83,8 +83,8 @@ def load_weights(
         else:
             match.loaded.append(name)
     match.unused.extend(sorted(shapes.keys() - {shard.full_name for shard, _ in arrays}))
-    if (arrays and not match.loaded) or (strict and not match.complete):
+    if (arrays and not match.loaded) or (strict and not match.is_complete):
         problem = f"does not fit the model: {match.describe_differences(MAX_LISTED_NAMES)}"
-        raise DataError(f"{file.facts.path}: {problem}; name a checkpoint of this experiment")
-    file.fill([ArrayPart.of(shard, array, "model") for shard, array in arrays if shard.full_name in match.loaded])
+        raise DataError(f"{file.contents.path}: {problem}; specify a checkpoint of this experiment")
+    file.fill_parts([ArrayPart.of(shard, array, "model") for shard, array in arrays if shard.full_name in match.loaded])
     return match

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL_FACT, Transport, agree, check_alike
+from ...comm import CALL_KEY, Transport, agree, check_equal_on_ranks
 from ...errors import OutputError
 from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorFile
@@ -40,7 +40,7 @@ def write_checkpoint(
     OutputError
         On every rank, if there is no disk space or no permission.
     """
-    check_alike(world, {CALL_FACT: "writing a checkpoint"})
+    check_equal_on_ranks(world, {CALL_KEY: "writing a checkpoint"})
     file, error = None, None
     if world.rank == 0:
         try:
@@ -71,7 +71,7 @@ class _CheckpointDraft:
     """HDF5 file under its temporary name."""
 
     def __init__(self, path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
-        needed = sum(prod(piece.shape) * piece.dtype.itemsize + METADATA_BYTES_PER_ARRAY for piece in pieces)
+        needed = sum(prod(piece.global_shape) * piece.dtype.itemsize + METADATA_BYTES_PER_ARRAY for piece in pieces)
         needed += METADATA_BYTES + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(
@@ -90,7 +90,7 @@ class _CheckpointDraft:
             for name, text in texts.items():
                 self.file.hdf5[name] = np.bytes_(text.encode())
             for piece in pieces:
-                self.file.hdf5.create_dataset(piece.name, piece.shape, piece.dtype)
+                self.file.hdf5.create_dataset(piece.name, piece.global_shape, piece.dtype)
         except BaseException:
             self.close()
             raise
@@ -122,5 +122,5 @@ def _to_output_error(path: Path, error: Exception) -> Exception:
 def _write_error_message(path: Path, reason: str) -> str:
     return (
         f"{path}: the checkpoint cannot be written ({reason}); the previous one is unchanged; free disk space or"
-        " check permissions, then continue with --resume, or choose another folder with --output"
+        " check permissions, then resume the run (--resume), or choose another output folder"
     )

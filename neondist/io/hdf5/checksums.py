@@ -39,7 +39,7 @@ class ChecksumTable:
 
     def add(self, cells: np.ndarray, first_sample: int) -> None:
         """Add the checksums of samples from `first_sample`, which must begin a block, as in the next call."""
-        for place, cut in _blocks(cells.shape, self.block):
+        for place, cut in _iter_blocks(cells.shape, self.block):
             self.checksums[(place[0] + first_sample // self.block[0], *place[1:])] = checksum(cells[cut])
 
     def write(self, file: Any, name: str) -> None:
@@ -90,7 +90,7 @@ class CheckedArray:
             starts = zip(self._block_aligned_tile, self.block[1:], checksums_origin, strict=True)
             cut = tuple(slice((w.start - f) // b, ceil((w.stop - f) / b)) for w, b, f in starts)
             self._tile_checksums = checksums[(slice(None), *cut)]
-            self._tile_blocks = list(_blocks([w.stop - w.start for w in self._block_aligned_tile], self.block[1:]))
+            self._tile_blocks = list(_iter_blocks([w.stop - w.start for w in self._block_aligned_tile], self.block[1:]))
 
     def read(self, first_sample: int, out: np.ndarray) -> None:
         """Fill `out`, (n, *tile), with the tiles of n samples starting at index `first_sample`.
@@ -127,7 +127,7 @@ class CheckedArray:
         cells = np.empty((samples.stop - samples.start, *(w.stop - w.start for w in cuts)), self.dtype)
         self._read_unverified(cells, (samples, *cuts))
         starts = (samples.start, rows.start - self._block_aligned_tile[0].start)
-        for place, cut in _blocks(cells.shape, self.block):
+        for place, cut in _iter_blocks(cells.shape, self.block):
             index = (place[0] + starts[0] // self.block[0], place[1] + starts[1] // self.block[1], *place[2:])
             _verify_block(self.name, cells[cut], self._tile_checksums[index], samples.start + cut[0].start)  # type: ignore[index]
         # requested samples and rows among those read
@@ -160,7 +160,7 @@ def read_verified_array(file: Any, name: str) -> np.ndarray:
     cells = read_array(array, name, table is not None)
     if table is not None:
         sums = read_array(table, f"{CHECKSUM_GROUP}/{name}")
-        for place, cut in _blocks(cells.shape, _block_shape_of(name, array.shape, table)):
+        for place, cut in _iter_blocks(cells.shape, _block_shape_of(name, array.shape, table)):
             _verify_block(name, cells[cut], sums[place], cut[0].start)
     return cells
 
@@ -206,7 +206,7 @@ def checksum(cells: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(cells).data)
 
 
-def _blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Slices]]:
+def _iter_blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Slices]]:
     """Yield the grid index and the slices of each block of an array."""
     counts = (range(ceil(n / b)) for n, b in zip(shape, block, strict=True))
     for place in product(*counts):

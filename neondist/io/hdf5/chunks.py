@@ -62,8 +62,10 @@ class ChunkCheck:
         if not self._array.chunks or not (self._filters or self._reads_uninitialised):
             return
         cells = [*cells, *(slice(0, n) for n in self._array.shape[len(cells) :])]
-        along = [range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)]
-        for place in product(*along):
+        chunk_ranges = [
+            range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)
+        ]
+        for place in product(*chunk_ranges):
             if place not in self._checked_chunks:
                 self._check_chunk(tuple(at * c for at, c in zip(place, self._array.chunks, strict=True)))
                 self._checked_chunks.add(place)

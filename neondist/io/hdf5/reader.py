@@ -69,7 +69,7 @@ def hdf5_read_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; check the path") from error
     except IsADirectoryError as error:
-        raise DataError(f"{path}: is a folder; name the HDF5 file in it") from error
+        raise DataError(f"{path}: is a folder; specify the HDF5 file in it") from error
     except PermissionError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
@@ -101,7 +101,7 @@ def find_object(file: Any, name: str) -> Any:
         elif isinstance(link, h5py.HardLink):
             at = at[part]
         else:
-            raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or name that file")
+            raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or use that file")
     if isinstance(at, h5py.Dataset) and (at.is_virtual or at.external):
         raise DataError(
             f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance by"

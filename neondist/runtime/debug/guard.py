@@ -119,7 +119,7 @@ class GuardedContext(StepContext):
         if marks.any():
             raise self.layer_error(
                 direction,
-                f"{marks.sum()} of its {quantity} were computed from cells outside its view, or never written, the"
+                f"{marks.sum()} elements of {quantity} were computed from cells outside its view, or never written, the"
                 f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; its window may be too small",
             )
 
@@ -133,12 +133,12 @@ class GuardedTask(LayerTask):
         """Call forward with a copy of the view."""
         y = self.layer.forward(ctx, self._guarded_copy(ctx, view))
         ctx.check_views("forward", "modified its view in place; work on a copy")
-        ctx.check_marks("forward", "outputs", y)
+        ctx.check_marks("forward", "its outputs", y)
         return y
 
-    def partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
+    def compute_partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
         """Call reduce with the same copy of the view as forward."""
-        return super().partial_result(
+        return super().compute_partial_result(
             direction, ctx, self._guarded_copy(ctx, array) if direction == "forward" else array
         )
 
@@ -151,15 +151,15 @@ class GuardedTask(LayerTask):
             raise ctx.layer_error("backward", "modified the gradient of its outputs in place; work on a copy")
         ctx.check_views("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
-            ctx.check_marks("backward", f"gradients of '{name}'", gradient)
+            ctx.check_marks("backward", f"its gradients of '{name}'", gradient)
         if dview is not None:
-            ctx.check_marks("backward", "gradients of its view", dview)
+            ctx.check_marks("backward", "the gradient of its view", dview)
         return dview
 
-    def halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
+    def exchange_halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
         """Return a view, which must be completely filled, or a tile's gradient from a complete gradient of its view."""
-        arguments = direction, ctx, buffer, array
-        return ctx.checked_exchange(direction, self.array, direction == "forward", buffer, super().halo, *arguments)
+        call = super().exchange_halo, direction, ctx, buffer, array
+        return ctx.checked_exchange(direction, self.array, direction == "forward", buffer, *call)
 
     @staticmethod
     def _guarded_copy(ctx: Any, view: Any) -> Any:

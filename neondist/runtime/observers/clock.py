@@ -31,18 +31,18 @@ class Clock(Observer):
         self._stack: list[tuple[str, str]] = []
         self._last_time = 0.0
 
-    def begin(self, what: str, name: str, direction: str, subject: object) -> None:
+    def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Start charging time to an event's row."""
         self._charge()
         row = _ROW_OF_EVENT.get(what) or name or (self._stack[-1][0] if self._stack else REST_ROW)
         self._stack.append((row, _KIND_OF_EVENT.get(what, direction or "forward")))
 
-    def end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, what: str, name: str, direction: str) -> None:
         """Resume charging time to the enclosing event."""
         self._charge()
         self._stack.pop()
 
-    def value(self, layer: Any, name: str, array: object) -> None:
+    def on_value(self, layer: Any, name: str, array: object) -> None:
         """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
         if name == OUTPUT_GRADIENT and self._stack:
             self._charge()

@@ -33,7 +33,7 @@ Ledger: TypeAlias = "Counter[LedgerKey]"
 """Number of messages by account."""
 
 
-def ledger(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first: int) -> Ledger:
+def count_messages(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first: int) -> Ledger:
     """Return the number of messages and sums of this rank since its layers were built, by account.
 
     Parameters

@@ -42,10 +42,11 @@ class NonFiniteMonitor:
             self.consecutive = 0
             return
         self.step, self.where, self.consecutive = step, where, self.consecutive + 1
-        error = NonFiniteError(f"step {step + 1}: not finite: {where} first; {REMEDY}")
+        error = NonFiniteError(f"step {step + 1}: first non-finite value: {where}; {REMEDY}")
         if self.consecutive > MAX_SKIPPED_STEPS:
             error = NonFiniteError(
-                f"step {step + 1}: the last {MAX_SKIPPED_STEPS} steps were skipped; not finite: {where} first"
+                f"step {step + 1}: the last {MAX_SKIPPED_STEPS} steps were skipped; first non-finite value: {where};"
+                " lower the learning rate, or check the data"
             )
         if policy == "stop" or self.consecutive > MAX_SKIPPED_STEPS:
             raise error.on_all_ranks()
@@ -68,12 +69,12 @@ class SavedSchemeState:
 
     def __init__(self, layers: Sequence[Layer], enabled: bool) -> None:
         arrays = [array for layer in layers for array in layer.arrays] if enabled else []
-        self.arrays = [(array, array.remembered()) for array in arrays]
+        self.arrays = [(array, array.scheme_state()) for array in arrays]
 
     def restore(self) -> None:
         """Restore the state of the schemes; collective."""
         for array, memory in self.arrays:
-            array.remember(memory)
+            array.restore_scheme_state(memory)
 
 
 class _FiniteLog(Observer):
@@ -88,7 +89,7 @@ class _FiniteLog(Observer):
             array is not None and not is_finite(array)
         )
 
-    def value(self, layer: Layer | None, name: str, array: Any) -> None:
+    def on_value(self, layer: Layer | None, name: str, array: Any) -> None:
         """Record whether an array of a layer, or the cost, has non-finite values."""
         self.record(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 

@@ -36,11 +36,11 @@ class Trace(Observer):
         self.rank, self.events, self.sync_times = rank, [], []  # type: int, list[Event], list[int]
         self._open_events: list[tuple[Any, int]] = []
 
-    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
         """Record the start time."""
         self._open_events.append((subject, time.perf_counter_ns()))
 
-    def end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, what: str, name: str, direction: str) -> None:
         """Append the event."""
         now, (subject, start) = time.perf_counter_ns(), self._open_events.pop()
         title = name if what == "layer" else what
@@ -66,9 +66,7 @@ def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
     """
     shifted: list[Event] = []
     for events, sync_times in ranks:
-        off = (
-            int(median(mine - first for mine, first in zip(sync_times, ranks[0][1], strict=True))) if sync_times else 0
-        )
+        off = int(median(own - first for own, first in zip(sync_times, ranks[0][1], strict=True))) if sync_times else 0
         shifted += [event | {"ts": event["ts"] - off} for event in events]
     first = min((event["ts"] for event in shifted), default=0)
     named = [

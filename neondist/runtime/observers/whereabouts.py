@@ -26,12 +26,12 @@ class Whereabouts(Observer):
         self.grid, self.event_count = grid, 0
         self._stack: list[tuple[str, str, str, Any]] = []
 
-    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
         """Push an event."""
         self.event_count += 1
         self._stack.append((what, name, direction, subject))
 
-    def end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, what: str, name: str, direction: str) -> None:
         """Pop an event."""
         self._stack.pop()
 

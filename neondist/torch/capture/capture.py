@@ -18,12 +18,12 @@ from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
 from ..ir.custom_gradients import record_functions
 from ..ir.errors import NotRecorded
-from ..ir.functionalize import is_simple, keep_statistics, note_result
+from ..ir.functionalize import can_replace_writes, separate_statistics_updates, store_result
 from ..ir.graph import Value
-from ..ir.layout import Layout, Mesh, axes_of, whole
-from ..lowering.lower import Lowering
+from ..ir.layout import Layout, Mesh, axes_of, replicated
+from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
-from ..lowering.steps import Where
+from ..lowering.steps import OperatorPosition
 from .checks import check_module
 from .constants import known_values, remove_number_reads
 from .no_grad import detach_no_grad_values
@@ -71,7 +71,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         detach_no_grad_values(program, lambda node: node_location(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-        if not is_simple(program.graph, buffers):
+        if not can_replace_writes(program.graph, buffers):
             try:
                 program = _functionalized(program)
             except AssertionError:
@@ -102,7 +102,7 @@ def _merge_buffer_aliases(program: Any) -> list[str]:
 
 def _functionalized(program: Any) -> Any:
     """Return the program without in-place and composite operators."""
-    keep_statistics(program.graph)
+    separate_statistics_updates(program.graph)
     return program.run_decompositions({})
 
 
@@ -120,12 +120,12 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.get_default_device() if own is None else own
 
 
-def node_location(node: Any) -> Where:
+def node_location(node: Any) -> OperatorPosition:
     """Return the location of a node in the user's program."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     frames = user_frames(node.meta.get("stack_trace") or "")
-    return Where(str(node.target), path, frames[-1] if frames else "")
+    return OperatorPosition(str(node.target), path, frames[-1] if frames else "")
 
 
 def lower_program(
@@ -157,7 +157,7 @@ def lower_program(
         Receives tensors that require gradients but are not parameters; treated as parameters. Default: refused.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
-    lowering.functions = program.functions
+    lowering.autograd_functions = program.functions
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}
@@ -177,8 +177,8 @@ def lower_program(
             lowering.where, output_nodes = node_location(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: gathering.as_distributed(lowering.read(env, arg)), node.args[0])
         else:
-            lowering.where, lowering.out = node_location(node), node.meta.get("val")
-            lowering.draws = position * RANDOM_KEY_STRIDE
+            lowering.where, lowering.fake_out = node_location(node), node.meta.get("val")
+            lowering.draw_number = position * RANDOM_KEY_STRIDE
             _check_static_shape(lowering)
             pick = gathering.as_whole if gathering.is_computed_whole(node) else gathering.as_distributed
 
@@ -186,8 +186,8 @@ def lower_program(
                 return pick(lowering.read(env, arg))
 
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
-            result = lowering.call(node.meta.get("twin", node.target), args, kwargs)
-            overwritten = note_result(env, node, result)
+            result = lowering.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
+            overwritten = store_result(env, node, result)
             changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
             if gathering.is_computed_whole(node):
                 gathering.record_whole(result)
@@ -197,7 +197,7 @@ def lower_program(
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
-            results.append(lowering.enter(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
+            results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[spec.target] = lowering.gathered(out).id
         else:
@@ -214,7 +214,7 @@ def lower_program(
         inputs,
         ids,
         mutated,
-        None if lowering.key is None else lowering.key.id,
+        None if lowering.seed is None else lowering.seed.id,
         recompute,
     )
     assign_schemes(plan.steps, schemes or {})
@@ -222,11 +222,11 @@ def lower_program(
 
 
 def _check_static_shape(lowering: Lowering) -> None:
-    for out in pytree.tree_leaves(lowering.out):
+    for out in pytree.tree_leaves(lowering.fake_out):
         if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _has_static_shape(out)):
             location = lowering.where
             raise ConfigError(
-                f"{location.place}{location.operator}{_in_module(location)}: the shape of its result depends"
+                f"{location.message_prefix}{location.operator}{_in_module(location)}: the shape of its result depends"
                 " on the values of tensors; a module's computation may depend on their shapes, but not on their"
                 " values"
             )
@@ -236,7 +236,7 @@ def _has_static_shape(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape)
 
 
-def _in_module(location: Where) -> str:
+def _in_module(location: OperatorPosition) -> str:
     return f" in module '{location.module}'" if location.module else ""
 
 
@@ -264,7 +264,7 @@ def _bind_input(
         if isinstance(constant, FakeTensor):
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
-                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
+                f"{location.message_prefix}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
                 " could not trace, such as the .data of another; use .detach() instead"
             )
         # a parameter read from a list or a dictionary
@@ -275,25 +275,25 @@ def _bind_input(
         trainable = (t for t in (constant, *program.trained) if t.requires_grad)
         parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:
-            return lowering.constant(constant)
+            return lowering.add_constant(constant)
         if trained is None:
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
-                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that requires"
+                f"{location.message_prefix}{location.operator}{_in_module(location)} receives a tensor that requires"
                 " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
-        value = lowering.input(whole(fake.shape), fake.dtype, "parameter")
+        value = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
         parameters[spec.target], trained[spec.target] = value.id, parameter
         return value
     if not isinstance(fake, torch.Tensor):
         return fake
-    layout = pending.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
+    layout = pending.pop() if spec.kind == InputKind.USER_INPUT else replicated(fake.shape)
     if spec.kind == InputKind.USER_INPUT:
-        image, value = lowering.image(layout, fake.dtype)
+        image, value = lowering.image_input(layout, fake.dtype)
         inputs.append(image.id)
         return value
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
-    value = lowering.input(layout, fake.dtype, kinds.get(spec.kind, "value"))
+    value = lowering.new_input(layout, fake.dtype, kinds.get(spec.kind, "value"))
     if spec.kind == InputKind.PARAMETER:
         parameters[spec.target] = value.id
     elif spec.kind == InputKind.BUFFER:
@@ -346,5 +346,5 @@ class _WholeArrayModules:
             else:
                 mesh = self.lowering.mesh
                 is_image = len(value.shape) == mesh.spatial + 2
-                self.cache[key] = self.lowering.recut(value, mesh.image(value.shape)) if is_image else value
+                self.cache[key] = self.lowering.reshard(value, mesh.image_layout(value.shape)) if is_image else value
         return self.cache[key]

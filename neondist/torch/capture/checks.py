@@ -84,7 +84,7 @@ def check_parameters(
                 )
 
 
-def requires_grad_facts(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def requires_grad_flags(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return which tensors require gradients, which determines the messages of the backward pass."""
     return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
@@ -110,12 +110,12 @@ class BackwardCheck:
 
     Parameters
     ----------
-    facts : mapping
-        Facts to compare whenever a backward pass begins.
+    values : mapping
+        Values to compare whenever a backward pass begins.
     """
 
-    def __init__(self, grid: ProcessGrid, facts: Mapping[str, Any]) -> None:
-        self._grid, self._facts = grid, facts
+    def __init__(self, grid: ProcessGrid, values: Mapping[str, Any]) -> None:
+        self._grid, self._values = grid, values
         self._autograd_task_id, self._warned, self._loss_count = -1, False, 0
         self._outputs = WeakIdKeyDictionary()
         # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
@@ -129,7 +129,7 @@ class BackwardCheck:
             self._outputs[output] = output._version
 
     def watch_loss(self, loss: torch.Tensor) -> None:
-        """Compare facts when the backward pass of a loss begins."""
+        """Compare values when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
             self._loss_count += 1
             loss.register_hook(partial(self._begin_backward_of_loss, f"backward of loss {self._loss_count}"))
@@ -147,8 +147,8 @@ class BackwardCheck:
         on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
         self._begin_backward(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
 
-    def _begin_backward(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._grid.check(call, {**self._facts, **facts})
+    def _begin_backward(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._grid.check(call, {**self._values, **values})
         task = torch._C._current_graph_task_id()
         if self._autograd_task_id != task:
             self._autograd_task_id = task

@@ -60,6 +60,6 @@ def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: 
         rank = int(np.abs(every[:, at] - every[0, at]).argmax())
         raise ConfigError(
             f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank, at]:.6g}, but"
-            f" {every[0, at]:.6g} on rank 0; update the weights alike on all ranks, with the same optimiser settings"
-            " and state_dict"
+            f" {every[0, at]:.6g} on rank 0; update the weights identically on all ranks, with the same optimiser"
+            " settings and state_dict"
         ).on_all_ranks()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.errors import NotRecorded
-from ..ir.functionalize import REGION, memory_of, written_arguments
+from ..ir.functionalize import GRAD_MODE_REGION, storage_id, written_arguments
 
 MAX_KNOWN_ELEMENTS = 2**18
 """Maximum number of elements of a tensor whose values are computed; code reads no numbers from larger ones."""
@@ -114,7 +114,7 @@ class KnownValues(TorchDispatchMode):
         if is_known and torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors:
                 self.read_value(tensor)
-            return _compute(func, leaves, spec, items)
+            return _compute_values(func, leaves, spec, items)
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
         if any(map(self._outlives_capture, writes)):  # checked first: a pass would not write
             raise NotRecorded(
@@ -127,8 +127,8 @@ class KnownValues(TorchDispatchMode):
             self._views_of_real_tensors.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small(out) for out in outputs)
         values = _try_compute(func, leaves, spec, items) if is_known else None
-        memories = [memory_of(tensor) for tensor in writes]
-        touched = [tensor for tensor in list(self._known) if memory_of(tensor) in memories] if memories else []
+        memories = [storage_id(tensor) for tensor in writes]
+        touched = [tensor for tensor in list(self._known) if storage_id(tensor) in memories] if memories else []
         if values is None:
             for tensor in touched:
                 del self._known[tensor]
@@ -291,15 +291,15 @@ def depends_on_shape_only(func: Any) -> bool:
 
 def _as_literal(value: torch.Tensor) -> torch.Tensor:
     with no_dispatch():
-        numbers = value.tolist()
-    return torch.tensor(numbers, dtype=value.dtype, device=value.device).reshape(value.shape)
+        items = value.tolist()
+    return torch.tensor(items, dtype=value.dtype, device=value.device).reshape(value.shape)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= MAX_KNOWN_ELEMENTS
 
 
-def _compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> Any:
+def _compute_values(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> Any:
     values = iter(entries)
     filled = [next(values).value if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(filled, spec)
@@ -310,7 +310,7 @@ def _compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]
 
 def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
     try:
-        result = _compute(func, leaves, spec, entries)
+        result = _compute_values(func, leaves, spec, entries)
     except Exception:  # such as an operator for fake tensors alone
         return None
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -348,7 +348,7 @@ def remove_number_reads(program: Any) -> None:
 
 def _is_empty_region(module: nn.Module, node: Any) -> bool:
     """Return whether a node is, or calls, a region without operators."""
-    name = node.target if node.op == "get_attr" else node.args[1].target if node.target is REGION else ""
+    name = node.target if node.op == "get_attr" else node.args[1].target if node.target is GRAD_MODE_REGION else ""
     graph: Any = getattr(getattr(module, name, None), "graph", None)
     return graph is not None and all(inner.op in ("placeholder", "get_attr", "output") for inner in graph.nodes)
 

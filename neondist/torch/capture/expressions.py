@@ -34,10 +34,10 @@ class ExpressionRecorder(TorchDispatchMode):
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
-        for numbers in (self._expression_numbers, self._written_numbers):
-            for key, number in numbers.items():
+        for numbering in (self._expression_numbers, self._written_numbers):
+            for key, number in numbering.items():
                 if number in self._dependent:
-                    numbers[key] = self._value_number(("before", number))
+                    numbering[key] = self._value_number(("before", number))
         for index, tensor in enumerate(tensors):
             self._written_numbers.pop(_storage_key(tensor), None)
             self._expression_numbers[id(tensor)] = self._value_number(("given", index), is_dependent=True)

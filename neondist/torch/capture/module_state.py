@@ -195,7 +195,7 @@ class ReachableState:
         names += ["training"] * ("training" in attributes)
         self.holders.append(ValueHolder(path, module, attributes, separator=".", watched=False))
         self._visit_attrs(attributes, path, module, names)
-        self._visit_classes(type(module), path, module)
+        self._record_mro(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
         buffers = name == "_buffers"  # a forward may replace them
@@ -273,9 +273,9 @@ class ReachableState:
             self.holders.append(ValueHolder(path, module, value, slots, partial(_slot_value, value)))
             for name in slots:
                 self._visit(_slot_value(value, name), f"{path}.{name}", module)
-        self._visit_classes(cls, path, module)
+        self._record_mro(cls, path, module)
 
-    def _visit_classes(self, kind: type, path: str, module: nn.Module | None) -> None:
+    def _record_mro(self, kind: type, path: str, module: nn.Module | None) -> None:
         for cls in kind.__mro__:
             self._visit(cls, f"class {cls.__module__}.{cls.__qualname__}", module)
 
@@ -322,7 +322,7 @@ class ReachableState:
             if hasattr(value, "__dict__"):
                 self.holders.append(ValueHolder(path, module, vars(value), watched=False))
                 self._visit_attrs(vars(value), path, module, list(vars(value)))
-            self._visit_classes(type(value), path, module)
+            self._record_mro(type(value), path, module)
 
 
 def plain_key(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..ir.errors import NotRecorded
-from ..ir.functionalize import REGION, memory_of, writes_unseen, written_values
+from ..ir.functionalize import GRAD_MODE_REGION, has_undeclared_writes, storage_id, written_values
 
 
 def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
@@ -28,7 +28,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
-        if writes_unseen(node):
+        if has_undeclared_writes(node):
             raise NotRecorded(
                 f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
                 place(node),
@@ -40,7 +40,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
                 " gradient does not see; create a new tensor", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
-        results = list(node.users) if node.target is REGION and node.args[0] is False else []
+        results = list(node.users) if node.target is GRAD_MODE_REGION and node.args[0] is False else []
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_inference() and node.op == "call_function":
             results.append(node)
@@ -60,13 +60,13 @@ def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
     for node in module.graph.nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(tensor, torch.Tensor):
-                first.setdefault(memory_of(tensor), node)
+                first.setdefault(storage_id(tensor), node)
         if node.target is torch.ops.aten.detach.default:
-            detached.add(memory_of(node.meta["val"]))
-        region = node.target is REGION and node.args[0] is False
+            detached.add(storage_id(node.meta["val"]))
+        region = node.target is GRAD_MODE_REGION and node.args[0] is False
         for inner in getattr(module, node.args[1].target).graph.nodes if region else [node]:
             for old in written_values(inner):
-                memory = memory_of(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
+                memory = storage_id(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
                 if memory in first:
                     yield inner, first[memory], region or memory in detached
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..ir.errors import NotRecorded, defined_at
+from ..ir.errors import NotRecorded, definition_site
 from .expressions import RepeatedPasses
 from .holder import MISSING
 from .module_state import MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
@@ -102,7 +102,7 @@ class StateSnapshot:
             present = holder.read()
             for key in {**before, **present}:
                 old, new = before.get(key, MISSING), present.get(key, MISSING)
-                if not (old is new or key in MODULE_ATTRIBUTES or _equal(old, new) or _is_wrapper(new, old)):
+                if not (old is new or key in MODULE_ATTRIBUTES or _equal_plain(old, new) or _is_wrapper(new, old)):
                     changes.setdefault(holder.value_name(key), (holder.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
@@ -118,7 +118,9 @@ class StateSnapshot:
             changed = {
                 key: probe.instrumented(new)
                 for key, new in present.items()
-                if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal(before.get(key), new)
+                if isinstance(new, (int, float))
+                and not isinstance(new, bool)
+                and not _equal_plain(before.get(key), new)
             }
             if isinstance(holder.store, (list, deque)) and len(present) > len(before) and probe.shift:
                 changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
@@ -151,7 +153,7 @@ class StateSnapshot:
         return hash(tuple(states))
 
 
-def _equal(old: Any, new: Any) -> bool:
+def _equal_plain(old: Any, new: Any) -> bool:
     return isinstance(old, PLAIN_TYPES) and isinstance(new, PLAIN_TYPES) and plain_key(old) == plain_key(new)
 
 
@@ -263,7 +265,7 @@ def _location(module: nn.Module) -> str:
     function = getattr(module, "criterion", None)
     for name in ("func", "__func__"):  # of a functools.partial, of a method
         function = getattr(function, name, function)
-    return defined_at(function if isinstance(function, FunctionType) else type(module).forward)
+    return definition_site(function if isinstance(function, FunctionType) else type(module).forward)
 
 
 def _run_or_none(run: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 
 from ...errors import ConfigError
 from ..ir.errors import NotRecorded
-from ..ir.graph import DEVICES, autocast
+from ..ir.graph import AUTOCAST_DEVICES, autocast_states
 from ..ir.registry import TRACING
 
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
@@ -82,7 +82,7 @@ def hide_printed_graph() -> Iterator[None]:
 @contextmanager
 def _no_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for device, enabled in zip(DEVICES, autocast(), strict=True):
+        for device, enabled in zip(AUTOCAST_DEVICES, autocast_states(), strict=True):
             if enabled:
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

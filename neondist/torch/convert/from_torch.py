@@ -13,14 +13,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid
-from ...comm.agree import all_or_none, check_alike
+from ...comm.agree import all_or_none, check_equal_on_ranks
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
 from ..capture.capture import capture_module, decompose, node_location
 from ..capture.persistent_state import StateSnapshot
 from ..ir.errors import UnsupportedOperator
-from ..ir.functionalize import note_result, written_values
-from ..lowering.steps import Where
+from ..ir.functionalize import store_result, written_values
+from ..lowering.steps import OperatorPosition
 from .network import Network, Tensor, TracedValue
 from .operators import CONVERTERS
 
@@ -71,11 +71,11 @@ def from_torch(
         network, output = _convert_both_modes(module, shape, arguments.get("dtype", torch.get_default_dtype()))
         layers = network.nodes(output)
         if kind.distributed:
-            layers = [layer.distributed_twin() for layer in layers]
+            layers = [layer.distributed_counterpart() for layer in layers]
         result = kind(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
         kept = {layer.name for layer in result.leaves}
         weights = {name: array for name, array in network.weights.items() if name.rpartition("/")[0] in kept}
-    check_alike(
+    check_equal_on_ranks(
         grid.world,
         {"the module's layers": sorted(map(str, kept))} | {name: zlib.crc32(array) for name, array in weights.items()},
     )
@@ -103,12 +103,12 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
             f"the module is in {', '.join(sorted(dtypes))}; a model has either float32 or float64 parameters"
         )
     dtype = getattr(torch, *dtypes)
-    numbers: dict[Any, int] = {}
+    numbering: dict[Any, int] = {}
     networks = {}
     state = StateSnapshot(module)
     try:
         for training in (True, False):
-            networks[training] = _convert_module(module.train(training), shape, dtype, numbers)
+            networks[training] = _convert_module(module.train(training), shape, dtype, numbering)
     finally:
         state.restore()
     if networks[True][1].number != networks[False][1].number:
@@ -120,15 +120,15 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
 
 
 def _convert_module(
-    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbering: dict[Any, int]
 ) -> tuple[Network, TracedValue]:
     """Return the network of a module in its current mode, and its output."""
     shapes = [(shape, dtype)]
     program = capture_module(module, shapes)
     try:
-        return _fill_network(program, Network(shape, dtype, module.training, numbers))
+        return _fill_network(program, Network(shape, dtype, module.training, numbering))
     except UnsupportedOperator:  # its decomposition, which is slower, may have layers
-        return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbers))
+        return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbering))
 
 
 def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
@@ -171,7 +171,7 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
             )
             value = args[0][args[1]] if node.target is operator.getitem else _convert_node(net, node, args, kwargs)
-            note_result(env, node, value)
+            store_result(env, node, value)
     for result, name in mutations.items():
         if not isinstance(env[result], Tensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", node_location(result))
@@ -185,9 +185,9 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
 
 def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator as a layer."""
-    target = node.meta.get("twin", node.target)
+    target = node.meta.get("out_of_place", node.target)
     place = node_location(node)
-    net.where = Where(str(target), place.module, place.source)
+    net.where = OperatorPosition(str(target), place.module, place.source)
     conversion = CONVERTERS.get(str(target))
     if conversion is None:
         return net.refuse()

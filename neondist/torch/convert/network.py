@@ -11,7 +11,7 @@ import torch
 from ...layers import Branches, Concat, GlobalAvgPoolingLayer, Layer, Node
 from ...registry import Registered
 from ..ir.errors import UnsupportedOperator
-from ..lowering.steps import Where
+from ..lowering.steps import OperatorPosition
 
 Shape = tuple[int, ...]
 BATCH_STATISTICS = ("/mean", "/var")
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     layer: Layer | None
     join: type[Branches] | None
     inputs: tuple[int, ...]
-    where: Where
+    where: OperatorPosition
     means: bool = False
 
 
@@ -78,11 +78,11 @@ class Network:
         Arrays from the module by '<layer>/<parameter>'.
     """
 
-    def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, numbers: dict[Any, int]) -> None:
-        self.dtype, self.training, self._numbers = dtype, training, numbers
+    def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, numbering: dict[Any, int]) -> None:
+        self.dtype, self.training, self._numbers = dtype, training, numbering
         self.batch = input_shape[0]
         self.input = TracedValue(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
-        self.where, self.out = Where("", "", ""), torch.empty(())
+        self.where, self.out = OperatorPosition("", "", ""), torch.empty(())
         self.steps: list[Step] = []
         self.joined: dict[tuple[int, ...], TracedValue] = {}
         self.weights: dict[str, Any] = {}
@@ -146,10 +146,10 @@ class Network:
             return self.refuse("its weight is not a parameter of the module")
         return tuple(weight.data.shape)
 
-    def refuse(self, why: str = "it has no corresponding layer", where: Where | None = None) -> Any:
+    def refuse(self, why: str = "it has no corresponding layer", where: OperatorPosition | None = None) -> Any:
         """Raise UnsupportedOperator."""
         raise UnsupportedOperator(
-            where or self.where, why, cannot="become a layer", remedy="neondist.torch.distribute takes any module"
+            where or self.where, why, action="become a layer", remedy="neondist.torch.distribute takes any module"
         )
 
     def nodes(self, last: TracedValue) -> list[Node]:

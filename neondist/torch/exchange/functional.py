@@ -14,12 +14,12 @@ import torch
 from torch.library import custom_op
 
 from ...comm import ProcessGrid
-from ...comm.agree import CALL_FACT, agree, check_alike
+from ...comm.agree import CALL_KEY, agree, check_equal_on_ranks
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
-from ..ir.reach import Reach, views_of
-from .functions import announce, recompute
+from ..ir.reach import Reach, dim_request_of
+from .functions import save_recompute_marker, trigger_recompute
 from .mesh_comm import Channel, MeshComm, format_of
 
 _SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
@@ -57,9 +57,9 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
     """
     _check_grid(grid)
     try:
-        _check(x, window, global_shape)
+        _check_arguments(x, window, global_shape)
     except UserError as error:
-        check_alike(grid.world, {}, error)
+        check_equal_on_ranks(grid.world, {}, error)
     find_extent = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
     extent = find_extent(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
@@ -104,13 +104,13 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
         raise ConfigError(f"group: {group!r} is unknown; choose 'tiles', 'replicas' or 'world'")
     _check_grid(grid)
     if not isinstance(x, torch.Tensor):
-        check_alike(grid.world, {}, ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}"))
+        check_equal_on_ranks(grid.world, {}, ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}"))
     return torch.ops.neondist.reduce(x, op, grid.handle, group)
 
 
 @custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> Tensor")
 def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack(grid, window_args)
+    state, window, extent = _unpack_handle(grid, window_args)
     state.check(x, window, extent)
     view = state.view(window, extent)
     with view.channel.during("forward"):
@@ -119,8 +119,9 @@ def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
 
 @custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_SCHEMA}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack(grid, window_args)
-    check_alike(state.comm.grid.world, {CALL_FACT: "backward of halo", "window": window, "global_shape": extent})
+    state, window, extent = _unpack_handle(grid, window_args)
+    values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
+    check_equal_on_ranks(state.comm.grid.world, values)
     view = state.view(window, extent)
     with view.channel.during("backward"):
         return view.channel.adjoint(gradient, shape, view.pads)
@@ -128,7 +129,7 @@ def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_a
 
 @_halo.register_fake
 def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack(grid, window_args)
+    state, window, extent = _unpack_handle(grid, window_args)
     state.check_tile(x, window, extent)
     view = state.view(window, extent)
     return view.channel.empty_view(x, view.pads)
@@ -142,11 +143,11 @@ def _(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) ->
 def _save_halo_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     x, *ctx.window_args = inputs
     ctx.shape = x.shape
-    announce(ctx)
+    save_recompute_marker(ctx)
 
 
 def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    recompute(ctx)
+    trigger_recompute(ctx)
     return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.window_args), *[None] * len(ctx.window_args)
 
 
@@ -156,8 +157,8 @@ _halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
     state = _state_of(ProcessGrid.from_handle(grid), 2)
-    facts = {CALL_FACT: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
-    check_alike(state.comm.grid.world, facts | {"x.requires_grad": x.requires_grad})
+    values = {CALL_KEY: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    check_equal_on_ranks(state.comm.grid.world, values | {"x.requires_grad": x.requires_grad})
     all_axes = state.comm.mesh.axes
     axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
     return state.comm.reduce("reduce", "forward", x, axes, op)
@@ -173,11 +174,11 @@ def _save_reduce_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     if ctx.op == "max":
         ctx.save_for_backward(x, output)
     else:
-        announce(ctx)
+        save_recompute_marker(ctx)
 
 
 def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    saved = recompute(ctx)
+    saved = trigger_recompute(ctx)
     gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.group_args)
     if ctx.op == "max":
         x, maximum = saved
@@ -207,9 +208,9 @@ class _GridState:
         shape = tuple(x.shape)
         extent = self._extents.get(shape)
         # only some ranks may have seen their tile's shape before: check whether all know the extent
-        facts = {CALL_FACT: "halo", "window": window, "global_shape": None}
+        values = {CALL_KEY: "halo", "window": window, "global_shape": None}
         versions = (-1,) if extent is None else extent
-        if not check_alike(self.comm.grid.world, facts, versions=versions) or extent is None:
+        if not check_equal_on_ranks(self.comm.grid.world, values, versions=versions) or extent is None:
             extent = self._extents[shape] = self._gather_extent(shape)
         return extent
 
@@ -220,10 +221,10 @@ class _GridState:
             self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
-        facts = {CALL_FACT: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        values = {CALL_KEY: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
         samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # replicas may differ
-        facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
-        check_alike(self.comm.grid.world, facts, error)
+        values |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
+        check_equal_on_ranks(self.comm.grid.world, values, error)
 
     def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.comm.mesh, self.comm.grid.world
@@ -251,7 +252,7 @@ class _GridState:
 
     def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
         mesh = self.comm.mesh
-        layout = tuple((mesh.atom(n, axis + 1),) for axis, n in enumerate(extent))
+        layout = tuple((mesh.even_atom(n, axis + 1),) for axis, n in enumerate(extent))
         expected = local_shape(layout, self.comm.place)
         if shape[2:] != expected:
             raise ShapeError(
@@ -269,8 +270,9 @@ class _GridState:
     def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
-            own, reach = mesh.atom(n, axis + 1), Reach(mesh.atom(out, axis + 1), window.along(axis), padded=True)
-            request, around = views_of(reach, axis + 2, own)
+            own = mesh.even_atom(n, axis + 1)
+            reach = Reach(mesh.even_atom(out, axis + 1), window.axis_window(axis), with_padding=True)
+            request, around = dim_request_of(reach, axis + 2, own)
             requests.append(replace(request, used=None))  # code of users may read every cell
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
@@ -286,7 +288,7 @@ def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:
     return grid.cached_objects[key]
 
 
-def _unpack(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
+def _unpack_handle(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
     """Return the grid state, window and extent encoded in an operator's arguments."""
     kernel, stride, padding, dilation, fill, mode, extent = window_args
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))
@@ -301,7 +303,7 @@ def _check_grid(grid: Any) -> None:
         raise GridError("grid: is closed; use halo and reduce inside its `with` block")
 
 
-def _check(x: Any, window: Any, global_shape: Any) -> None:
+def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
     if not isinstance(window, Window):
         raise ConfigError(f"window: expected an nd.Window, got {window!r}")
     if not isinstance(x, torch.Tensor):

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ir.graph import GRADIENTS
-from ..ir.once import once_differentiable
+from ..ir.once_differentiable import once_differentiable
 from .mesh_comm import Channel, MeshComm, format_of
 
 _MARKER = torch.empty(0)
 
 
-def announce(ctx: Any) -> None:
-    """Save a marker that `recompute` unpacks."""
+def save_recompute_marker(ctx: Any) -> None:
+    """Save a marker that `trigger_recompute` unpacks."""
     ctx.save_for_backward(_MARKER)
 
 
-def recompute(ctx: Any) -> Any:
+def trigger_recompute(ctx: Any) -> Any:
     """Return the saved tensors, so that an enclosing checkpoint recomputes its forward before anything is sent.
 
     A checkpoint recomputes when the first saved tensor is unpacked. With local work this may be a different one on each
@@ -45,7 +45,7 @@ class View(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, owns_gradient)
-        announce(ctx)
+        save_recompute_marker(ctx)
         with channel.during("forward"):
             return channel.view(tensor, pads, fill)
 
@@ -53,7 +53,7 @@ class View(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
-        recompute(ctx)
+        trigger_recompute(ctx)
         with ctx.channel.during("backward"):
             return ctx.channel.adjoint(gradients[0], *ctx.options), None, None, None, None
 
@@ -64,14 +64,14 @@ class RecomputedResult(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor."""
-        announce(ctx)
+        save_recompute_marker(ctx)
         return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # not a view: it may be modified in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient as it is."""
-        recompute(ctx)
+        trigger_recompute(ctx)
         return gradients[0]
 
 
@@ -114,14 +114,14 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, comm: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
         """Return the values."""
         ctx.options = comm, name, axes
-        announce(ctx)
+        save_recompute_marker(ctx)
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sum of the gradients."""
-        recompute(ctx)
+        trigger_recompute(ctx)
         comm, name, axes = ctx.options
         return comm.reduce(name, "backward", gradients[0], axes), None, None, None
 
@@ -232,10 +232,14 @@ class Normalise(torch.autograd.Function):
             dx = dx.new_zeros(ctx.full) if moments.idle else dx.view(x.shape)
         if len(dscale) != channels:  # one row per sample; there may be no samples
             dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
-        return dx, *(dv if need else None for dv, need in zip((dscale, dshift), needed[1:3], strict=True)), *_NONE
+        return (
+            dx,
+            *(dv if need else None for dv, need in zip((dscale, dshift), needed[1:3], strict=True)),
+            *_NO_GRADIENTS,
+        )
 
 
-_NONE = None, None, None
+_NO_GRADIENTS = None, None, None
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -287,14 +291,14 @@ class CountOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         """Return the values."""
-        ctx.counts = counts
+        ctx.is_counted = counts
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient, or zeros."""
-        return gradients[0] if ctx.counts else torch.zeros_like(gradients[0]), None
+        return gradients[0] if ctx.is_counted else torch.zeros_like(gradients[0]), None
 
 
 class RecordGradient(torch.autograd.Function):
@@ -322,7 +326,7 @@ class Parameters(torch.autograd.Function):
     def forward(ctx: Any, comm: MeshComm, *tensors: torch.Tensor) -> Any:
         """Return the parameters."""
         ctx.comm = comm
-        announce(ctx)
+        save_recompute_marker(ctx)
         ctx.set_materialize_grads(False)
         return tensors  # as views of them
 
@@ -330,7 +334,7 @@ class Parameters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sums."""
-        recompute(ctx)
+        trigger_recompute(ctx)
         sums = list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             indices = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import HaloError
-from ..ir.graph import IN_PLACE, Step, Value, autocast
+from ..ir.graph import IN_PLACE_OPS, Step, Value, autocast_states
 
 
 def run_guarded(
@@ -28,16 +28,16 @@ def run_guarded(
     """
     originals = [tensor.detach().clone() for tensor in tensors]
     results = run(step, tensors)
-    if step.run not in IN_PLACE.values():  # these modify memory without other readers
+    if step.run not in IN_PLACE_OPS.values():  # these modify memory without other readers
         for index, (tensor, copy) in enumerate(zip(tensors, originals, strict=True)):
             if not _is_alike(tensor.detach(), copy):
-                raise _problem(
+                raise _guard_error(
                     rank, step, f"modified its argument {index} in place, which others may read; work on a copy"
                 )
     for index, (tensor, value) in enumerate(zip(results, (values[out] for out in step.outputs), strict=True)):
-        dtype = tensor.dtype if any(autocast()) else value.dtype
+        dtype = tensor.dtype if any(autocast_states()) else value.dtype
         if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
-            raise _problem(
+            raise _guard_error(
                 rank,
                 step,
                 f"returned {tensor.dtype} of shape {tuple(tensor.shape)} as result {index}, but its rule declares"
@@ -52,5 +52,5 @@ def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _problem(rank: int, step: Step, message: str) -> HaloError:
+def _guard_error(rank: int, step: Step, message: str) -> HaloError:
     return HaloError(f"rank {rank}: step '{step.name}', forward: {message}")

@@ -18,7 +18,7 @@ from ...geometry import Lattice, Piece, Transfer, to_slice
 from ...halo.exchange import WHOLE
 from ...observer import ObservedEvent
 from ...runtime.observers.ledger import Ledger, LedgerKey
-from ..ir.graph import GRADIENTS, WIDER
+from ..ir.graph import ACCUMULATION_DTYPE, GRADIENTS
 from ..ir.layout import Mesh
 
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
@@ -127,10 +127,10 @@ class MeshComm:
         """Return the sum, or maximum, over axes as a new tensor, or possibly in place; collective over the axes."""
         groups = self._sums.get(axes)
         if groups is None:  # created by all ranks, those without elements too
-            groups = self._sums[axes] = [self.group(group_axes) for group_axes in self.mesh.sums(axes)]
+            groups = self._sums[axes] = [self.group(group_axes) for group_axes in self.mesh.reduction_axes(axes)]
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
-        dtype = WIDER.get(tensor.dtype, tensor.dtype)
+        dtype = ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype)
         wide = tensor.detach().to(self.staging_device(tensor.device), dtype, copy=not in_place)
         if wide.is_complex() or wide.is_neg():
             wide = wide.resolve_conj().resolve_neg()
@@ -167,7 +167,7 @@ class StagedExchange:
                     by_peer[peer] = flat
                 else:
                     staged.append((flat, buffer))
-            return messages(by_peer, first, bool(group.tensor_device_types))
+            return create_messages(by_peer, first, bool(group.tensor_device_types))
 
         self._leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -306,7 +306,7 @@ class Channel:
         key = direction, (tensor.dtype, tensor.device), sizes
         buffers = self._planned.get(key)
         if buffers is None:
-            self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # one batch size
+            self._planned = {k: kept for k, kept in self._planned.items() if k[1:] == key[1:]}  # one batch size
             buffers = self._planned[key] = _Buffers(self, tensor, direction == "forward")
         for piece, cells in buffers.leaving:
             cells.copy_(self._at(tensor, piece.source if direction == "forward" else piece.target))
@@ -355,14 +355,14 @@ class _Buffers:
         return self.arriving
 
 
-def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
+def create_messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
     """Return a message for each buffer, keyed by rank of the world; `first` is the rank of the group's first member.
 
     Messages are of tensors if the transport supports them, else of NumPy arrays sharing their memory.
     """
     result = []
-    for peer, numbers in buffers.items():
-        flat = _real(numbers)
+    for peer, tensor in buffers.items():
+        flat = _real(tensor)
         if tensors:
             result.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
             continue

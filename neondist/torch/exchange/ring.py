@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...observer import ObservedEvent
-from ..ir.graph import WIDER, Step
-from ..ir.layout import Dim, Mesh, axes_of, indices
-from ..ir.once import once_differentiable
+from ..ir.graph import ACCUMULATION_DTYPE, Step
+from ..ir.layout import Dim, Mesh, axes_of, local_indices
+from ..ir.once_differentiable import once_differentiable
 from .mesh_comm import MeshComm, StagedExchange
 
 _OPS = torch.ops.aten
@@ -55,12 +55,12 @@ class RingChannel:
     """Messages around one ring through two alternating flat buffers, planned once."""
 
     def __init__(self, comm: MeshComm, step: Step) -> None:
-        self.comm, self.name, self.ring = comm, step.name, step.key
+        self.comm, self.name, self.ring = comm, step.name, step.kind_args
         rank, mesh = comm.grid.rank, comm.mesh
         self.ranks = self.ring.ranks(rank)
         self.at = self.ranks.index(rank)
-        self.rows = torch.tensor(indices(self.ring.queries, comm.place))
-        self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
+        self.rows = torch.tensor(local_indices(self.ring.queries, comm.place))
+        self.columns = [torch.tensor(local_indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
         self.group, self.first = comm.reduction_group(axes_of([self.ring.keys]))
         self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
@@ -78,7 +78,7 @@ class RingChannel:
         ends = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned:
-            self._planned = {of: kept for of, kept in self._planned.items() if of[1] == key[1]}
+            self._planned = {k: kept for k, kept in self._planned.items() if k[1] == key[1]}
             self._planned[key] = self._plan(sum(ends), back, tensors[0])
         flats, exchanges = self._planned[key]
 
@@ -106,9 +106,9 @@ class RingChannel:
             scores.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
         return scores
 
-    def _plan(self, numbers: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
+    def _plan(self, elements: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
         """Return two buffers and the exchanges between them; `numbers` is the number of elements per key."""
-        count, sizes = len(self.ranks), [numbers * len(columns) for columns in self.columns]
+        count, sizes = len(self.ranks), [elements * len(columns) for columns in self.columns]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):
             leaving, arriving = (sizes[(self.at - step) % count] for step in (hop, hop + 1))
@@ -128,7 +128,7 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, channel: RingChannel
     ) -> torch.Tensor:
         """Return (..., queries, channels of v)."""
-        wide, q = WIDER.get(q.dtype, q.dtype), q.contiguous()
+        wide, q = ACCUMULATION_DTYPE.get(q.dtype, q.dtype), q.contiguous()
         queries = q.to(wide) * channel.ring.scale
         least = torch.finfo(wide).min  # finite, so that rows without any key have no NaN
         top = queries.new_full((*q.shape[:-1], 1), least)

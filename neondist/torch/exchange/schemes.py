@@ -175,7 +175,7 @@ def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> 
 def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
     """Set the scheme of each window to that of the innermost module that has one."""
     for step in steps:
-        if step.window:
+        if step.is_window_view:
             module, _, _ = step.name.rpartition(":")
             policy = policy_of(module, schemes)
             step.scheme = None if isinstance(policy, Fusion) else policy

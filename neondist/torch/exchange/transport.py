@@ -74,7 +74,7 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
     return TorchTransport(max_count=max_count)
 
 
-def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
+def join_process_group(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
     """Return the transport of processes started one by one, which rendezvous at the address of rank 0; collective.
 
     Parameters
@@ -330,15 +330,15 @@ class _Reduction(Request):
         self.transport, self.kind = transport, kind
         self.combine = {"sum": np.add, "max": np.maximum}[op]
         self.parts = [flat[start:end] for start, end in pairwise(ends)]
-        self.mine = self.parts[transport.rank]
-        self.rows = [np.empty_like(self.mine) for _ in self.parts]
-        self.rows[transport.rank][...] = self.mine
+        self.own_part = self.parts[transport.rank]
+        self.rows = [np.empty_like(self.own_part) for _ in self.parts]
+        self.rows[transport.rank][...] = self.own_part
         self.first = self._post(self.parts, self.rows, COLLECTIVES)
 
     def wait(self) -> None:
         self.first.wait()
-        self.mine[...] = reduce(self.combine, self.rows)
-        self._post([self.mine] * len(self.parts), self.parts, self.kind).wait()
+        self.own_part[...] = reduce(self.combine, self.rows)
+        self._post([self.own_part] * len(self.parts), self.parts, self.kind).wait()
 
     def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
         transport = self.transport

@@ -12,11 +12,11 @@ import torch
 from ..capture.capture import lower_program
 from ..ir.graph import Step, Value
 from ..ir.layout import Layout, Mesh
-from ..lowering.lower import Lowering
-from ..lowering.steps import Where
-from .in_blocks import AxisRanges, ids_of
+from ..lowering.lowering import Lowering
+from ..lowering.steps import OperatorPosition
+from .block_lowering import AxisRanges, value_ids
 
-_KINDS = ("local", "view", "norm", "spread", "counted")
+_SEGMENT_STEP_KINDS = ("local", "view", "norm", "spread", "counted")
 
 
 class ProgramLowering(Lowering):
@@ -26,42 +26,42 @@ class ProgramLowering(Lowering):
     ----------
     input_values : list of Value
         Values that the program starts from: inputs, parameters, buffers and constants.
-    in_rule : bool
+    inside_rule : bool
         Whether a rule is being called.
-    number : int
+    operator_number : int
         Number of the current operator of the program.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.input_values, self.in_rule, self.number = list[Value](), False, -1
+        self.input_values, self.inside_rule, self.operator_number = list[Value](), False, -1
 
-    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+    def new_input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new input value."""
-        self.input_values.append(super().input(layout, dtype, kind))
+        self.input_values.append(super().new_input(layout, dtype, kind))
         return self.input_values[-1]
 
-    def constant(self, tensor: torch.Tensor) -> Value:
+    def add_constant(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor known at planning time."""
-        value = super().constant(tensor)
-        if self.number < 0:
+        value = super().add_constant(tensor)
+        if self.operator_number < 0:
             self.input_values.append(value)
         return value
 
-    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
-        if self.in_rule:
+        if self.inside_rule:
             return self.lower_by_rule(target, args, kwargs)
-        self.number += 1
+        self.operator_number += 1
         return self.lower_program_call(target, args, kwargs)
 
     def lower_by_rule(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator by its rule."""
-        before, self.in_rule = self.in_rule, True
+        before, self.inside_rule = self.inside_rule, True
         try:
-            return super().call(target, args, kwargs)
+            return super().lower_call(target, args, kwargs)
         finally:
-            self.in_rule = before
+            self.inside_rule = before
 
     @abstractmethod
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -74,40 +74,40 @@ class OperatorRecord(NamedTuple):
     target: Any
     args: Any
     kwargs: Any
-    where: Where
-    out: Any
-    draws: int
+    where: OperatorPosition
+    fake_out: Any
+    draw_number: int
     result: Any
-    windows: bool
-    local: bool
+    has_windows: bool
+    is_local: bool
 
     @property
-    def read(self) -> list[int]:
+    def read_values(self) -> list[int]:
         """Values that it reads."""
-        return ids_of((self.args, self.kwargs))
+        return value_ids((self.args, self.kwargs))
 
     @property
-    def structure(self) -> bool:
+    def is_structural(self) -> bool:
         """Whether it only combines results of other operators."""
         return self.target is operator.getitem or isinstance(self.target, type)
 
 
-class _Probe(ProgramLowering):
+class _RecordingLowering(ProgramLowering):
     """Ordinary lowering that records the operators, and the results of all their steps."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
-        self.records, self.computed = list[OperatorRecord](), set[int]()
+        self.records, self.computed_values = list[OperatorRecord](), set[int]()
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower an operator by its rule and record it."""
-        start, context = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
+        start, context = len(self.steps), (target, args, kwargs, self.where, self.fake_out, self.draw_number)
         result = self.lower_by_rule(target, args, kwargs)
         steps = self.steps[start:]
         views = [step for step in steps if step.kind == "view"]
         windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
-        local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in steps)
-        self.computed.update(value for step in steps for value in step.outputs)
+        local = all(map(_is_window, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
+        self.computed_values.update(value for step in steps for value in step.outputs)
         self.records.append(OperatorRecord(*context, result, windows, local))
         return result
 
@@ -138,34 +138,34 @@ class Program:
     plan : TorchPlan
     records : list of OperatorRecord
     values : dict of int to Value
-    images : list of int
+    image_ids : list of int
         Inputs of the program.
-    starts : list of int
+    initial_values : list of int
         Values that it starts from: inputs, parameters, buffers and constants.
     """
 
     def __init__(self, program: Any, mesh: Mesh, layouts: Sequence[Layout], gather_at: Sequence[str]) -> None:
-        probe, self.mesh, self.functions = _Probe(mesh, 0), mesh, program.functions
+        probe, self.mesh, self.autograd_functions = _RecordingLowering(mesh, 0), mesh, program.functions
         self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
         self.records, self.values = probe.records, {value.id: value for value in probe.values}
-        self.images, self.starts = list(self.plan.inputs), [value.id for value in probe.input_values]
-        between = (step for step in probe.steps if probe.computed.isdisjoint(step.outputs))  # of two modules
-        self._kept = {value for step in between for value in step.inputs} | {*self.plan.mutated.values()}
-        self._kept.update(out for out in self.plan.outputs if isinstance(out, int))
+        self.image_ids, self.initial_values = list(self.plan.inputs), [value.id for value in probe.input_values]
+        between = (step for step in probe.steps if probe.computed_values.isdisjoint(step.outputs))  # of two modules
+        self._external = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
+        self._external.update(out for out in self.plan.outputs if isinstance(out, int))
         self._readers: dict[int, list[int]] = {}
         for number, record in enumerate(self.records):
-            for value in record.read:
+            for value in record.read_values:
                 self._readers.setdefault(value, []).append(number)
 
     def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
         """Return the values that operators outside of a group, or others, read."""
         numbers = set(inside)
-        return [v for v in values if v in self._kept or not numbers.issuperset(self._readers.get(v, ()))]
+        return [v for v in values if v in self._external or not numbers.issuperset(self._readers.get(v, ()))]
 
 
-def laid(value: Value, mesh: Mesh) -> Layout:
+def even_layout(value: Value, mesh: Mesh) -> Layout:
     """Return the layout of a box, partitioned evenly."""
-    return tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout)
+    return tuple((mesh.even_atom(atom.extent, atom.axis),) for (atom,) in value.layout)
 
 
 def ranges_at(layouts: Sequence[Layout], place: Mapping[int, int]) -> AxisRanges:

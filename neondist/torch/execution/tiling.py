@@ -10,14 +10,14 @@ import torch
 
 from ...errors import ShapeError
 from ..exchange.mesh_comm import MeshComm
-from ..ir.layout import Layout, NeededRanges, at_place, axes_of, cut, local_shape, shape_of, whole
-from ..lowering.building import Builder
+from ..ir.layout import Layout, NeededRanges, axes_of, default_layout, local_shape, place_ranges, replicated, shape_of
+from ..lowering.builder import PlanBuilder
 from ..lowering.plan import TorchPlan
-from ..lowering.steps import Where
-from .run import Runner
+from ..lowering.steps import OperatorPosition
+from .runner import Runner
 
 
-def mark(tensor: torch.Tensor, layout: Layout) -> None:
+def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
     """Mark a tensor that no model has returned with the layout of the whole tensor."""
     tensor.neondist_layout = layout  # type: ignore[attr-defined]
 
@@ -33,21 +33,21 @@ class Tiling:
 
     Attributes
     ----------
-    inputs : list of Layout
+    input_layouts : list of Layout
     """
 
     def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.comm = comm
-        self.resize(shapes)
+        self.set_input_shapes(shapes)
         # layouts of the tensors returned to the user, by id as long as they live
         self._layouts: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
         self._gathers: dict[tuple[Layout, torch.dtype], Runner] = {}
 
-    def resize(self, shapes: Iterable[Sequence[int]]) -> None:
+    def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
         """Partition inputs of other global shapes from now on."""
-        self.inputs = [cut(shape, self.comm.mesh) for shape in shapes]
+        self.input_layouts = [default_layout(shape, self.comm.mesh) for shape in shapes]
 
-    def whole_shape(self, tile: Any) -> tuple[int, ...] | None:
+    def global_shape(self, tile: Any) -> tuple[int, ...] | None:
         """Return the global shape of a tensor from this rank's part; None: unknown."""
         if not isinstance(tile, torch.Tensor):
             return None
@@ -56,13 +56,13 @@ class Tiling:
             return tuple(tile.shape) if self.comm.grid.size == 1 else None
         return shape_of(layout)
 
-    def remember(self, tensor: torch.Tensor, layout: Layout) -> None:
+    def remember_layout(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember the layout of a tensor as long as it lives."""
         key, layouts = id(tensor), self._layouts
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
 
-    def unknown(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return the indices of tensors that neither the model nor `part` has returned."""
+    def unmarked(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the indices of tensors that neither the model nor `local_part` has returned."""
         return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
 
     def layout_of(self, tensor: torch.Tensor) -> Layout | None:
@@ -70,14 +70,14 @@ class Tiling:
         reference, layout = self._layouts.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
 
-    def part(self, image: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
+    def local_part(self, image: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
         """Return this rank's part of a tensor replicated on every rank, or the larger ranges given for each axis."""
         if tuple(image.shape) != shape_of(layout):
             raise ShapeError(
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(image.shape)}"
             )
         if ranges:
-            for dim, (lo, hi) in at_place(ranges, self.comm.place).items():
+            for dim, (lo, hi) in place_ranges(ranges, self.comm.place).items():
                 image = image.narrow(dim, lo, hi - lo)
             return image.clone(memory_format=torch.preserve_format)
         if not axes_of(layout):
@@ -91,10 +91,10 @@ class Tiling:
                 image = image.narrow(dim, lo, hi - lo)
             shape = local_shape(layout, self.comm.place)
             part = image.clone(memory_format=torch.preserve_format).reshape(shape)
-        self.remember(part, layout)
+        self.remember_layout(part, layout)
         return part
 
-    def target(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
+    def target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
         """Return the layout of a target: that of an output with its spatial extents, else along the batch only."""
         mesh, layouts = self.comm.mesh, self._known_layouts(outputs)
         for layout in layouts:
@@ -102,7 +102,7 @@ class Tiling:
                 return layout
             if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
-                    return (layout[0], *whole(shape[1:2]), *layout[2:])
+                    return (layout[0], *replicated(shape[1:2]), *layout[2:])
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
                     return (layout[0], *layout[2:])
         batches = {shape_of(layout[:1]) for layout in layouts if layout}
@@ -112,7 +112,7 @@ class Tiling:
                 f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
                 " the batch and spatial extents of one of them, or be (N,) or (N, C)"
             )
-        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+        return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:])) if shape else ()
 
     def layouts_of(
         self,
@@ -155,15 +155,16 @@ class Tiling:
         return [layout for layout in layouts if layout is not None]
 
     def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
-        return [*outputs, *self.inputs]  # a criterion may resize an output to the extents of the image
+        return [*outputs, *self.input_layouts]  # a criterion may resize an output to the extents of the image
 
     def _candidates(self, tensor: torch.Tensor, layouts: Sequence[Layout], target: bool) -> list[Layout]:
         mesh = self.comm.mesh
         images = [layout for layout in layouts if len(layout) == mesh.spatial + 2]
         cells = [layout[:1] + layout[2:] for layout in images]
-        channels = [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
+        channels = [(lay[0], *replicated(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
         batch = [layout[:1] for layout in layouts]
-        vectors = [(lay[0], *whole(tensor.shape[1:])) for lay in layouts if lay and 1 < tensor.dim() <= mesh.spatial]
+        own = replicated(tensor.shape[1:])
+        vectors = [(layout[0], *own) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial]
         if target:
             return [*cells, *channels, *batch, *layouts, *vectors]
         return [*layouts, *channels, *cells, *batch, *vectors]
@@ -185,9 +186,9 @@ class Tiling:
 
     def _plan_gather(self, layout: Layout, dtype: torch.dtype) -> Runner:
         mesh, rank = self.comm.mesh, self.comm.grid.rank
-        builder = Builder(mesh, rank)
-        builder.where = Where("gather", "", "")
-        value = builder.input(layout, dtype)
+        builder = PlanBuilder(mesh, rank)
+        builder.where = OperatorPosition("gather", "", "")
+        value = builder.new_input(layout, dtype)
         whole_value = builder.gathered(value)
         plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [whole_value.id], {})
         return Runner(self.comm, plan)

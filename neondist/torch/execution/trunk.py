@@ -22,37 +22,37 @@ from ...system.memory import format_bytes
 from ..capture.capture import lower_program
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import IN_PLACE, Value
-from ..ir.layout import Layout, Mesh, is_box, whole
+from ..ir.graph import IN_PLACE_OPS, Value
+from ..ir.layout import Layout, Mesh, is_box, replicated
 from ..lowering.plan import TorchPlan
-from ..lowering.steps import Where
-from .blocked import Blocks, Sums
-from .fused import FusedLowering, placeholders
-from .in_blocks import Statistics, Traced, ids_of, paired
-from .program_lowering import OperatorRecord, Program, laid
-from .segments import KEY, OperatorSegment, SegmentBuilder
+from ..lowering.steps import OperatorPosition
+from .block_lowering import LiveNorm, TracedPart, pair_values, value_ids
+from .fused_lowering import FusedLowering, deferred_results
+from .program_lowering import OperatorRecord, Program, even_layout
+from .recomputed_blocks import BlockMoments, RecomputedBlocks
+from .segments import SEED_KEY, OperatorSegment, SegmentBuilder
 
 WEIGHT_COPIES = 4
 """of weights: values, gradients and optimiser state"""
-NAME = "blocks"
+TRUNK_STEP = "blocks"
 """Name of the trunk's step."""
 
 
 class _TrunkBuilder(SegmentBuilder):
     """Trunk under construction: a segment that begins at the image; its blocks separate samples, too."""
 
-    def __init__(self, program: Program, live: int) -> None:
-        super().__init__(program, frozenset(range(program.mesh.spatial + 1)), live)
-        (image,) = program.images
-        self.starts, self.depth[image] = {*program.starts}, 0
+    def __init__(self, program: Program, max_norms: int) -> None:
+        super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
+        (image,) = program.image_ids
+        self.initial_values, self.depth[image] = {*program.initial_values}, 0
         value = program.values[image]
-        self.local_values[image] = self.add_input(image, value, self.mesh.image(value.shape))
+        self.local_values[image] = self.add_input(image, value, self.mesh.image_layout(value.shape))
 
     def can_read(self, record: OperatorRecord) -> bool:
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
-        return all(value in self.local_values or value in self.starts for value in record.read)
+        return all(value in self.local_values or value in self.initial_values for value in record.read_values)
 
-    def check(self, record: OperatorRecord, result: Any, norms: Sequence[Statistics]) -> None:
+    def check_operator(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
         """Accept all operators: only outputs must be boxes."""
 
 
@@ -62,47 +62,47 @@ class Trunk(OperatorSegment):
 
     Attributes
     ----------
-    sweeps : sequence of Traced
+    norm_sweeps : sequence of TracedPart
         For each live norm, the computation of its input from the statistics of the previous ones.
-    why : UnsupportedOperator or None
+    refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
     program : Program
     """
 
-    sweeps: Sequence[Traced]
-    why: UnsupportedOperator | None
+    norm_sweeps: Sequence[TracedPart]
+    refusal: UnsupportedOperator | None
     program: Program
 
     @classmethod
-    def of(cls, program: Program, live: int = 0) -> Trunk:
-        """Return the trunk of a program, with at most `live` live norms."""
+    def find(cls, program: Program, max_norms: int = 0) -> Trunk:
+        """Return the trunk of a program, with at most `max_norms` live norms."""
         outside = set[int]()
         while True:
-            builder = _TrunkBuilder(program, live)
+            builder = _TrunkBuilder(program, max_norms)
             for number, record in enumerate(program.records):
                 if number not in outside and builder.can_read(record):
-                    builder.add(number, record, inside=builder.reads(record))
+                    builder.try_add(number, record, inside=builder.is_read_by(record))
             records = {at: program.records[at] for at in builder.numbers}
-            moments = {value for at in builder.norms for value in ids_of(records[at].result)[1:]}
-            results = builder.depth.keys() - moments - builder.starts
+            moments = {value for at in builder.norms for value in value_ids(records[at].result)[1:]}
+            results = builder.depth.keys() - moments - builder.initial_values
             outputs = program.outputs(sorted(results), records)
             ends = [builder.local_values[value] for value in outputs]
             odd = {value for value, end in zip(outputs, ends, strict=True) if not is_box(end.layout, builder.mesh.axes)}
             if not odd:
                 break
-            outside.update(at for at, record in records.items() if not odd.isdisjoint(ids_of(record.result)))
-        inputs, parts = [*builder.program_inputs.values()], list[Traced]()
+            outside.update(at for at, record in records.items() if not odd.isdisjoint(value_ids(record.result)))
+        inputs, parts = [*builder.program_inputs.values()], list[TracedPart]()
         for norm in builder.norms.values():
-            parts.append(Traced(builder, inputs, [norm.x]))
+            parts.append(TracedPart(builder, inputs, [norm.x]))
             inputs += norm.mean, norm.variance
-        traced = Traced(builder, inputs, ends)
+        traced = TracedPart(builder, inputs, ends)
         values = builder.inputs_of([*parts, traced]), outputs, builder.local_values
-        return cls(records, *values, traced, builder.norms, sweeps=parts, why=builder.why, program=program)
+        return cls(records, *values, traced, builder.norms, norm_sweeps=parts, refusal=builder.refusal, program=program)
 
     @property
-    def parts(self) -> list[Traced]:
+    def parts(self) -> list[TracedPart]:
         """Parts that are computed one after the other."""
-        return [*self.sweeps, self.traced]
+        return [*self.norm_sweeps, self.traced]
 
 
 class TrunkLowering(FusedLowering):
@@ -115,68 +115,68 @@ class TrunkLowering(FusedLowering):
     """
 
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
-        super().__init__(mesh, rank, [trunk], trunk.program.images)
-        self.in_parts, self.trunk, self.parts = True, trunk, tuple(parts)
-        self.blocks: Blocks | None = None
+        super().__init__(mesh, rank, [trunk], trunk.program.image_ids)
+        self.computes_in_parts, self.trunk, self.parts = True, trunk, tuple(parts)
+        self.blocks: RecomputedBlocks | None = None
         self.tiles: list[Value] = []
-        self._statistics: dict[int, tuple[Value, Value]] = {}  # by the id of a placeholder for the normalised value
+        self._norm_moments: dict[int, tuple[Value, Value]] = {}  # by the id of the normalised value's placeholder
 
     @property
-    def note(self) -> str:  # type: ignore[override]
+    def group_description(self) -> str:  # type: ignore[override]
         """Description of the part computed block by block."""
         text = f"memory: {' x '.join(map(str, self.parts))} blocks per rank (samples x space)"
         if self.trunk.norms:
             text += f", after {len(self.trunk.norms)} sweeps for the statistics of norms,"
-        if self.trunk.why is not None:
-            text += f" up to {self.trunk.why.operator} in module '{self.trunk.why.module}'"
+        if self.trunk.refusal is not None:
+            text += f" up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the values of an operator, or placeholders for those of the trunk, which runs before all others."""
         if self.blocks is None:
-            self.run_segment(self.trunk)
-        record = self.trunk.records.get(self.number)
+            self.add_segment_steps(self.trunk)
+        record = self.trunk.records.get(self.operator_number)
         if record is None:
             return self.lower_by_rule(target, args, kwargs)
-        if self.number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
-            norm = self.trunk.norms[self.number]
-            x = self.input(laid(norm.x, self.mesh), norm.x.dtype)
-            self._statistics[x.id] = self._moments[norm.mean.id], self._moments[norm.variance.id]
+        if self.operator_number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
+            norm = self.trunk.norms[self.operator_number]
+            x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
+            self._norm_moments[x.id] = self._moments[norm.mean.id], self._moments[norm.variance.id]
             _, *moved = self.lower_by_rule(target, (x, *args[1:]), kwargs)
-            self.program.update(paired(record.result[1:], moved))
-        return placeholders(record)
+            self.program_values.update(pair_values(record.result[1:], moved))
+        return deferred_results(record)
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised, or x with the statistics that the trunk has computed."""
-        if x.id in self._statistics:
-            return x, *self._statistics[x.id]
+        if x.id in self._norm_moments:
+            return x, *self._norm_moments[x.id]
         return super().normalise(x, weight, bias, moments, groups)
 
-    def run_segment(self, segment: OperatorSegment) -> None:
+    def add_segment_steps(self, segment: OperatorSegment) -> None:
         """Add the steps of the trunk."""
-        trunk, where, draws = self.trunk, self.where, self.draws
-        self.where = Where(NAME, "", "")
-        self.program.update(zip(trunk.program.starts, self.input_values, strict=True))
-        if KEY in trunk.inputs:
-            self.program[KEY], _ = self.random_key()
+        trunk, where, draws = self.trunk, self.where, self.draw_number
+        self.where = OperatorPosition(TRUNK_STEP, "", "")
+        self.program_values.update(zip(trunk.program.initial_values, self.input_values, strict=True))
+        if SEED_KEY in trunk.inputs:
+            self.program_values[SEED_KEY], _ = self.random_key()
         views, first = self.input_views(trunk)
-        for sweep, norm in zip(trunk.sweeps, trunk.norms.values(), strict=True):
-            self.where = Where(NAME, "", "")
-            sums = Sums(norm.moments, sweep, self.tiles_of(sweep), self.parts, first)
-            (rows,) = self.in_blocks(sums, views, [whole(sums.shape)])
+        for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
+            self.where = OperatorPosition(TRUNK_STEP, "", "")
+            sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.parts, first)
+            (rows,) = self.add_block_step(sums, views, [replicated(sums.shape)])
             rows.axes = self.mesh.axes
-            self.where = Where("statistics", "", "")
-            views[norm.mean.id] = mean = self._mean(sums.total, [rows], norm)
-            views[norm.variance.id] = self._mean(sums.squares, [rows, mean], norm)
-        self.where, self._moments = Where(NAME, "", ""), views
-        self.blocks = Blocks(trunk.traced, self.tiles_of(trunk.traced), self.parts, first)
-        self.tiles = self.in_blocks(self.blocks, views)
-        self.program.update(zip(trunk.outputs, self.tiles, strict=True))
-        self.where, self.draws = where, draws
+            self.where = OperatorPosition("statistics", "", "")
+            views[norm.mean.id] = mean = self._add_mean(sums.summed_means, [rows], norm)
+            views[norm.variance.id] = self._add_mean(sums.summed_squares, [rows, mean], norm)
+        self.where, self._moments = OperatorPosition(TRUNK_STEP, "", ""), views
+        self.blocks = RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.parts, first)
+        self.tiles = self.add_block_step(self.blocks, views)
+        self.program_values.update(zip(trunk.outputs, self.tiles, strict=True))
+        self.where, self.draw_number = where, draws
 
-    def _mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: Statistics) -> Value:
+    def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: LiveNorm) -> Value:
         total = self.reduced(run, args, args[0].axes, norm.mean.layout)
         return self.local(lambda a: a / norm.moments.number, [total], total.layout)
 
@@ -188,13 +188,13 @@ def peak_bytes(plan: TorchPlan, training: bool) -> int:
     """
     if not training:
         return plan.peak()[0]
-    of_steps = ((*step.inputs, *step.outputs) for step in plan.steps if step.name != NAME)
+    of_steps = ((*step.inputs, *step.outputs) for step in plan.steps if step.name != TRUNK_STEP)
     largest = max((sum(plan.values[value].nbytes for value in ids) for ids in of_steps), default=0)
-    over = [plan.values[step.outputs[0]] for step in plan.steps if step.run in IN_PLACE.values()]
+    over = [plan.values[step.outputs[0]] for step in plan.steps if step.run in IN_PLACE_OPS.values()]
     return plan.memory(plan.rank) + 2 * largest - sum(value.nbytes for value in over)
 
 
-def fitted(
+def create_trunk_lowering(
     program: Any,
     mesh: Mesh,
     rank: int,
@@ -219,39 +219,39 @@ def fitted(
     needed = peak_bytes(searched.plan, training)
     if needed <= limit:
         return None
-    live = 0
+    max_norms = 0
     while True:
-        trunk = Trunk.of(searched, live)
+        trunk = Trunk.find(searched, max_norms)
         if trunk.outputs:
             lowering = TrunkLowering(mesh, 0, trunk, [1] * len(mesh.parts))
             plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-            needed, parts = _cut_to_fit(lowering, plan, limit, training)
+            needed, parts = _divide_to_fit(lowering, plan, limit, training)
             if needed <= limit:
                 return TrunkLowering(mesh, rank, trunk, parts)
-        if len(trunk.norms) < live:
+        if len(trunk.norms) < max_norms:
             break
-        live += 1 + live // 3  # each norm costs another sweep
+        max_norms += 1 + max_norms // 3  # each norm costs another sweep
     shortage = (
-        f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} are available; use more ranks,"
+        f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available; use more ranks,"
         " or give more memory"
     )
-    if trunk.why is None:
+    if trunk.refusal is None:
         raise ConfigError(f"memory: {shortage}")
     remedy = f"together with the operators after it, {shortage}"
-    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="be computed block by block", remedy=remedy)
+    raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
-def _cut_to_fit(lowering: TrunkLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
+def _divide_to_fit(lowering: TrunkLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
     """Divide a lowered trunk until a pass fits in `limit` bytes, or no further; return the bytes and the parts."""
     blocks, parts = lowering.blocks, list(lowering.parts)
     assert blocks is not None
-    extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
+    extents, tiles = blocks.max_extents(), sum(value.nbytes for value in lowering.tiles)
     parts[0] = extents[0]
     needed = peak_bytes(plan, training) + training * tiles
     while needed <= limit:
         blocks.parts = tuple(parts)
         # an inner block, and the one at the corner, which has both ends of an image that wraps around
-        inner = [blocks.plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
+        inner = [blocks.block_plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
         needed_now = (1 + training) * tiles + max(peak_bytes(plan, training) for plan in inner)
         longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
         if needed_now <= limit or extents[longest] == parts[longest]:

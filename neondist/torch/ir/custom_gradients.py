@@ -1,7 +1,7 @@
 """Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward.
 
-It records the forward of a Function and drops its backward. So Functions become custom operators here, which run the
-user's code; other gradients that would be dropped are refused.
+Export records the forward of a Function and drops its backward. So Functions become custom operators here, which run
+the user's code; other gradients that would be dropped are refused.
 """
 
 from __future__ import annotations
@@ -21,60 +21,54 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from .errors import NotRecorded, defined_at
-from .registry import CAPTURED_AS, POINTWISE, TRACING
+from .errors import NotRecorded, definition_site
+from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 
-OPERATOR = "neondist.function.default"
+FUNCTION_OPERATOR = "neondist.function.default"
 """Name of the operator in captured graphs: (tensors, number) -> tensors."""
-_CALLS: ContextVar[list[UserFunction] | None] = ContextVar("_CALLS", default=None)
+_RECORDED_CALLS: ContextVar[list[FunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
 """Calls recorded in the module that this thread is capturing."""
 
 
-class UserFunction:
-    """A call of an autograd.Function, as a function of the tensors among its arguments.
-
-    Attributes
-    ----------
-    name : str
-        The class, with the file and line of its definition.
-    """
+class FunctionCall:
+    """A call of an autograd.Function, as a function of the tensors among its arguments."""
 
     def __init__(self, cls: Any, args: Sequence[Any]) -> None:
         self._cls = cls
         leaves, self._spec = pytree.tree_flatten(tuple(args))
-        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._outputs: tuple[list[Any], Any] | None = None
+        self._tensor_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._other_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._output_structure: tuple[list[Any], Any] | None = None
 
     @property
     def name(self) -> str:
         """The class, with the file and line of its definition."""
-        source = defined_at(self._cls.forward)
+        source = definition_site(self._cls.forward)
         return f"autograd.Function {self._cls.__qualname__}" + (f" ({source})" if source else "")
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors among the results, with the Function's own gradients."""
-        leaves = list(self._leaves)
-        for at, tensor in zip(self._at, tensors, strict=True):
+        leaves = list(self._other_leaves)
+        for at, tensor in zip(self._tensor_positions, tensors, strict=True):
             leaves[at] = tensor
         args = pytree.tree_unflatten(leaves, self._spec)
-        token = _CALLS.set(None)
+        token = _RECORDED_CALLS.set(None)
         try:
             results, spec = pytree.tree_flatten(_declared_method(Function, "apply", self._cls)(*args))
         finally:
-            _CALLS.reset(token)
-        if self._outputs is None:
-            self._outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in results], spec
+            _RECORDED_CALLS.reset(token)
+        if self._output_structure is None:
+            self._output_structure = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in results], spec
         return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
 
-    def outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def unflatten_outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results in their original structure, given its tensors."""
-        assert self._outputs is not None
-        leaves, spec = self._outputs
+        assert self._output_structure is not None
+        leaves, spec = self._output_structure
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in leaves], spec)
 
-    def pointwise(self, tensors: Sequence[torch.Tensor], longer: Sequence[int]) -> list[bool] | None:
+    def gradients_if_pointwise(self, tensors: Sequence[torch.Tensor], tiled_dims: Sequence[int]) -> list[bool] | None:
         """Return which results have a gradient, if forward and backward are pointwise; else None.
 
         Both are traced twice, the second time for larger extents, to detect dependence on a tile's shape.
@@ -82,9 +76,9 @@ class UserFunction:
         Parameters
         ----------
         tensors : fake tensors of the global shape
-        longer : tiled dimensions, counted from the last (-1)
+        tiled_dims : tiled dimensions, counted from the last (-1)
         """
-        graphs = [_trace(self, tensors), _trace(self, [_enlarge(tensor, longer) for tensor in tensors])]
+        graphs = [_trace_grads(self, tensors), _trace_grads(self, [_enlarge(tensor, tiled_dims) for tensor in tensors])]
         if None in graphs:
             return None
         (graph, trained), (larger, _) = (traced for traced in graphs if traced is not None)
@@ -100,14 +94,14 @@ def _enlarge(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty(shape)
 
 
-def _trace(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
+def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
     """Return forward and backward as a graph, and which results have a gradient; None if tracing fails."""
     trained: list[bool] = []
 
     def both(*tensors: torch.Tensor) -> Any:
         with torch.enable_grad():
             xs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-            ys = function(*xs)
+            ys = call(*xs)
             trained[:] = [y.requires_grad for y in ys]
             outs = [y for y in ys if y.requires_grad]
             ins = [x for x in xs if x.requires_grad]
@@ -134,7 +128,7 @@ def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
             tags, name = node.target.tags, str(node.target)
             if torch.Tag.nondeterministic_seeded in tags:
                 return False
-            if torch.Tag.pointwise not in tags and name not in POINTWISE | _POINTWISE_IF_SAME_SHAPE:
+            if torch.Tag.pointwise not in tags and name not in POINTWISE_OPS | _POINTWISE_IF_SAME_SHAPE:
                 return False
         value = getattr(graph, node.target) if node.op == "get_attr" else node.meta.get("val")
         for tensor in pytree.tree_leaves(value):
@@ -150,45 +144,45 @@ _POINTWISE_IF_SAME_SHAPE = {
 """Operators that are pointwise if all of their tensors have the same shape, or one element."""
 
 
-class _RefuseUnrecorded(TorchFunctionMode):
+class _UnrecordedFunctionGuard(TorchFunctionMode):
     """Refuse operations of a forward that are not recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         applies = func not in _DATA_ACCESS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
-        if func in _NOT_RECORDED and applies:
-            raise NotRecorded(f"{_NOT_RECORDED[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
-        return CAPTURED_AS.get(func, func)(*args, **(kwargs or {}))
+        if func in _UNRECORDED and applies:
+            raise NotRecorded(f"{_UNRECORDED[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
+        return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
-_DATA: Any = torch.Tensor.data
-_NOT_RECORDED: dict[Any, str] = {
-    _DATA.__get__: "Tensor.data",
-    _DATA.__set__: "Tensor.data",
+_TENSOR_DATA: Any = torch.Tensor.data
+_UNRECORDED: dict[Any, str] = {
+    _TENSOR_DATA.__get__: "Tensor.data",
+    _TENSOR_DATA.__set__: "Tensor.data",
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
-_DATA_ACCESS = (_DATA.__get__, _DATA.__set__)
-_REMEDIES = {_DATA.__get__: "; use .detach() instead"}
+_DATA_ACCESS = (_TENSOR_DATA.__get__, _TENSOR_DATA.__set__)
+_REMEDIES = {_TENSOR_DATA.__get__: "; use .detach() instead"}
 
 
 @contextmanager
-def record_functions() -> Iterator[list[UserFunction]]:
+def record_functions() -> Iterator[list[FunctionCall]]:
     """Record the autograd.Functions that this thread applies as operators, except PyTorch's own."""
-    calls: list[UserFunction] = []
-    token = _CALLS.set(calls)
+    calls: list[FunctionCall] = []
+    token = _RECORDED_CALLS.set(calls)
     # patch the metaclass: modules may hold a reference to MyFunction.apply, and PyTorch's apply, compiled since 2.14,
     # reads these from the class in every call
-    for name, read in _PATCHED.items():
+    for name, read in _PATCHED_METHODS.items():
         setattr(FunctionMeta, name, property(read))
     try:
-        with _RefuseUnrecorded():
+        with _UnrecordedFunctionGuard():
             yield calls
     finally:
-        for name in _PATCHED:
+        for name in _PATCHED_METHODS:
             delattr(FunctionMeta, name)
-        _CALLS.reset(token)
+        _RECORDED_CALLS.reset(token)
 
 
 def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
@@ -196,55 +190,55 @@ def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
     return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
-def _is_recorded(cls: Any) -> bool:
+def _becomes_operator(cls: Any) -> bool:
     """Return whether a Function that this thread applies becomes an operator; PyTorch's own do not."""
     is_user = not (_declared_method(cls, "forward").__module__ or "").startswith("torch.")
-    return _CALLS.get() is not None and (is_user or cls is CheckpointFunction)
+    return _RECORDED_CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 
 
-def _forward(cls: Any) -> Any:
+def _recording_forward(cls: Any) -> Any:
     """Return a Function's forward; while a module is captured, one that calls the operator instead."""
     forward = _declared_method(cls, "forward")
-    if not _is_recorded(cls):
+    if not _becomes_operator(cls):
         return forward
     has_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
 
     @functools.wraps(forward)  # its signature has the defaults
     def recording(*args: Any) -> Any:
-        return _apply_operator(cls, args[has_context:])
+        return _apply_as_operator(cls, args[has_context:])
 
     return recording
 
 
-def _setup_context(cls: Any) -> Any:
+def _recording_setup_context(cls: Any) -> Any:
     """Return a Function's setup_context; while a module is captured, one that does nothing."""
     declared = _declared_method(cls, "setup_context")
     is_own = declared is not _declared_method(Function, "setup_context")
-    return (lambda ctx, inputs, output: None) if is_own and _is_recorded(cls) else declared
+    return (lambda ctx, inputs, output: None) if is_own and _becomes_operator(cls) else declared
 
 
-_PATCHED = {"forward": _forward, "setup_context": _setup_context}
+_PATCHED_METHODS = {"forward": _recording_forward, "setup_context": _recording_setup_context}
 
 
-def _apply_operator(cls: Any, args: Sequence[Any]) -> Any:
+def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
     """Record a call of a Function, and return the results of its operator."""
     if cls is CheckpointFunction:
         run, _, *call_args = args
         return run(*call_args)
-    calls = _CALLS.get()
+    calls = _RECORDED_CALLS.get()
     assert calls is not None
-    call = UserFunction(cls, args)
+    call = FunctionCall(cls, args)
     calls.append(call)
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    return call.outputs(torch.ops.neondist.function(tensors, len(calls) - 1))
+    return call.unflatten_outputs(torch.ops.neondist.function(tensors, len(calls) - 1))
 
 
 torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Tensor[]")
 
 
 @torch.library.register_fake("neondist::function")
-def _fake(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    calls = _CALLS.get()
+def _infer_results(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    calls = _RECORDED_CALLS.get()
     assert calls is not None, "the operator runs only while a module is captured"
     before = [tensor._version for tensor in tensors]
     results = calls[number](*tensors)

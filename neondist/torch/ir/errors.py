@@ -21,7 +21,7 @@ class UnsupportedOperator(UserError):
     why : str
     """
 
-    def __init__(self, where: Any, why: str = "", *, cannot: str = "be distributed", remedy: str = "") -> None:
+    def __init__(self, where: Any, why: str = "", *, action: str = "be distributed", remedy: str = "") -> None:
         self.operator, self.module, self.source = where.operator, where.module, where.source
         self.why = why
         remedy = remedy or (
@@ -32,7 +32,7 @@ class UnsupportedOperator(UserError):
             (f"{self.source}: " if self.source else "")
             + self.operator
             + (f" in module '{self.module}'" if self.module else "")
-            + f" cannot {cannot}{': ' + why if why else ', it has no rule'}; {remedy}"
+            + f" cannot {action}{': ' + why if why else ', it has no rule'}; {remedy}"
         )
 
 
@@ -50,7 +50,7 @@ class NotRecorded(Exception):
         self.source = source
 
 
-def defined_at(function: Any) -> str:
+def definition_site(function: Any) -> str:
     """Return the file and line of a function, or an empty string."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

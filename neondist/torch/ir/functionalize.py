@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 """Operator that runs a subgraph with or without gradients."""
-RUNNING = "running_mean", "running_var"
+RUNNING_STATS = "running_mean", "running_var"
 """Statistics that operators update in training, which their schemas do not declare."""
-_WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+_RETURNS_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Operators whose rules return the statistics after the result."""
-_DECOMPOSED = "aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index"
+_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
 """Operators with such writes, which rules or decompositions return as results."""
-_TRAINING = "training", "train", "use_input_stats"
+_TRAINING_FLAGS = "training", "train", "use_input_stats"
 _PURE = "backward", "functional", "no_training", "no_update"
 
 
-def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
-    """Return whether each write can be replaced by using the result from there on; notes functional twins on nodes.
+def can_replace_writes(graph: Any, buffers: Collection[str] = ()) -> bool:
+    """Return whether the results of operators can replace all writes; store out-of-place variants in `node.meta`.
 
     This holds if no alias of the memory is read later and only buffers outlive the program. Otherwise PyTorch's
     functionalisation is needed, which traces the whole module again.
@@ -41,23 +41,23 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     for node in nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
-                names.setdefault(memory_of(tensor), []).append(node)
-    twins: dict[Any, Any] = {}
+                names.setdefault(storage_id(tensor), []).append(node)
+    variants: dict[Any, Any] = {}
     for node in operators:
         if written_values(node):
-            twins[node] = node.target if node.target in _WITH_STATISTICS else _twin(node)
+            variants[node] = node.target if node.target in _RETURNS_STATISTICS else _out_of_place_variant(node)
         for target in written_values(node):
-            if not isinstance(target, torch.fx.Node) or twins[node] is None:
+            if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
-            first, *others = aliases = names[memory_of(target.meta["val"])]
+            first, *others = aliases = names[storage_id(target.meta["val"])]
             before = (name for name in aliases if positions[name] < positions[node] and name is not target)
             if any(positions[user] > positions[node] for name in before for user in name.users):
                 return False
             is_buffer = target is first and target.name in buffers and all(map(written_values, others))
             if first.op != "call_function" and not is_buffer:
                 return False
-    for node, twin in twins.items():
-        node.meta = node.meta | {"twin": twin}  # not in place: PyTorch lets nodes share one dictionary
+    for node, variant in variants.items():
+        node.meta = node.meta | {"out_of_place": variant}  # not in place: PyTorch lets nodes share one dictionary
     return True
 
 
@@ -74,22 +74,22 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     names = [arg.name for arg in arguments]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
-    if set(RUNNING) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE):
-        trains = all(values.get(name, True) for name in names if name in _TRAINING)
-        written += [name for name in RUNNING if trains and values.get(name) is not None]
+    if set(RUNNING_STATS) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE):
+        trains = all(values.get(name, True) for name in names if name in _TRAINING_FLAGS)
+        written += [name for name in RUNNING_STATS if trains and values.get(name) is not None]
     return [values.get(name) for name in written]
 
 
-def writes_unseen(node: Any) -> bool:
+def has_undeclared_writes(node: Any) -> bool:
     """Return whether an operator updates statistics unknown to PyTorch's functionalisation."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _WITH_RULES:
         return False
     declared = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
     return len(written_arguments(target, node.args, node.kwargs)) > declared
 
 
-def keep_statistics(graph: Any) -> None:
+def separate_statistics_updates(graph: Any) -> None:
     """Update the running statistics of instance norms by separate operators.
 
     PyTorch's functionalisation treats instance norms as free of side effects, and drops them if the result is unused.
@@ -114,7 +114,7 @@ def keep_statistics(graph: Any) -> None:
         node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def note_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
+def store_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
     """Store a node's result in `env`, also under the values it overwrites; return the overwritten nodes."""
     env[node] = result
     if targets := written_values(node):
@@ -123,7 +123,7 @@ def note_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
     return targets
 
 
-def _twin(node: Any) -> Any:
+def _out_of_place_variant(node: Any) -> Any:
     """Return the out-of-place variant of an operator that writes only to its first argument, or None."""
     schema = node.target._schema
     packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
@@ -131,24 +131,25 @@ def _twin(node: Any) -> Any:
         return None
     overloads = [getattr(packet, name) for name in packet.overloads()]
     # the first argument may have another name, such as in dropout
-    twin = next((f for f in overloads if not f._schema.is_mutable and _takes(f) == _takes(node.target)), None)
-    if twin is None:
+    types = _argument_types(node.target)
+    variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types(f) == types), None)
+    if variant is None:
         return None
     args, kwargs = pytree.tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
     )
     with torch.no_grad():
-        result, expected = twin(*args, **kwargs), node.meta["val"]
-    return twin if (result.shape, result.dtype) == (expected.shape, expected.dtype) else None
+        result, expected = variant(*args, **kwargs), node.meta["val"]
+    return variant if (result.shape, result.dtype) == (expected.shape, expected.dtype) else None
 
 
-def _takes(operator: Any) -> tuple[list[str], list[str]]:
+def _argument_types(operator: Any) -> tuple[list[str], list[str]]:
     """Return the types of an operator's arguments, and the names of all but the first."""
     arguments = operator._schema.arguments
     return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]
 
 
-def memory_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors sharing memory."""
     try:
         return int(tensor.untyped_storage()._cdata)

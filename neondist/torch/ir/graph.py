@@ -14,38 +14,38 @@ import torch
 from ...geometry import Place, Transfer
 from ...halo import ExchangePolicy
 from ...plan.planner import recompute_cuts
-from .layout import Layout, Mesh, Shape, layout_at, local_shape, shape_of
+from .layout import Layout, Mesh, Shape, layout_of_block, local_shape, shape_of
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+ACCUMULATION_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Accumulation dtype of low-precision sums over ranks."""
-FRESH = {
+FRESH_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
     "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
     "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
     "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", "aten.batch_norm.default",
 }  # fmt: skip
 """Operators that return new memory and do not need their results for the backward pass."""
-IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
+IN_PLACE_OPS: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
 """Operators that may overwrite their inputs with their results if the inputs have no other reader."""
-OWN_GRADIENT = {
+UNSHARED_GRADIENT_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
     "aten.conv3d.padding",
 }  # fmt: skip
 """Operators whose input gradient is in memory that is not shared."""
-PASS_THROUGH = ("spread", "counted")
+IDENTITY_KINDS = ("spread", "counted")
 """Kinds of steps that return their input unchanged and act on its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
-DEVICES = ("cpu", "cuda")
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def autocast() -> list[bool]:
+def autocast_states() -> list[bool]:
     """Return for each kind of device whether autocast is on."""
-    return [torch.is_autocast_enabled(device) for device in DEVICES]
+    return [torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES]
 
 
-def is_eager_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether alternative kernels apply: floats on the CPU, no autocast, no compiler."""
     return (
         x.device.type == "cpu"
@@ -87,7 +87,7 @@ class Value:
         """Return the value of a block."""
         if self.layout_or_none is None:
             return self if self.shape_at is None else replace(self, local=self.shape_at(place))
-        return replace(self, local=local_shape(self.layout, place), layout_or_none=layout_at(self.layout, place))
+        return replace(self, local=local_shape(self.layout, place), layout_or_none=layout_of_block(self.layout, place))
 
     @property
     def layout(self) -> Layout:
@@ -118,11 +118,11 @@ class Step:
     inputs, outputs : values, by id
     run : callable
         For 'local': from the inputs' tensors to the outputs'.
-    bind : callable, optional
+    bind_to_place : callable, optional
         From a place to `run` there, if that differs between places.
-    op : str
+    op_name : str
         The operator that computes the first output, if there is one.
-    window : bool
+    is_window_view : bool
         Whether it is a view for sliding windows, a range along each axis, which may have a border scheme.
     scheme : ExchangePolicy or None
         Border scheme for cells of other tiles; None: exact exchange.
@@ -139,14 +139,14 @@ class Step:
     pads: Pads = ()
     fill: float = 0.0
     axes: frozenset[int] = frozenset()
-    counts: bool = True
-    key: Any = None
-    free: tuple[int, ...] = field(default=())
-    op: str = ""
-    window: bool = False
+    counts_gradient: bool = True
+    kind_args: Any = None
+    freed: tuple[int, ...] = field(default=())
+    op_name: str = ""
+    is_window_view: bool = False
     scheme: ExchangePolicy | None = None
     owns_gradient: bool = False
-    bind: Callable[[Place], Callable[..., Any]] | None = None
+    bind_to_place: Callable[[Place], Callable[..., Any]] | None = None
 
 
 @dataclass(eq=False)
@@ -161,8 +161,8 @@ class TorchGraph:
     values : list of Value
     parameters, buffers, inputs : dict or list of ids
     outputs : list of id, or of a Python value
-    mutated : dict of buffer to id
-    key : int or None
+    mutated_buffers : dict of buffer to id
+    seed_id : int or None
         Id of the random seed.
     recompute : bool
         Whether the backward pass recomputes segments instead of keeping their values.
@@ -176,25 +176,25 @@ class TorchGraph:
     buffers: dict[str, int]
     inputs: list[int]
     outputs: list[Any]
-    mutated: dict[str, int]
-    key: int | None = None
+    mutated_buffers: dict[str, int]
+    seed_id: int | None = None
     recompute: bool = False
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine when each value can be freed."""
-        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
             if any(out in needed for out in step.outputs):
                 needed.update(step.inputs)
                 kept.append(step)
         self.steps = kept[::-1]
-        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         for step in reversed(self.steps):
             last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
-            step.free = tuple(dict.fromkeys(last))
+            step.freed = tuple(dict.fromkeys(last))
             seen.update(last)
-        self._save_memory()
+        self._reuse_memory()
 
     def segments(self) -> list[Segment]:
         """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
@@ -207,26 +207,26 @@ class TorchGraph:
         live = [0] * total  # values of earlier steps that are read at or after this one
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
-                live[at] += total if self._written_over(value, last) else 1
-        return self._cut_at(recompute_cuts(live))
+                live[at] += total if self._may_be_overwritten(value, last) else 1
+        return self._split_at(recompute_cuts(live))
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Merge consecutive local steps into single compiled ones."""
-        is_barrier = [step.kind != "local" or step.key is not None for step in self.steps]
+        is_barrier = [step.kind != "local" or step.kind_args is not None for step in self.steps]
         edges = (at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1])
         compiled = []
-        for segment in self._cut_at([0, *edges, len(is_barrier)]):
+        for segment in self._split_at([0, *edges, len(is_barrier)]):
             steps, inputs, outputs = segment
             if len(steps) > 1:
-                freed = {value for step in steps for value in step.free}
+                freed = {value for step in steps for value in step.freed}
                 free = tuple(value for value in (*inputs, *outputs) if value in freed)
-                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.run), free=free)]
+                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.run), freed=free)]
             compiled += steps
         self.steps = compiled
 
-    def _cut_at(self, cuts: Sequence[int]) -> list[Segment]:
+    def _split_at(self, cuts: Sequence[int]) -> list[Segment]:
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
-        for value in (*self.outputs, *self.mutated.values()):
+        for value in (*self.outputs, *self.mutated_buffers.values()):
             last[value] = len(self.steps)
         segments = []
         for begin, end in pairwise(cuts):
@@ -237,21 +237,21 @@ class TorchGraph:
             segments.append(Segment(steps, tuple(read), tuple(returned)))
         return segments
 
-    def _written_over(self, value: int, last: Mapping[int, int]) -> bool:
+    def _may_be_overwritten(self, value: int, last: Mapping[int, int]) -> bool:
         """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
         at = last.get(value, len(self.steps))
-        return at < len(self.steps) and self.steps[at].op in IN_PLACE
+        return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_OPS
 
-    def _save_memory(self) -> None:
+    def _reuse_memory(self) -> None:
         """Make steps and gradients of views overwrite values without other readers."""
         readers = Counter(value for step in self.steps for value in step.inputs)
-        owned = {step.inputs[0] for step in self.steps if step.op in OWN_GRADIENT and step.inputs}
-        fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
+        owned = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
+        fresh = {step.outputs[0] for step in self.steps if step.op_name in FRESH_OPS and step.kind in ("local", "norm")}
         for at, step in enumerate(self.steps):
-            if step.op in IN_PLACE and step.kind == "local" and step.key is None:
+            if step.op_name in IN_PLACE_OPS and step.kind == "local" and step.kind_args is None:
                 (value,) = step.inputs
-                if value in fresh and readers[value] == 1 and value in step.free:
-                    self.steps[at] = replace(step, run=IN_PLACE[step.op])
+                if value in fresh and readers[value] == 1 and value in step.freed:
+                    self.steps[at] = replace(step, run=IN_PLACE_OPS[step.op_name])
             elif step.kind == "view":
                 (value,) = step.outputs
                 step.owns_gradient = value in owned and readers[value] == 1 and value not in self.outputs
@@ -273,7 +273,7 @@ class Segment(NamedTuple):
         return tuple(env[value] for value in self.outputs)
 
 
-def has_gradients(dtype: torch.dtype) -> bool:
+def supports_gradients(dtype: torch.dtype) -> bool:
     """Return whether a dtype can have gradients: real or complex floating point."""
     return dtype.is_floating_point or dtype.is_complex
 

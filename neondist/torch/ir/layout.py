@@ -19,7 +19,7 @@ NeededRanges = dict[int, tuple[int, list[Range]]]
 """For each partitioned dimension: the axis of the mesh, and the range that each of its parts needs."""
 
 
-def at_place(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
+def place_ranges(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
     """Return the range that the rank at a place needs along each of the dimensions."""
     return {dim: ranges[place[axis]] for dim, (axis, ranges) in needed.items()}
 
@@ -64,41 +64,41 @@ class Mesh:
         """Return the rank at a place."""
         return index_of(self.parts, place)
 
-    def sums(self, axes: frozenset[int]) -> list[frozenset[int]]:
+    def reduction_axes(self, axes: frozenset[int]) -> list[frozenset[int]]:
         """Return the axes of each group of ranks in the successive reductions that make up a sum over `axes`."""
         axes &= self.axes
         if axes in (self.axes, self.axes - {0}):
             return [axes] if axes else []
         return [frozenset({axis}) for axis in sorted(axes)]
 
-    def atom(self, extent: int, axis: int | None) -> Atom:
+    def even_atom(self, extent: int, axis: int | None) -> Atom:
         """Return a range of indices split evenly over an axis: the first extent % parts parts have one more."""
         return Atom(extent) if axis is None or self.parts[axis] == 1 else Atom.even(extent, axis, self.parts[axis])
 
-    def image(self, shape: Sequence[int]) -> Layout:
+    def image_layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a batch of images (N, C, *spatial): all dimensions but C are partitioned."""
         axes = [0, None, *range(1, len(shape) - 1)]
-        return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
+        return tuple((self.even_atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
 
 
-def cut(shape: Sequence[int], mesh: Mesh) -> Layout:
+def default_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
     """Return the layout of a user's tensor: images are cut into tiles, other tensors along the batch only."""
     if len(shape) == mesh.spatial + 2:
-        return mesh.image(shape)
-    return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+        return mesh.image_layout(shape)
+    return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:])) if shape else ()
 
 
-def whole(shape: Sequence[int]) -> Layout:
+def replicated(shape: Sequence[int]) -> Layout:
     """Return the layout of a tensor replicated on every rank."""
     return tuple((Atom(n),) for n in shape)
 
 
-def replaced(layout: Layout, dim: int, *atoms: Atom) -> Layout:
+def replace_dim(layout: Layout, dim: int, *atoms: Atom) -> Layout:
     """Return the layout with other atoms for a dimension."""
     return (*layout[:dim], atoms, *layout[dim + 1 :])
 
 
-def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
+def replicated_along(layout: Layout, dims: Collection[int]) -> Layout:
     """Return the layout with these dimensions whole on every rank."""
     return tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(layout))
 
@@ -120,10 +120,10 @@ def shape_of(layout: Layout) -> Shape:
 
 def local_shape(layout: Layout, place: Place) -> Shape:
     """Return the shape of the part on the rank at a place."""
-    return tuple(prod(local_atoms(dim, place)) for dim in layout)
+    return tuple(prod(local_atom_extents(dim, place)) for dim in layout)
 
 
-def layout_at(layout: Layout, place: Place) -> Layout:
+def layout_of_block(layout: Layout, place: Place) -> Layout:
     """Return the layout with the ranges of a block."""
     return tuple(
         tuple(atom if atom.origin is None else atom._replace(bounds=atom.range(place)) for atom in dim)
@@ -131,12 +131,12 @@ def layout_at(layout: Layout, place: Place) -> Layout:
     )
 
 
-def local_atoms(dim: Dim, place: Place) -> Shape:
+def local_atom_extents(dim: Dim, place: Place) -> Shape:
     """Return the number of indices of each atom on the rank at a place."""
     return tuple(hi - lo for lo, hi in (atom.range(place) for atom in dim))
 
 
-def merged(dim: Iterable[Atom]) -> Dim:
+def merge_atoms(dim: Iterable[Atom]) -> Dim:
     """Return the dimension in the fewest atoms: whole atoms are merged into the preceding one."""
     atoms: list[Atom] = []
     for atom in dim:
@@ -164,7 +164,7 @@ class Unaligned(Exception):
         self.atom, self.multiple = atom, multiple
 
 
-def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
+def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
     """Return the layout after a reshape to a global shape, without data movement.
 
     Raises
@@ -179,7 +179,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
         dim: list[Atom] = []
         rest = size
         if size == 1:
-            _drop_ones(atoms, shape[at:])
+            _drop_unit_atoms(atoms, shape[at:])
             if atoms and atoms[-1].extent == 1:
                 dim.append(atoms.pop())
         while rest > 1:
@@ -204,14 +204,14 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
             dim.append(major)
             atoms.append(minor)
             rest //= common
-        dims.append(merged(dim))
+        dims.append(merge_atoms(dim))
     left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
     if left and not dims:
         raise Unaligned(left[0])
-    return (*dims[:-1], merged((*dims[-1], *left))) if dims else ()
+    return (*dims[:-1], merge_atoms((*dims[-1], *left))) if dims else ()
 
 
-def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
+def _drop_unit_atoms(atoms: list[Atom], shape: Sequence[int]) -> None:
     """Drop whole atoms of one index from the end until no more of them remain than leading 1s of `shape`."""
     ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
     run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
@@ -221,7 +221,7 @@ def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
             run -= 1
 
 
-def indices(dim: Dim, place: Place) -> list[int]:
+def local_indices(dim: Dim, place: Place) -> list[int]:
     """Return the global indices along a dimension on the rank at a place."""
     numbers = [0]
     for atom in dim:

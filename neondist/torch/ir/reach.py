@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...geometry import Atom, Cells, DimRequest, Place, Range, Window, clip_ranges, fold, hull_of, shift_range
+from ...geometry import Atom, Cells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
 
-SAME = Window.of_one(1)
+SAME_INDEX = Window.of_one(1)
 """Window of results that depend on the same index, or on all indices if they are whole."""
 
 
-class View(NamedTuple):
+class DimView(NamedTuple):
     """View of a part of the results along one dimension.
 
     Attributes
@@ -33,63 +33,63 @@ class Reach(NamedTuple):
 
     Attributes
     ----------
-    out : Atom
+    out_atom : Atom
         Partition of the results along the dimension; whole: all ranks need the same indices.
     window : Window
         Of one axis; results depend on the indices in it.
-    padded : bool
+    with_padding : bool
         Whether the view has the cells of the window outside of the tensor.
     """
 
-    out: Atom
-    window: Window = SAME
-    padded: bool = False
+    out_atom: Atom
+    window: Window = SAME_INDEX
+    with_padding: bool = False
 
-    def view(self, lo: int, hi: int, n: int) -> View:
+    def view(self, lo: int, hi: int, n: int) -> DimView:
         """Return the view of n indices for the results [lo, hi)."""
         if lo >= hi:
-            return View(((0, 0),), (), (0, 0))
-        if self.window is SAME:
-            return View(((lo, hi),), (range(lo, hi),), (0, 0))
+            return DimView(((0, 0),), (), (0, 0))
+        if self.window is SAME_INDEX:
+            return DimView(((lo, hi),), (range(lo, hi),), (0, 0))
         cells, (mode, *_) = self.window.used_cells(lo, hi), self.window.modes
         if mode != "zeros":
-            ranges = _runs(fold(i, n, mode) for i in range(*hull_of(cells)))
-            return View(ranges, tuple(range(*run) for run in ranges), (0, 0))
+            ranges = _consecutive_ranges(fold_index(i, n, mode) for i in range(*hull_of(cells)))
+            return DimView(ranges, tuple(range(*run) for run in ranges), (0, 0))
         used = tuple(clip_ranges(cells, 0, n))
-        first, last = hull_of(cells if self.padded else used)
+        first, last = hull_of(cells if self.with_padding else used)
         inside = max(first, 0), min(last, n)
         if inside[0] >= inside[1]:
-            return View(((0, 0),), used, (0, last - first))
-        return View((inside,), used, (inside[0] - first, last - inside[1]))
+            return DimView(((0, 0),), used, (0, last - first))
+        return DimView((inside,), used, (inside[0] - first, last - inside[1]))
 
-    def first(self, source: Atom, place: Place) -> int:
+    def first_index(self, source: Atom, place: Place) -> int:
         """Return the first index in the view of the rank at a place."""
-        return 0 if self.is_whole(source) else self.view(*self.out.range(place), source.extent).ranges[0][0]
+        return 0 if self.is_whole(source) else self.view(*self.out_atom.range(place), source.extent).ranges[0][0]
 
     def is_whole(self, source: Atom) -> bool:
         """Return whether every rank has all indices of the dimension and of the results; then the view has all, too."""
-        return self.out.axis is source.axis is None and not self.padded
+        return self.out_atom.axis is source.axis is None and not self.with_padding
 
 
 @lru_cache(maxsize=256)  # many operators have the same windows
-def views_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
+def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
     """Return the views of a dimension that the parts of the results need, and the padding of each."""
-    n, axis = source.extent, reach.out.axis
-    ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out.ranges), strict=True)
+    n, axis = source.extent, reach.out_atom.axis
+    ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out_atom.ranges), strict=True)
     if reach.is_whole(source):
         ranges = (((0, n),),)
-    if reach.window is SAME or all(map(_is_same, ranges, used)):
+    if reach.window is SAME_INDEX or all(map(_fills_ranges, ranges, used)):
         return DimRequest(dim, source, axis, ranges), pads
     places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
     return DimRequest(dim, source, axis, ranges, tuple(places)), pads
 
 
-def _is_same(ranges: Sequence[Range], cells: Cells) -> bool:
-    """Return whether cells of ranges are all that there are in them."""
+def _fills_ranges(ranges: Sequence[Range], cells: Cells) -> bool:
+    """Return whether the cells fill the ranges."""
     return sum(hi - lo for lo, hi in ranges) == sum(map(len, cells))
 
 
-def _runs(indices: Iterable[int]) -> tuple[Range, ...]:
+def _consecutive_ranges(indices: Iterable[int]) -> tuple[Range, ...]:
     """Return the ranges of consecutive indices."""
     runs: list[Range] = []
     for i in indices:

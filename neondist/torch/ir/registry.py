@@ -23,15 +23,15 @@ class Rule(NamedTuple):
 
     function: Callable[..., Any]
     always: bool
-    note: str
+    description: str
     whole: tuple[str, ...] = ()
 
 
 TRACING = threading.Lock()
 """Held while PyTorch traces, since it patches functions of its modules meanwhile: virtual ranks take turns."""
 RULES: dict[str, Rule] = {}
-POINTWISE: set[str] = set()
-CAPTURED_AS: dict[Any, Callable[..., Any]] = {}
+POINTWISE_OPS: set[str] = set()
+CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 """Functions of PyTorch that reject tensors by their values, and the functions captured instead."""
 
 
@@ -51,23 +51,23 @@ def rule(
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        note = (function.__doc__ or "").strip().split("\n")[0]
-        RULES.update({name: Rule(function, always, note, tuple(whole)) for name in names})
+        description = (function.__doc__ or "").strip().split("\n")[0]
+        RULES.update({name: Rule(function, always, description, tuple(whole)) for name in names})
         return function
 
     return register
 
 
-def pointwise(*names: str) -> None:
+def register_pointwise(*names: str) -> None:
     """Register operators each of whose results depends on one index of each argument."""
-    POINTWISE.update(names)
+    POINTWISE_OPS.update(names)
 
 
-def table() -> list[tuple[str, str, list[str]]]:
+def rule_table() -> list[tuple[str, str, list[str]]]:
     """Return (kind, description, operators) for all operators that have a rule; kinds are the modules of `rules`."""
     names_by_note: dict[tuple[str, str], list[str]] = {}
     for name, entry in RULES.items():
-        names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.note), []).append(name)
-    rows = [(kind, note, names) for (kind, note), names in names_by_note.items()]
-    rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE - set(RULES))))
+        names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.description), []).append(name)
+    rows = [(kind, description, names) for (kind, description), names in names_by_note.items()]
+    rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE_OPS - set(RULES))))
     return sorted(rows)

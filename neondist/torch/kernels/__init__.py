@@ -1,1 +1,1 @@
-"""Local kernels that replace slower ones of PyTorch; no communication."""
+"""Local kernels that replace slower PyTorch kernels; they do not communicate."""

@@ -21,8 +21,8 @@ from ...backends.gomp import gomp_parallel_address
 from ...backends.rows import VECTOR_BYTES
 from ...backends.windows import output_extent
 from ..exchange.mesh_comm import CHANNELS_LAST, format_of
-from ..ir.graph import is_eager_float
-from ..ir.once import once_differentiable
+from ..ir.graph import is_eager_cpu_float
+from ..ir.once_differentiable import once_differentiable
 from . import volumes, winograd
 
 Ints = Sequence[int]
@@ -80,7 +80,7 @@ def _is_matrix_product(
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.dim() in CHANNELS_LAST and x.numel() > 0 and is_eager_float(x, weight)
+    return x.dim() in CHANNELS_LAST and x.numel() > 0 and is_eager_cpu_float(x, weight)
 
 
 class _Convolution(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ...backends.windows import output_extent, unreached_cells
-from ..ir.graph import is_eager_float
-from ..ir.once import once_differentiable
+from ..ir.graph import is_eager_cpu_float
+from ..ir.once_differentiable import once_differentiable
 
 Ints = Sequence[int]
 _MAX_FALLBACK_SIZE = 20480  # channels * planes * rows, up to which PyTorch uses its own kernel
@@ -67,7 +67,7 @@ def _avoids_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
         and x.shape[1] * x.shape[2] * x.shape[3] <= _MAX_FALLBACK_SIZE
         and x.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
-        and is_eager_float(x, weight)
+        and is_eager_cpu_float(x, weight)
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..ir.graph import is_eager_float
-from ..ir.once import once_differentiable
+from ..ir.graph import is_eager_cpu_float
+from ..ir.once_differentiable import once_differentiable
 
 Pair = Sequence[int]
 _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
@@ -50,7 +50,7 @@ def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pai
         and x.dim() == 4
         and _fills_tiles(len(x), _output_extents(x, padding, dilation), dilation)
         and x.stride(-1) == 1
-        and is_eager_float(x, weight)
+        and is_eager_cpu_float(x, weight)
     )
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..ir.graph import PASS_THROUGH, Step, Value, has_gradients
+from ..ir.graph import IDENTITY_KINDS, Step, Value, supports_gradients
 from ..ir.layout import Shape
 from .plan import TorchPlan
-from .traffic import BackwardSteps, Ranks, traffic_of
+from .traffic import BackwardSteps, RankSubset, traffic_of
 
-BLOCKS = 64
+MAX_RUN_BLOCKS = 64
 """Maximum number of blocks of a step that are run to count its FLOPs."""
 
 
@@ -28,7 +28,7 @@ class StepCosts:
     ----------
     crosses : tuple of str
         Kinds of messages: 'halo', 'redistribution', 'ring' or 'sum'.
-    sent_most, sent_all : int
+    max_sent_bytes, total_sent_bytes : int
         Bytes of messages, forward and backward, of the busiest rank and of all ranks.
     summed : int
         Bytes that the busiest rank contributes to reductions over ranks, excluding parameter gradients.
@@ -41,8 +41,8 @@ class StepCosts:
     """
 
     crosses: tuple[str, ...] = ()
-    sent_most: int = 0
-    sent_all: int = 0
+    max_sent_bytes: int = 0
+    total_sent_bytes: int = 0
     summed: int = 0
     flops: int = 0
     parameters: int = 0
@@ -57,7 +57,7 @@ class PlanCosts:
     plan : TorchPlan
     trained : collection of str
         The parameters that require gradients.
-    kept : int
+    optimizer_elements : int
         Optimiser state elements per trained element.
 
     Attributes
@@ -66,8 +66,8 @@ class PlanCosts:
         Steps whose FLOPs were not counted: they need actual values, or consist of too many blocks.
     """
 
-    def __init__(self, plan: TorchPlan, trained: Collection[str], kept: int = 0) -> None:
-        self.plan, self.kept, self.ranks = plan, kept, Ranks.all(plan.mesh)
+    def __init__(self, plan: TorchPlan, trained: Collection[str], optimizer_elements: int = 0) -> None:
+        self.plan, self.optimizer_elements, self.ranks = plan, optimizer_elements, RankSubset.all(plan.mesh)
         self.trained = {value for name, value in plan.parameters.items() if name in trained}
         self.traffic = traffic_of(plan, range(plan.mesh.size), trained)
         self.back = BackwardSteps(plan, trained)
@@ -78,14 +78,14 @@ class PlanCosts:
         """Distinct names of the steps, in order."""
         return list(dict.fromkeys(step.name for step in self.plan.steps))
 
-    def of(self, names: Collection[str]) -> StepCosts:
+    def of_steps(self, names: Collection[str]) -> StepCosts:
         """Return the total costs of the steps with these names."""
         names = set(names)
         traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
         sent = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
         summed = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
         parameters = [value for value, name in self._first_readers.items() if name in names]
-        steps = [step for step in self.plan.steps if step.name in names]
+        steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.optimizer_elements
         return StepCosts(
             tuple(dict.fromkeys(kind for kind, _, _ in traffic)),
             int(sent.max()),
@@ -93,16 +93,16 @@ class PlanCosts:
             int(summed.max()),
             sum(self.flops[id(step)] for step in steps),
             sum(prod(value.local) for value in parameters),
-            int(self._output_bytes(steps)[self.fullest]) + (2 + self.kept) * sum(value.nbytes for value in parameters),
+            int(self._output_bytes(steps)[self.fullest_rank]) + copies * sum(value.nbytes for value in parameters),
         )
 
     @property
     def total(self) -> StepCosts:
         """Total costs of all steps."""
-        return self.of(self.names)
+        return self.of_steps(self.names)
 
     @cached_property
-    def fullest(self) -> int:
+    def fullest_rank(self) -> int:
         """The rank whose steps produce the most bytes."""
         return int(np.argmax(self._output_bytes(self.plan.steps)))
 
@@ -121,20 +121,20 @@ class PlanCosts:
             flops[id(step)] = forward * (1 + (id(step) in repeated)) + backward
         return flops
 
-    def moved(self) -> int:
+    def memory_traffic(self) -> int:
         """Return the bytes that steps read and write: inputs, outputs and their gradients each once or twice."""
         total = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
-            backward = any(value.id in self.back.needed for value in inputs)
-            if step.kind not in PASS_THROUGH:
-                total += sum(value.nbytes * (1 + backward + (value.id in self.back.needed)) for value in inputs)
+            backward = any(value.id in self.back.with_grad for value in inputs)
+            if step.kind not in IDENTITY_KINDS:
+                total += sum(value.nbytes * (1 + backward + (value.id in self.back.with_grad)) for value in inputs)
                 total += sum(value.nbytes * (1 + backward) for value in outputs)
         return total
 
     def _output_bytes(self, steps: Iterable[Step]) -> np.ndarray:
         """Return the bytes of the outputs of steps on each rank."""
-        outputs = [self.plan.values[out] for step in steps if step.kind not in PASS_THROUGH for out in step.outputs]
+        outputs = [self.plan.values[out] for step in steps if step.kind not in IDENTITY_KINDS for out in step.outputs]
         return sum((self.ranks.nbytes(value) for value in outputs), np.zeros(self.plan.mesh.size, int))
 
     @cached_property
@@ -151,32 +151,32 @@ class PlanCosts:
         """Return the floating-point operations of a step, forward and backward."""
         if step.kind == "ring":
             return self._ring_flops(step)
-        if step.kind != "local" or step.key is not None:  # random numbers by key
+        if step.kind != "local" or step.kind_args is not None:  # random numbers by key
             return 0, 0
         assert step.run is not None
-        if prod(getattr(step.run, "parts", ())) > BLOCKS:
+        if prod(getattr(step.run, "parts", ())) > MAX_RUN_BLOCKS:
             raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            outputs = step.run(*(self._empty(value) for value in step.inputs))
+            outputs = step.run(*(self._meta_tensor(value) for value in step.inputs))
             forward = counter.get_total_flops()
             outputs = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-            if outputs and id(step) in self.back.visited:
+            if outputs and id(step) in self.back.visited_ids:
                 torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
             return forward, counter.get_total_flops() - forward
 
-    def _empty(self, number: int) -> torch.Tensor:
+    def _meta_tensor(self, number: int) -> torch.Tensor:
         """Return a meta tensor of a value's local shape, which requires a gradient if the value does."""
         value = self.plan.values[number]
         tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-        trains = number in self.back.needed and has_gradients(value.dtype)
+        trains = number in self.back.with_grad and supports_gradients(value.dtype)
         return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
         """Return those of ring attention, which recomputes the scores in the backward pass."""
         q, _, v = (self.plan.values[value].local for value in step.inputs[:3])
-        key_count = prod(atom.extent for atom in step.key.keys)
+        key_count = prod(atom.extent for atom in step.kind_args.keys)
         scores = 2 * prod(q[:-1]) * key_count
-        backward = 3 * q[-1] + 2 * v[-1] if id(step) in self.back.visited else 0
+        backward = 3 * q[-1] + 2 * v[-1] if id(step) in self.back.visited_ids else 0
         return scores * (q[-1] + v[-1]), scores * backward
 
 
@@ -192,10 +192,10 @@ def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
     return paths if parts else {}
 
 
-def output_shape_of(plan: TorchPlan, names: Collection[str]) -> Shape | None:
+def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
     """Return the global shape of the last value that these steps pass to others; None if it has none."""
     outputs = [
-        out for step in plan.steps if step.name in names and step.kind not in PASS_THROUGH for out in step.outputs
+        out for step in plan.steps if step.name in names and step.kind not in IDENTITY_KINDS for out in step.outputs
     ]
     read = {value for step in plan.steps if step.name not in names for value in step.inputs}
     read.update(out for out in plan.outputs if isinstance(out, int))

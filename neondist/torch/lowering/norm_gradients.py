@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from .plan import TorchPlan
 
-_NORMS = frozenset((F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm))
-_NAMES = re.compile("(batch|instance)_norm")
+_NORM_OPS = frozenset((F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm))
+_NORM_NAME = re.compile("(batch|instance)_norm")
 
 
-def pass_contiguous(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
+def convert_gradient_format(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
     """Convert the gradient of a norm's result to a memory format, which PyTorch 2.13 needs for correct results.
 
     It guesses the memory format of a single sample's gradient from its strides, which are ambiguous.
@@ -30,14 +30,14 @@ class ContiguousNormGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function; register the conversion on results of norms."""
         result = func(*args, **(kwargs or {}))
-        if func in _NORMS and not torch.compiler.is_compiling():
+        if func in _NORM_OPS and not torch.compiler.is_compiling():
             y = result[0] if isinstance(result, tuple) else result
             if len(y) == 1:
-                pass_contiguous(y)
+                convert_gradient_format(y)
         return result
 
 
 def has_single_sample_norm(plan: TorchPlan) -> bool:
     """Return whether a single-rank plan has a batch or instance norm of one sample."""
-    norms = (step for step in plan.steps if step.inputs and _NAMES.search(step.name))
+    norms = (step for step in plan.steps if step.inputs and _NORM_NAME.search(step.name))
     return any(plan.values[step.inputs[0]].local[:1] == (1,) for step in norms)

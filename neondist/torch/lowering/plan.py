@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ...halo import scheme_text
-from ..ir.graph import PASS_THROUGH, Step, TorchGraph
-from .traffic import Ranks, TrafficKey, traffic_of
+from ..ir.graph import IDENTITY_KINDS, Step, TorchGraph
+from .traffic import RankSubset, TrafficKey, traffic_of
 
 Traffic = dict[TrafficKey, int]
 """Bytes by account."""
 
 
-PRODUCTS = ("conv", "linear", "matmul", "mm.", "mm_", "mv.", "scaled_dot_product")
+PRODUCT_OPS = ("conv", "linear", "matmul", "mm.", "mm_", "mv.", "scaled_dot_product")
 """Substrings of names of operators that autocast runs in reduced precision."""
 
 
@@ -35,9 +35,9 @@ class TorchPlan(TorchGraph):
         for step in self.steps:
             floats = [value for value in step.inputs if values[value].dtype.is_floating_point]
             first = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
-            product = step.kind == "local" and any(name in step.op for name in PRODUCTS)
+            product = step.kind == "local" and any(name in step.op_name for name in PRODUCT_OPS)
             if product:
-                step = replace(step, run=partial(_run_in, dtype, step.run))
+                step = replace(step, run=partial(_run_in_dtype, dtype, step.run))
             if product or (floats and all(values[value].dtype == dtype for value in floats[:first])):
                 for value in step.outputs[:first]:
                     if values[value].dtype == torch.float32:
@@ -73,8 +73,8 @@ class TorchPlan(TorchGraph):
 
     def memory(self, rank: int) -> int:
         """Return the bytes of all values that a rank computes in a forward pass, excluding parameters and inputs."""
-        ranks = Ranks(self.mesh, [rank])
-        outputs = [self.values[out] for step in self.steps if step.kind not in PASS_THROUGH for out in step.outputs]
+        ranks = RankSubset(self.mesh, [rank])
+        outputs = [self.values[out] for step in self.steps if step.kind not in IDENTITY_KINDS for out in step.outputs]
         return sum(int(ranks.nbytes(value)[0]) for value in outputs)
 
     def peak(self) -> tuple[int, str]:
@@ -88,9 +88,9 @@ class TorchPlan(TorchGraph):
         live = sum(sizes[value] for value in self.inputs if self.values[value].kind == "value")
         peaks = [(live, "")]
         for step in self.steps:
-            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.free))
+            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.freed))
             live += used
-            has_workspace = "conv" in step.op or "upsample" in step.op or step.kind == "ring"
+            has_workspace = "conv" in step.op_name or "upsample" in step.op_name or step.kind == "ring"
             work = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
             peaks.append((live + work, step.name))
             live -= freed
@@ -126,6 +126,6 @@ class TorchPlan(TorchGraph):
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-def _run_in(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
+def _run_in_dtype(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
     """Run a product with operands converted to a dtype."""
     return run(*(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors))

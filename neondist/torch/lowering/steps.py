@@ -13,10 +13,10 @@ from ...geometry import Atom, Place
 from ..exchange.functions import Moments
 from ..exchange.ring import Ring
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import Step, Value, axes_of_values, has_gradients
-from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, whole
+from ..ir.graph import Step, Value, axes_of_values, supports_gradients
+from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, replicated
 
-At = Callable[[Place], Any]
+PlaceFunction = Callable[[Place], Any]
 """From the place of a rank, or block, to what a step there depends on."""
 
 
@@ -26,17 +26,15 @@ class StepList:
     Attributes
     ----------
     mesh : Mesh
-    place : tuple of int
-        Of the rank that will run the plan.
     where : Where
         Source position of the current operator in the user's program.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
-        self.mesh, self.rank, self.place = mesh, rank, mesh.place(rank)
+        self.mesh, self._rank, self._place = mesh, rank, mesh.place(rank)
         self.steps: list[Step] = []
         self.values: list[Value] = []
-        self.where = Where("", "", "")
+        self.where = OperatorPosition("", "", "")
         self._spread: dict[tuple[int, frozenset[int]], Value] = {}
 
     def local(
@@ -45,8 +43,8 @@ class StepList:
         args: Sequence[Value | None],
         layout: Layout,
         dtype: torch.dtype | None = None,
-        context: Iterable[int] = (),
-        at: At | None = None,
+        cut_axes: Iterable[int] = (),
+        at: PlaceFunction | None = None,
     ) -> Value:
         """Return the result of a function that each rank applies to its parts alone.
 
@@ -58,18 +56,18 @@ class StepList:
             None is passed to `run` as None.
         layout : Layout
             Of the result.
-        context : axes
+        cut_axes : iterable of int
             Further axes along which ranks compute different parts.
         at : callable, optional
             From the place of a rank, or block, to the first argument of `run` there.
         """
         values = [arg for arg in args if arg is not None]
-        inside = axes_of_values(values) | axes_of(layout) | frozenset(context)
-        run = _with_none(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
-        (result,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
+        inside = axes_of_values(values) | axes_of(layout) | frozenset(cut_axes)
+        run = _with_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
+        (result,) = self._add_local(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
         return result
 
-    def locals(
+    def local_results(
         self,
         run: Callable[..., Sequence[torch.Tensor]],
         args: Sequence[Value],
@@ -77,13 +75,13 @@ class StepList:
         layouts: Any = None,
     ) -> tuple[Value, ...]:
         """Return several local results with the shapes and dtypes of fake tensors; default: replicated."""
-        layouts = [whole(out.shape) for out in outs] if layouts is None else layouts
+        layouts = [replicated(out.shape) for out in outs] if layouts is None else layouts
         inside = axes_of_values(args)
         for layout in layouts:
             inside |= axes_of(layout)
-        return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
+        return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, several=True))
 
-    def trained(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
+    def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
         """Mark results without a gradient as constant, and return all results."""
         for value, has_gradient in zip(results, gradients, strict=True):
             value.kind = value.kind if has_gradient else "constant"
@@ -97,85 +95,89 @@ class StepList:
         layout: Layout,
         dtype: torch.dtype | None = None,
         op: str = "sum",
+        at: PlaceFunction | None = None,
     ) -> Value:
-        """Return the sum over axes of a local result; `op` 'max': the maximum, which has no gradient."""
+        """Return the sum over axes of a local result; `op` 'max': the maximum, which has no gradient.
+
+        `at` is as for `local`.
+        """
         axes = frozenset(axes)
-        context = axes_of_values(args) | axes | axes_of(layout)
-        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context, partial=True)
-        part.axes = context
+        cut_axes = axes_of_values(args) | axes | axes_of(layout)
+        (part,) = self._add_local(run, args, [layout], [dtype or args[0].dtype], cut_axes, partial=True, at=at)
+        part.axes = cut_axes
         if not axes:
             return part
         kind = part.kind if op == "sum" else "constant"
-        total = self._value(part.local, context - axes, part.dtype, kind, layout)
-        self._step(op, [part], [total], axes=axes)
+        total = self._new_value(part.local, cut_axes - axes, part.dtype, kind, layout)
+        self._add_step(op, [part], [total], axes=axes)
         return total
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
-        context = x.axes
-        params = [None if value is None else self.enter(value, context) for value in (weight, bias)]
+        cut_axes = x.axes
+        params = [None if value is None else self.sum_gradient(value, cut_axes) for value in (weight, bias)]
         scaled = any(value is not None and value.kind != "constant" for value in params)
         kind = "value" if x.kind == "constant" and scaled else x.kind
-        y = self._value(x.local, x.axes, x.dtype, kind, x.layout)
-        shape, left = local_shape(groups, self.place), context - moments.axes
-        mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
+        y = self._new_value(x.local, x.axes, x.dtype, kind, x.layout)
+        shape, left = local_shape(groups, self._place), cut_axes - moments.axes
+        mean, variance = (self._new_value(shape, left, x.dtype, "constant", groups) for _ in range(2))
         inputs = [x, *(value for value in params if value is not None)]
-        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in params)))
+        self._add_step("norm", inputs, [y, mean, variance], kind_args=(moments, *(p is not None for p in params)))
         return y, mean, variance
 
     def ring_attention(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
         """Return ring attention of queries, keys and values; a fourth argument is the mask."""
-        entered = [self.enter(value, axes_of(layout)) for value in args]
+        entered = [self.sum_gradient(value, axes_of(layout)) for value in args]
         kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
-        result = self._value(local_shape(layout, self.place), axes_of(layout), args[0].dtype, kind, layout)
-        self._step("ring", entered, [result], axes=axes_of([ring.keys]), key=ring)
+        result = self._new_value(local_shape(layout, self._place), axes_of(layout), args[0].dtype, kind, layout)
+        self._add_step("ring", entered, [result], axes=axes_of([ring.keys]), kind_args=ring)
         return result
 
-    def enter(self, value: Value, context: Iterable[int]) -> Value:
-        """Return a value for use in work partitioned over `context`, with its gradient summed where necessary."""
-        context = frozenset(context)
-        missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
-        if value.kind == "constant" or not missing or not has_gradients(value.dtype):
+    def sum_gradient(self, value: Value, cut_axes: Iterable[int]) -> Value:
+        """Return a value for use in work partitioned over `cut_axes`, with its gradient summed where necessary."""
+        cut_axes = frozenset(cut_axes)
+        missing = (self.mesh.axes - cut_axes) if value.kind == "parameter" else (cut_axes - value.axes)
+        if value.kind == "constant" or not missing or not supports_gradients(value.dtype):
             return value
         key = value.id, missing
         if key not in self._spread:
-            entered = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
+            entered = self._new_value(value.local, value.axes | cut_axes, value.dtype, value.kind, value.layout_or_none)
             if value.kind == "parameter":
-                counts = all(self.place[axis] == 0 for axis in missing)
-                self._step("counted", [value], [entered], counts=counts)
+                counts = all(self._place[axis] == 0 for axis in missing)
+                self._add_step("counted", [value], [entered], counts_gradient=counts)
                 entered.kind = "value"
             else:
-                self._step("spread", [value], [entered], axes=missing)
+                self._add_step("spread", [value], [entered], axes=missing)
             self._spread[key] = entered
         return self._spread[key]
 
-    def constant(self, tensor: torch.Tensor) -> Value:
+    def add_constant(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor known at planning time."""
-        value = self._value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", whole(tensor.shape))
-        self._step("local", [], [value], run=lambda: (tensor,))
+        value = self._new_value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", replicated(tensor.shape))
+        self._add_step("local", [], [value], run=lambda: (tensor,))
         return value
 
-    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+    def new_input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new input value."""
-        return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
+        return self._new_value(local_shape(layout, self._place), axes_of(layout), dtype, kind, layout)
 
-    def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+    def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value that a module's input is passed as, and its tile; they differ in some schemes."""
-        tile = self.input(layout, dtype)
+        tile = self.new_input(layout, dtype)
         return tile, tile
 
-    def atom(self, value: Value, dim: int) -> Atom:
+    def single_atom(self, value: Value, dim: int) -> Atom:
         """Return the only atom of a dimension."""
         atoms = value.layout[dim]
         if len(atoms) != 1:
             self.refuse(f"dimension {dim} of {value.shape} merges several partitioned dimensions")
         return atoms[0]
 
-    def cut(self, value: Value, dim: int) -> int | None:
+    def axis_of(self, value: Value, dim: int) -> int | None:
         """Return the axis that partitions a dimension of one atom; None: it is whole."""
-        return self.atom(value, dim).axis
+        return self.single_atom(value, dim).axis
 
     def is_whole(self, value: Value, dim: int) -> bool:
         """Return whether every rank has all indices of a dimension."""
@@ -185,43 +187,43 @@ class StepList:
         """Raise UnsupportedOperator for the current operator."""
         raise UnsupportedOperator(self.where, why)
 
-    def _locals(
+    def _add_local(
         self,
         run: Callable[..., Any],
         args: Sequence[Value],
         layouts: Sequence[Layout],
         dtypes: Sequence[torch.dtype],
-        context: frozenset[int],
+        cut_axes: frozenset[int],
         several: bool = False,
         partial: bool = False,
-        at: At | None = None,
+        at: PlaceFunction | None = None,
     ) -> list[Value]:
-        entered = [self.enter(value, context) for value in args]
+        entered = [self.sum_gradient(value, cut_axes) for value in args]
         constant = all(value.kind == "constant" for value in entered)
-        if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
+        if not (partial or constant) and any(cut_axes - axes_of(layout) for layout in layouts):
             self.refuse("ranks would compute the same values from different parts")  # gradients would add up
         results = [
-            self._value(
-                local_shape(layout, self.place),
+            self._new_value(
+                local_shape(layout, self._place),
                 axes_of(layout),
                 dtype,
-                "constant" if constant or not has_gradients(dtype) else "value",
+                "constant" if constant or not supports_gradients(dtype) else "value",
                 layout,
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        self._bound_step(entered, results, run if several else _one(run), at)
+        self._add_bound_step(entered, results, run if several else _as_tuple(run), at)
         return results
 
-    def _bound_step(
-        self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: At | None
+    def _add_bound_step(
+        self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
         """Add local work on tensors, and on what follows from the place."""
         bind = None if at is None else lambda place: partial(run, at(place))
-        bound = run if bind is None else bind(self.place)
-        self._step("local", inputs, results, run=bound, bind=bind, key=empty_shapes(results))
+        bound = run if bind is None else bind(self._place)
+        self._add_step("local", inputs, results, run=bound, bind_to_place=bind, kind_args=shapes_if_empty(results))
 
-    def _value(
+    def _new_value(
         self,
         local: Shape,
         axes: frozenset[int],
@@ -236,12 +238,12 @@ class StepList:
         self.values.append(Value(len(self.values), local, axes, dtype, kind, layout, shape_at))
         return self.values[-1]
 
-    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
+    def _add_step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
         self.steps.append(Step(kind, self.where.name, *ids, **fields))
 
 
-def empty_shapes(results: Sequence[Value]) -> tuple[Shape, ...] | None:
+def shapes_if_empty(results: Sequence[Value]) -> tuple[Shape, ...] | None:
     """Return the shapes of results if this rank has no indices of some of them."""
     # results may have no elements globally, such as the moments of batch norm in evaluation
     known = [value for value in results if value.layout_or_none is not None]
@@ -249,11 +251,11 @@ def empty_shapes(results: Sequence[Value]) -> tuple[Shape, ...] | None:
     return tuple(value.local for value in results) if any_empty else None
 
 
-def _one(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
+def _as_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
     return lambda *tensors: (run(*tensors),)
 
 
-def _with_none(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+def _with_missing(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
     """Return a function of the arguments that are present; others are None."""
 
     def filled(*tensors: torch.Tensor) -> Any:
@@ -263,7 +265,7 @@ def _with_none(run: Callable[..., Any], present: Sequence[bool]) -> Callable[...
     return run if all(present) else filled
 
 
-class Where:
+class OperatorPosition:
     """Source position of an operator in the user's program.
 
     Attributes
@@ -284,6 +286,6 @@ class Where:
         return f"{self.module}:{self.operator}" if self.module else self.operator
 
     @property
-    def place(self) -> str:
+    def message_prefix(self) -> str:
         """Message prefix: file and line, if known."""
         return f"{self.source}: " if self.source else ""

@@ -11,14 +11,14 @@ import torch
 
 from ...geometry import Atom, Transfer
 from ..exchange.ring import Ring
-from ..ir.graph import GRADIENTS, WIDER, Step, TorchGraph, Value
+from ..ir.graph import ACCUMULATION_DTYPE, GRADIENTS, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
 
 TrafficKey = tuple[str, str, str]
 """(kind, step, direction): kind 'halo', 'redistribution', 'ring' or 'sum', and 'forward' or 'backward'."""
 
 
-class Ranks:
+class RankSubset:
     """Some ranks of a mesh, for which quantities are computed together, as arrays (len(ranks),)."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
@@ -26,20 +26,20 @@ class Ranks:
         self.places = np.unravel_index(self.numbers, mesh.parts)
 
     @classmethod
-    def all(cls, mesh: Mesh) -> Ranks:
+    def all(cls, mesh: Mesh) -> RankSubset:
         """Return all ranks of a mesh."""
         return cls(mesh, range(mesh.size))
 
-    def extents(self, value: Value, dims: Iterable[int]) -> np.ndarray:
+    def extent_products(self, value: Value, dims: Iterable[int]) -> np.ndarray:
         """Return the product of some extents of the ranks' parts of a value.
 
         For a view these are the extents on the plan's own rank.
         """
         if value.layout_or_none is None:
-            return self.lengths(()) * prod(value.local[dim] for dim in dims)
-        return self.lengths(atom for dim in dims for atom in value.layout[dim])
+            return self.index_counts(()) * prod(value.local[dim] for dim in dims)
+        return self.index_counts(atom for dim in dims for atom in value.layout[dim])
 
-    def lengths(self, atoms: Iterable[Atom]) -> np.ndarray:
+    def index_counts(self, atoms: Iterable[Atom]) -> np.ndarray:
         """Return the product of the ranks' numbers of indices of some atoms."""
         lengths = np.ones(len(self.numbers), int)
         for atom in atoms:
@@ -57,8 +57,8 @@ class Ranks:
 
     def nbytes(self, value: Value, wide: bool = False) -> np.ndarray:
         """Return the bytes of the ranks' parts; `wide`: in the dtype of sums over ranks."""
-        dtype = WIDER.get(value.dtype, value.dtype) if wide else value.dtype
-        return self.extents(value, range(len(value.local))) * dtype.itemsize
+        dtype = ACCUMULATION_DTYPE.get(value.dtype, value.dtype) if wide else value.dtype
+        return self.extent_products(value, range(len(value.local))) * dtype.itemsize
 
 
 def traffic_of(
@@ -74,52 +74,53 @@ def traffic_of(
     inputs : bool
         Whether the inputs require gradients.
     """
-    return _Traffic(plan, Ranks(plan.mesh, ranks), plan.parameters if trained is None else trained, inputs).accounts()
+    trained = plan.parameters if trained is None else trained
+    return _TrafficCounter(plan, RankSubset(plan.mesh, ranks), trained, inputs).bytes_by_key()
 
 
-class _Traffic:
-    def __init__(self, plan: TorchGraph, ranks: Ranks, trained: Collection[str], inputs: bool) -> None:
+class _TrafficCounter:
+    def __init__(self, plan: TorchGraph, ranks: RankSubset, trained: Collection[str], inputs: bool) -> None:
         self.plan, self.ranks, self.trained, self.inputs = plan, ranks, trained, inputs
 
-    def accounts(self) -> dict[TrafficKey, np.ndarray]:
+    def bytes_by_key(self) -> dict[TrafficKey, np.ndarray]:
         """Return all accounts."""
         plan, accounts = self.plan, dict[TrafficKey, np.ndarray]()
 
         def add(steps: Iterable[Step], direction: str) -> None:
             for step in steps:
-                for kind, count in (self._forward if direction == "forward" else self._backward)(step):
+                for kind, count in (self._forward_bytes if direction == "forward" else self._backward_bytes)(step):
                     account = kind, step.name, direction
                     accounts[account] = accounts.get(account, 0) + count
 
         back = BackwardSteps(plan, self.trained, self.inputs)
         add(plan.steps, "forward")
-        add((step for step in reversed(plan.steps) if id(step) in back.summed), "backward")
+        add((step for step in reversed(plan.steps) if id(step) in back.communicating_ids), "backward")
         for segment in plan.segments()[:-1] if plan.recompute else ():
-            if any(out in back.reached and out in back.needed for step in segment.steps for out in step.outputs):
+            if any(out in back.sources and out in back.with_grad for step in segment.steps for out in step.outputs):
                 add(segment.steps, "forward")
         named = (plan.parameters.get(name) for name in self.trained)
-        weights = [plan.values[value] for value in named if value is not None and value in back.reached]
+        weights = [plan.values[value] for value in named if value is not None and value in back.sources]
         accounts["sum", GRADIENTS, "backward"] = self._sum_bytes(plan.mesh.axes, weights)
         return accounts
 
-    def _forward(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+    def _forward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.transfer is not None:
-            yield kind_of(step), self._message_bytes(step, "forward")
+            yield message_kind(step), self._message_bytes(step, "forward")
         elif step.kind == "norm":
             mean = replace(values[step.outputs[1]], dtype=torch.float64)
-            yield "sum", 2 * self._sum_bytes(step.key[0].axes, [mean])
+            yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [mean])
         elif step.kind == "ring":
             yield "ring", self._ring_bytes(step, "forward")
         elif step.kind in ("sum", "max"):
             yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
 
-    def _backward(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+    def _backward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.kind == "view" and step.transfer is not None:
-            yield kind_of(step), self._message_bytes(step, "backward")
+            yield message_kind(step), self._message_bytes(step, "backward")
         elif step.kind == "norm":
-            yield "sum", 2 * self._sum_bytes(step.key[0].axes, [values[step.outputs[1]]])
+            yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [values[step.outputs[1]]])
         elif step.kind == "ring":
             yield "ring", self._ring_bytes(step, "backward")
         elif step.kind == "spread":
@@ -130,7 +131,7 @@ class _Traffic:
         transfer, value = step.transfer, self.plan.values[step.inputs[0]]
         assert transfer is not None
         moved = {request.dim for request in transfer.requests}
-        others = self.ranks.extents(value, (dim for dim in range(len(value.local)) if dim not in moved))
+        others = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in moved))
         if step.scheme is None and transfer.separable:
             return self.ranks.moved_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
         sent, size = [], value.dtype.itemsize
@@ -147,9 +148,9 @@ class _Traffic:
     def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes of keys and values, or of these and their gradients, sent around a ring."""
         _, *passed = (self.plan.values[value] for value in step.inputs[:3])
-        keys = ring_traffic(step.key, direction)[self.ranks.numbers]
+        keys = ring_key_counts(step.kind_args, direction)[self.ranks.numbers]
         nbytes = (
-            self.ranks.extents(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
+            self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
             * value.dtype.itemsize
             for value in passed
         )
@@ -160,7 +161,7 @@ class _Traffic:
         total = np.zeros(len(self.ranks.numbers), int)
         for value in values:
             total += self.ranks.nbytes(value, wide=True)
-        return len(self.plan.mesh.sums(axes)) * total
+        return len(self.plan.mesh.reduction_axes(axes)) * total
 
 
 class BackwardSteps:
@@ -168,38 +169,38 @@ class BackwardSteps:
 
     Attributes
     ----------
-    needed : set of int
+    with_grad : set of int
         Values that require a gradient.
-    reached : set of int
+    sources : set of int
         Values that the outputs depend on through steps of the backward pass.
-    visited : set of int
+    visited_ids : set of int
         Steps of the backward pass, by id().
-    summed : set of int
+    communicating_ids : set of int
         Those of them whose backward pass may communicate.
     """
 
     def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: bool = False) -> None:
-        self.needed = {value for name, value in plan.parameters.items() if name in trained}
+        self.with_grad = {value for name, value in plan.parameters.items() if name in trained}
         if inputs:
-            self.needed.update(value for value in plan.inputs if plan.values[value].kind == "value")
+            self.with_grad.update(value for value in plan.inputs if plan.values[value].kind == "value")
         for step in plan.steps:
-            if any(value in self.needed for value in step.inputs):
-                self.needed.update(out for out in step.outputs if plan.values[out].kind != "constant")
-        self.reached = {out for out in plan.outputs if isinstance(out, int)}
-        self.visited, self.summed = set[int](), set[int]()
+            if any(value in self.with_grad for value in step.inputs):
+                self.with_grad.update(out for out in step.outputs if plan.values[out].kind != "constant")
+        self.sources = {out for out in plan.outputs if isinstance(out, int)}
+        self.visited_ids, self.communicating_ids = set[int](), set[int]()
         for step in reversed(plan.steps):
-            if any(out in self.reached and out in self.needed for out in step.outputs):
-                self.reached.update(step.inputs)
-                self.visited.add(id(step))
+            if any(out in self.sources and out in self.with_grad for out in step.outputs):
+                self.sources.update(step.inputs)
+                self.visited_ids.add(id(step))
                 summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # not those of a norm's weights
-                if any(value in self.needed for value in summed):
-                    self.summed.add(id(step))
+                if any(value in self.with_grad for value in summed):
+                    self.communicating_ids.add(id(step))
 
 
-def ring_traffic(ring: Ring, direction: str) -> np.ndarray:
+def ring_key_counts(ring: Ring, direction: str) -> np.ndarray:
     """Return the number of keys that each rank sends in a pass, with values, or with gradients of both, as (size,)."""
     axes = sorted(axes_of([ring.keys]))
-    length = Ranks.all(ring.mesh).lengths(ring.keys)
+    length = RankSubset.all(ring.mesh).index_counts(ring.keys)
     # the ranks of each ring last, in their order
     ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
     rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)
@@ -209,6 +210,6 @@ def ring_traffic(ring: Ring, direction: str) -> np.ndarray:
     return np.moveaxis(keys.reshape(shape), ends, axes).reshape(-1)
 
 
-def kind_of(step: Step) -> str:
+def message_kind(step: Step) -> str:
     """Return the ledger's kind for a step's messages."""
     return "halo" if step.kind == "view" else "redistribution"

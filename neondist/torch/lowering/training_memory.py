@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ir.graph import IN_PLACE, PASS_THROUGH, Step, has_gradients
+from ..ir.graph import IDENTITY_KINDS, IN_PLACE_OPS, Step, supports_gradients
 from .plan import TorchPlan
-from .traffic import BackwardSteps, Ranks
+from .traffic import BackwardSteps, RankSubset
 
 BLOCKS = 64
 """Most blocks of a step that are run to determine what it keeps."""
@@ -61,13 +61,13 @@ class TrainingMemory:
 
         Inputs, parameters and their gradients are not counted, nor temporary memory of kernels.
         """
-        return _Lifetimes(self, Ranks(self.plan.mesh, [rank])).peak()
+        return _Lifetimes(self, RankSubset(self.plan.mesh, [rank])).peak()
 
 
 class _Lifetimes:
     """Lifetimes of all memory on a rank: step i runs at time i, its backward pass at time 2 n - 1 - i."""
 
-    def __init__(self, memory: TrainingMemory, ranks: Ranks) -> None:
+    def __init__(self, memory: TrainingMemory, ranks: RankSubset) -> None:
         self.plan, self.back, self.steps, self.ranks = memory.plan, memory.back, memory.steps, ranks
         self.end = 2 * len(self.steps) - 1
         self.changes = np.zeros(self.end + 2, int)
@@ -91,7 +91,7 @@ class _Lifetimes:
             used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
             last |= dict.fromkeys(used, at)
         for at, step, kept in self.steps:
-            if id(step) in self.back.visited:
+            if id(step) in self.back.visited_ids:
                 for value in {owner[value] for value in kept.values if value in owner}:
                     last[value] = max(last[value], self.end - at)
                 if kept.extra:
@@ -106,13 +106,13 @@ class _Lifetimes:
     def _gradients(self) -> None:
         last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
         for at, step, kept in self.steps:
-            if id(step) in self.back.visited:
+            if id(step) in self.back.visited_ids:
                 passed_ends = [last[value] for value in kept.passed if value in last]
                 last |= dict.fromkeys(step.outputs, max([self.end - at, *passed_ends]))
                 for value in step.inputs:
                     moments_of.setdefault(value, []).append((self.end - at, value in kept.passed))
         for value, until in last.items():
-            if value in self.back.needed and has_gradients(self.plan.values[value].dtype):
+            if value in self.back.with_grad and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, passed) in enumerate(moments) if number or not passed]
                 if own:  # otherwise it shares the memory of another one
@@ -121,12 +121,12 @@ class _Lifetimes:
 
 def _kept_by(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
     """Return the values that a step keeps."""
-    if step.kind in PASS_THROUGH or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
+    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
         return _Kept(over=dict(zip(step.outputs, step.inputs, strict=False)), passed={*step.inputs})
     if step.kind != "local":
         return _Kept({*step.inputs[: _READ.get(step.kind, 0)], *(step.outputs if step.kind == "ring" else ())})
     everything = _Kept({*step.inputs, *step.outputs})
-    if step.key is not None or prod(getattr(step.run, "parts", ())) > BLOCKS:
+    if step.kind_args is not None or prod(getattr(step.run, "parts", ())) > BLOCKS:
         return everything
     try:
         return _trace_kept(plan, step, back)
@@ -158,12 +158,12 @@ def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
         kept.extra = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
-        if ends and leaves and id(step) in back.visited and not kept.over:
+        if ends and leaves and id(step) in back.visited_ids and not kept.over:
             gradients = [torch.empty_like(out) for out in ends]
             grads = torch.autograd.grad(ends, [*leaves.values()], gradients, allow_unused=True)
             memory = {*map(_storage, gradients)}
             kept.passed = {v for v, dx in zip(leaves, grads, strict=True) if dx is None or _storage(dx) in memory}
-        elif step.run not in IN_PLACE.values():  # their gradients are new memory nevertheless
+        elif step.run not in IN_PLACE_OPS.values():  # their gradients are new memory nevertheless
             kept.passed = {*kept.over.values()}
         if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
             kept.passed = {v for v in kept.passed if plan.values[v].nbytes <= plan.values[step.outputs[0]].nbytes}
@@ -173,7 +173,7 @@ def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
 def _empty(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    trains = number in back.needed and has_gradients(value.dtype)
+    trains = number in back.with_grad and supports_gradients(value.dtype)
     return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
 
 

@@ -19,8 +19,8 @@ from ..capture.constants import ValueReads
 from ..capture.tracing import ordinary_tensors, user_frames
 from ..capture.watch import StateWatch, WatchedState
 from ..exchange.mesh_comm import MeshComm
-from ..execution.run import Runner
-from ..ir.errors import UnsupportedOperator, defined_at
+from ..execution.runner import Runner
+from ..ir.errors import UnsupportedOperator, definition_site
 from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
 
@@ -126,7 +126,7 @@ def _add_locations(program: Any, criterion: Any) -> None:
     """Add a function's definition as source location for errors; PyTorch records none for functions."""
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
     method = getattr(type(function), "forward", type(function).__call__)
-    file, _, line = (defined_at(function) or defined_at(method)).rpartition(":")
+    file, _, line = (definition_site(function) or definition_site(method)).rpartition(":")
     frame = f'File "{file}", line {line}, in criterion'
     for node in program.graph.nodes if user_frames(frame) else ():
         if not user_frames(node.meta.get("stack_trace") or ""):

@@ -93,7 +93,7 @@ def distribute(
     ConfigError
         If the module cannot be captured, or differs between ranks.
     """
-    if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
+    if memory is not None and (scheme != "halo" or compile or len(_parse_shapes(example_shape)) > 1):
         raise ConfigError("memory: requires a module with one input and exact halos, without compile")
     if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
         raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
@@ -105,7 +105,7 @@ def distribute(
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if transport not in ("mpi", "torch"):
         raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
-    shapes = _shapes(example_shape)
+    shapes = _parse_shapes(example_shape)
     axes = len(shapes[0]) - 2
     if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
         raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
@@ -124,7 +124,7 @@ def distribute(
     )  # fmt: skip
 
 
-def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
+def _parse_shapes(example_shape: Any) -> list[tuple[int, ...]]:
     """Return the shape of each input."""
     try:
         shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)

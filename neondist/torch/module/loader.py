@@ -24,8 +24,8 @@ from ...arrays.rng import key
 from ...comm import ProcessGrid
 from ...errors import ConfigError, ShapeError
 from ..capture.checks import checksum_of
-from ..execution.tiling import mark
-from ..ir.layout import Layout, Mesh, local_shape, whole
+from ..execution.tiling import mark_with_layout
+from ..ir.layout import Layout, Mesh, local_shape, replicated
 
 Position = tuple[int, int]
 """An epoch, and the index of a sample."""
@@ -78,8 +78,8 @@ class Loader:
                 part = next(parts)
             except Exception as problem:
                 error = problem
-            facts = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
-            self.grid.check("loader", facts | {"its samples": batch}, error)
+            values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            self.grid.check("loader", values | {"its samples": batch}, error)
             if part is not None:
                 yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
 
@@ -119,7 +119,7 @@ class Loader:
                         f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
                         f" rank, expected {expected}; collate_fn must return one entry per sample"
                     )
-                mark(leaves[at], layout)
+                mark_with_layout(leaves[at], layout)
         return pytree.tree_unflatten(leaves, tree)
 
 
@@ -138,10 +138,10 @@ def loader(
     """Return a loader for a map-style data set that yields each rank's tile of each batch.
 
     All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
-    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled alike, others are
-    kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of torch,
-    NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and with any
-    number of workers.
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled in the same way,
+    others are kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of
+    torch, NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and for
+    any number of workers.
 
     Parameters
     ----------
@@ -280,7 +280,7 @@ class _TilingCollate:
                 checksum = (checksum * 31 + checksum_of(leaf)) % 2**32
                 if image:
                     for axis, dim in enumerate(range(leaf.dim() - spatial, leaf.dim()), 1):
-                        lo, hi = mesh.atom(leaf.shape[dim], axis).range(place)
+                        lo, hi = mesh.even_atom(leaf.shape[dim], axis).range(place)
                         leaf = leaf.narrow(dim, lo, hi - lo)
                     leaves[at] = leaf.contiguous()
         return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
@@ -302,8 +302,8 @@ def _image_extent(dataset: Any) -> tuple[int, ...] | None:
 def _batch_layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
     """Return the layout of a batch: the last `spatial` axes tiled, the first split over replicas."""
     middle = len(shape) - spatial
-    cells = [(mesh.atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
-    return ((mesh.atom(shape[0], 0),), *whole(shape[1:middle]), *cells)
+    cells = [(mesh.even_atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
+    return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:middle]), *cells)
 
 
 @contextmanager

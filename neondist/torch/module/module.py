@@ -23,16 +23,16 @@ from ..capture.checks import (
     check_parameters,
     check_tensor,
     checksum_of,
-    requires_grad_facts,
+    requires_grad_flags,
 )
 from ..capture.consistency import as_bytes_tensor, check_drift, program_digest, version_counters
 from ..capture.tracing import ordinary_tensors
 from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
-from ..execution.execution import Execution
-from ..execution.run import Runner
+from ..execution.options import ExecutionOptions
+from ..execution.runner import Runner
 from ..execution.tiling import Tiling
-from ..ir.graph import autocast
+from ..ir.graph import autocast_states
 from ..ir.layout import Layout, NeededRanges, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients, has_single_sample_norm
 from ..lowering.plan import TorchPlan
@@ -102,7 +102,7 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self._compiler = grid, compiler
-        self._capture_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._shapes, self._dtypes = tuple(shapes), list(dtypes)
         self._compiled_states: dict[Any, _CompiledState] = {}
         self._current: tuple[Any, _CompiledState] | None = None
@@ -117,7 +117,7 @@ class DistributedModule(nn.Module):
         with all_or_none(grid.world):
             check_module(module)
             self._watch = StateWatch(module)
-            self.execution = Execution.of(module, **options)
+            self.execution = ExecutionOptions.of(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             self.tiling, self._criteria = Tiling(self.comm, self._shapes), Criteria(self.comm)
             self._compiled_state()
@@ -133,22 +133,22 @@ class DistributedModule(nn.Module):
             state, prepared = self._state_and_program()
             self._check_tiles(tiles, prepared)
             # the plan keys random numbers, so that they are the same on every grid
-            if prepared.runner.plan.key is None and not prepared.in_parts:
+            if prepared.runner.plan.seed_id is None and not prepared.in_parts:
                 return self._run_module(tiles, state, prepared)
-        error, facts = None, dict[str, Any]()
+        error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
         try:
             prepared = self._compiled_state()
             parameters, buffers = self._watch.tensors()
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
-            facts |= self._facts(tiles, prepared, parameters)
+            values |= self._values_to_compare(tiles, prepared, parameters)
             changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(changes):
                 changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
         except UserError as problem:
             error = problem
-        if not self.grid.check("forward", facts, error, changes):
+        if not self.grid.check("forward", values, error, changes):
             self._check_weights({})
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
             check_drift(self.grid.world, parameters, self.step)
@@ -176,7 +176,7 @@ class DistributedModule(nn.Module):
         leaves = [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
         for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
-                self.tiling.remember(tensor, layout)
+                self.tiling.remember_layout(tensor, layout)
                 self.backward_check.watch_output(tensor, self.tiling.layout_of)
         return outputs
 
@@ -192,9 +192,9 @@ class DistributedModule(nn.Module):
         self._deferred_gradients.update(gradients if recorded else dict.fromkeys(gradients))
         return list(gradients.values())
 
-    def set_capture_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Capture the module within the contexts that this callable returns."""
-        self._capture_context = context
+    def set_export_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Export the module within the contexts that this callable returns."""
+        self._export_context = context
 
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
@@ -254,9 +254,9 @@ class DistributedModule(nn.Module):
         self._set_input_shapes((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
-            self.grid.note_replicated(name, checksum_of(image))
-        overlaps = self._compiled_state().overlaps if self.execution.reads_wide else ()
-        return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
+            self.grid.record_replicated(name, checksum_of(image))
+        overlaps = self._compiled_state().overlaps if self.execution.tiles_have_margins else ()
+        return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
         """Return this rank's part of a whole target, the same on every rank; of each item of a dict or list.
@@ -271,21 +271,21 @@ class DistributedModule(nn.Module):
         def part(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
             if shape not in targets:
-                targets[shape] = self.tiling.target(shape, self._output_layouts())
-            return self.tiling.part(leaf, targets[shape])
+                targets[shape] = self.tiling.target_layout(shape, self._output_layouts())
+            return self.tiling.local_part(leaf, targets[shape])
 
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
-                self.grid.note_replicated("the target passed to scatter_target", checksum_of(tensor))
+                self.grid.record_replicated("the target passed to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        facts = {"the model": self._check_name, "tensors that the model did not return": self.tiling.unknown(tiles)}
-        self.grid.check("gather", facts | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
+        values = {"the model": self._check_name, "tensors that the model did not return": self.tiling.unmarked(tiles)}
+        self.grid.check("gather", values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._output_layouts)
         remaining = iter(layouts)
         wholes = [self.tiling.gathered(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
@@ -309,7 +309,7 @@ class DistributedModule(nn.Module):
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in positions]
-        unknown = self.tiling.unknown(tensors)
+        unknown = self.tiling.unmarked(tensors)
         if unknown:  # all ranks must agree on their layouts
             self.grid.check("loss", {"the model": self._check_name, "tensors that the model did not return": unknown})
         layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
@@ -320,10 +320,10 @@ class DistributedModule(nn.Module):
             error = problem
         if self.grid.size > 1 or error:
             name = getattr(criterion, "__qualname__", type(criterion).__name__)
-            facts = {"the model": self._check_name, "the criterion": f"{name} ({digest})"}
-            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_facts("tensor", tensors)}
-            self.grid.check("loss", facts | gradients, error)
-        if self.grid.size == 1 and inner.plan.key is None:
+            values = {"the model": self._check_name, "the criterion": f"{name} ({digest})"}
+            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_flags("tensor", tensors)}
+            self.grid.check("loss", values | gradients, error)
+        if self.grid.size == 1 and inner.plan.seed_id is None:
             loss = criterion(output, target)
             self._criteria.allow_direct_call(criterion, output, target)
             return loss
@@ -356,7 +356,7 @@ class DistributedModule(nn.Module):
         """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous ones."""
         shapes = list(self._shapes)
         for index, tile in enumerate(tiles[: len(shapes)]):
-            shape = self.tiling.whole_shape(tile)
+            shape = self.tiling.global_shape(tile)
             if shape is not None and self._matches_example(shape, index):
                 shapes[index] = shape
         return tuple(shapes)
@@ -365,14 +365,14 @@ class DistributedModule(nn.Module):
         """Set the global shapes of the inputs."""
         if shapes != self._shapes:
             self._shapes, self._current = shapes, None
-            self.tiling.resize(shapes)
+            self.tiling.set_input_shapes(shapes)
 
     def _compiled_state(self) -> _CompiledState:
         return self._state_and_program()[1]
 
     def _state_and_program(self) -> tuple[Any, _CompiledState]:
         """Return the module's current state and its compiled program."""
-        with self._capture_context(), ordinary_tensors():
+        with self._export_context(), ordinary_tensors():
             return self._compile_state()
 
     def _compile_state(self) -> tuple[Any, _CompiledState]:
@@ -382,14 +382,14 @@ class DistributedModule(nn.Module):
         if (self._shapes, state) not in self._compiled_states:
             dtypes = self._input_dtypes()
             program = capture_module(self.module, list(zip(self._shapes, dtypes, strict=True)))
-            location = self.comm.mesh, self.grid.rank, self.tiling.inputs
+            location = self.comm.mesh, self.grid.rank, self.tiling.input_layouts
             plan, tree, lowering = self.execution.lower(program, *location, self.module)
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = program_digest(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
-            in_parts = lowering is not None and lowering.in_parts
-            overlaps = lowering.overlaps if lowering is not None else ()
+            in_parts = lowering is not None and lowering.computes_in_parts
+            overlaps = lowering.widened_ranges if lowering is not None else ()
             runner, single_sample = Runner(self.comm, plan, self._deferred_gradients), has_single_sample_norm(plan)
             prepared = _CompiledState(runner, tree, layouts, digest, in_parts, dtypes, overlaps, single_sample)
             state = self._watch.key_after_forward(state, program.reads)
@@ -408,12 +408,12 @@ class DistributedModule(nn.Module):
         return [default if dtype is None else dtype for dtype in self._dtypes]
 
     def _check_tiles(self, tiles: Sequence[Any], prepared: _CompiledState) -> None:
-        count, plan = len(self.tiling.inputs), prepared.runner.plan
+        count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
                 f"the module takes {count} input{'s'[: count != 1]}, as example_shape says, got {len(tiles)}"
             )
-        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, prepared.dtypes, strict=True)):
+        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
             if tuple(tile.shape) != expected:
@@ -421,44 +421,44 @@ class DistributedModule(nn.Module):
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"
                 )
-            if tile.dtype != dtype and not any(autocast()):
+            if tile.dtype != dtype and not any(autocast_states()):
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
                     " it with .to, or use distribute(..., dtype=...)"
                 )
 
-    def _facts(
+    def _values_to_compare(
         self, tiles: Sequence[torch.Tensor], prepared: _CompiledState, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """Return the facts that determine the messages of a pass, forward and backward."""
+        """Return the values that determine the messages of a pass, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
             "the model": self._check_name,
             "the mode": "train()" if self.training else "eval()",
             "the captured program": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
-            "autocast": autocast(),
+            "autocast": autocast_states(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
             "the list of parameters that require gradients": trained,
-        } | requires_grad_facts("input", tiles)
+        } | requires_grad_flags("input", tiles)
 
-    def _check_weights(self, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks unless all have the same facts and weights."""
+    def _check_weights(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError on all ranks unless all have the same values and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         self._versions = version_counters([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
-        own = {name: str(value) for name, value in facts.items()}
+        own = {name: str(value) for name, value in values.items()}
         names = list(own)
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # no values yet
                 checksum = zlib.crc32(as_bytes_tensor(tensor).cpu().numpy().data)
             own[name] = f"{tuple(tensor.shape)} {checksum}"
-        all_facts = self.grid.world.allgather(own)
-        for rank, other in enumerate(all_facts):
-            differ = [name for name in (*all_facts[0], *other) if all_facts[0].get(name) != other.get(name)]
+        all_values = self.grid.world.allgather(own)
+        for rank, other in enumerate(all_values):
+            differ = [name for name in (*all_values[0], *other) if all_values[0].get(name) != other.get(name)]
             if differ:
                 others = [name for name in differ if name not in names]
                 detail = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
-from ..ir.errors import defined_at
+from ..ir.errors import definition_site
 from .distributing import distribute
 from .module import MAX_CACHED, DistributedModule
 from .tiled_output import ScatteredInput, TiledOutput
@@ -79,7 +79,7 @@ class ModuleScope:
                 return
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 raise ConfigError(
-                    f"{defined_at(function)}: {function.__name__} calls a {type(module).__name__} created outside"
+                    f"{definition_site(function)}: {function.__name__} calls a {type(module).__name__} created outside"
                     " the scope; create models inside `with d.scope():`"
                 ).on_all_ranks()
 
@@ -145,7 +145,7 @@ class ModuleScope:
                 del self._distributed[next(iter(self._distributed))]
             target = module if spec is None else _TensorArguments(module, leaves, positions, spec)
             model = distribute(target, shapes, self.grid, dtype=dtypes)
-            model.set_capture_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
+            model.set_export_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
             self._distributed[key] = model
         return self._distributed[key]
 
@@ -183,7 +183,7 @@ class _TensorArguments(nn.Module):
 
 def _scatter_input(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Tensor:
     if whole.requires_grad and torch.is_grad_enabled() and model.grid.size > 1:
-        return ScatteredInput.apply(whole, model.tiling, model.tiling.inputs[index])
+        return ScatteredInput.apply(whole, model.tiling, model.tiling.input_layouts[index])
     return model.scatter(whole, index)
 
 

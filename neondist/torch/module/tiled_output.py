@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ..execution.tiling import Tiling
-from ..ir.layout import Layout, shape_of, whole
-from ..ir.once import once_differentiable
-from ..rules.loss import hidden_weight
+from ..ir.layout import Layout, replicated, shape_of
+from ..ir.once_differentiable import once_differentiable
+from ..rules.loss import weight_of_l1_loss_caller
 from .module import DistributedModule
 
 TILED_LOSSES = frozenset(
@@ -78,7 +78,7 @@ class TiledOutput(torch.Tensor):
         if func in _METADATA_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is F.l1_loss and (weight := hidden_weight()) is not None:
+        if func is F.l1_loss and (weight := weight_of_l1_loss_caller()) is not None:
             kwargs["weight"] = weight
         if func in TILED_LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
             return loss
@@ -119,7 +119,7 @@ def _loss_on_tiles(
     if any(named[name].requires_grad or value.dim() > 1 for name, value in tensors.items()):
         return None
     for value in tensors.values():  # class weights
-        model.tiling.remember(value, whole(value.shape))
+        model.tiling.remember_layout(value, replicated(value.shape))
     constants = {name: value for name, value in named.items() if name not in tensors}
     criterion = partial(function, **constants)
     if not tensors:
@@ -138,7 +138,7 @@ class ScatteredInput(torch.autograd.Function):
     def forward(ctx: Any, image: torch.Tensor, tiling: Tiling, layout: Layout) -> torch.Tensor:
         """Return the part."""
         ctx.tiling, ctx.cut = tiling, layout
-        return tiling.part(image, layout)
+        return tiling.local_part(image, layout)
 
     @staticmethod
     @once_differentiable

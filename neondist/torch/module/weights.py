@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ...comm import SingleTransport, agree, all_or_none
-from ...comm.agree import CALL_FACT, check_alike
+from ...comm.agree import CALL_KEY, check_equal_on_ranks
 from ...errors import ConfigError, DataError
 from ...geometry import Box
 from ...io.checkpoint import ArrayPart, WeightMatch, scatter_from_root
 from ...io.checkpoint.weights import MAX_LISTED_NAMES
 from ...io.files import atomic_replacement
 from .module import DistributedModule
-from .weights_file import open_weights, safetensors
+from .weights_file import import_safetensors, open_weights
 
 OPTIMIZER_PREFIX = "optimizer/"
 """Prefix of the names of an optimiser's tensors."""
@@ -29,7 +29,7 @@ _STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtyp
 
 
 def save_weights(
-    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **facts: int | float | str
+    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **metadata: int | float | str
 ) -> None:
     """Write a model's `state_dict` to a safetensors file atomically, on rank 0; collective.
 
@@ -41,7 +41,7 @@ def save_weights(
     optimizer : torch.optim.Optimizer, optional
         Optimizer of the model's parameters, whose state is also written, as 'optimizer/PARAMETER/NAME'. Learning rates
         and other settings are not written: the script sets them.
-    **facts
+    **metadata
         Numbers and strings for `load_weights` to return, such as step=100.
 
     Raises
@@ -49,20 +49,20 @@ def save_weights(
     UserError
         On every rank: OutputError if the file cannot be written; ConfigError if an entry is not a tensor.
     """
-    world = _world(model)
-    check_alike(world, {CALL_FACT: "save_weights", "path": path, "optimizer": optimizer is not None})
+    world = _world_of(model)
+    check_equal_on_ranks(world, {CALL_KEY: "save_weights", "path": path, "optimizer": optimizer is not None})
     with all_or_none(world):
         tensors = state_tensors(model, optimizer)
         if world.rank == 0:
             copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-            metadata = {name: json.dumps(fact) for name, fact in facts.items()}
-            content = safetensors().torch.save(copies, metadata or None)
+            texts = {name: json.dumps(value) for name, value in metadata.items()}
+            content = import_safetensors().torch.save(copies, texts or None)
             with atomic_replacement(Path(path)) as file:
                 file.write(content)
 
 
 def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Load weights written by `save_weights` or another program, and return the facts stored with them; collective.
+    """Load weights written by `save_weights` or another program, and return the metadata stored with them; collective.
 
     Parameters
     ----------
@@ -79,15 +79,15 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     DataError
         On every rank, with the model unchanged: the file is missing or damaged, or names or shapes differ.
     """
-    world, path = _world(model), Path(path)
-    check_alike(world, {CALL_FACT: "load_weights", "path": path, "optimizer": optimizer is not None})
+    world, path = _world_of(model), Path(path)
+    check_equal_on_ranks(world, {CALL_KEY: "load_weights", "path": path, "optimizer": optimizer is not None})
     with ExitStack() as stack:
         file, header = None, None
         with all_or_none(world):
             if world.rank == 0:
                 file = stack.enter_context(open_weights(path))
-                header = file.shapes, file.facts
-        shapes, facts = world.bcast(header)
+                header = file.shapes, file.metadata
+        shapes, metadata = world.bcast(header)
         if optimizer is None:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER_PREFIX)}
         with all_or_none(world):
@@ -117,12 +117,12 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         except DataError as problem:
             error = problem
         except Exception as problem:  # the file has changed meanwhile
-            error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or name another file")
+            error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or specify another file")
         agree(world, error)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(fresh[name])
-    return dict(facts)
+    return dict(metadata)
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ def check_names_and_shapes(
     misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
     missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
     result = WeightMatch(both, missing, sorted(left), misfits)
-    if result.unused or not result.complete:
+    if result.unused or not result.is_complete:
         differences = result.describe_differences(MAX_LISTED_NAMES)
         remedy = "name a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
@@ -204,7 +204,7 @@ def check_names_and_shapes(
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 
 
-def _world(model: nn.Module) -> Any:
+def _world_of(model: nn.Module) -> Any:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     return model.grid.world if isinstance(model, DistributedModule) else SingleTransport()

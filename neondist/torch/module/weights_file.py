@@ -29,12 +29,12 @@ class SafeTensors:
     Attributes
     ----------
     shapes : by name
-    facts : strings and numbers stored beside the tensors
+    metadata : strings and numbers stored beside the tensors
     """
 
     file: Any
     shapes: Mapping[str, tuple[int, ...]]
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor."""
@@ -47,7 +47,7 @@ class StateDict:
     """State_dict in memory, with the attributes of SafeTensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -73,10 +73,10 @@ def open_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
         return
     with _open_safetensors(path) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        yield SafeTensors(file, shapes, _parse_facts(file.metadata()))
+        yield SafeTensors(file, shapes, _parse_metadata(file.metadata()))
 
 
-def safetensors() -> Any:
+def import_safetensors() -> Any:
     """Import and return the safetensors package; raise MissingPackageError if it is not installed."""
     try:
         import safetensors.torch
@@ -86,7 +86,7 @@ def safetensors() -> Any:
 
 
 def _open_safetensors(path: Path) -> Any:
-    package = safetensors()
+    package = import_safetensors()
     try:
         check_regular(path)
         return package.safe_open(path, framework="pt")
@@ -95,7 +95,7 @@ def _open_safetensors(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # of the library, or of the file system
-        raise DataError(f"{path}: is not a safetensors file ({error}); name a file written by save_weights") from error
+        raise DataError(f"{path}: is not a safetensors file ({error}); give a file written by save_weights") from error
 
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
@@ -115,7 +115,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # a damaged file can cause any error in the library
         raise DataError(
             f"{path}: is damaged, or was not written by torch.save ({type(error).__name__}: {error}); restore it from a"
-            " copy, or name another file"
+            " copy, or specify another file"
         ) from error
     if _is_state_dict(content):
         return dict(content)
@@ -149,12 +149,12 @@ def _describe(content: Any, keys: list[Any]) -> str:
     return f"a {type(content).__name__}{named}"
 
 
-def _parse_facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the facts stored by `save_weights`; strings of other programs that are not JSON stay strings."""
-    facts: dict[str, Any] = {}
-    for name, text in (metadata or {}).items():
+def _parse_metadata(texts: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the metadata stored by `save_weights`; strings of other programs that are not JSON stay strings."""
+    metadata: dict[str, Any] = {}
+    for name, text in (texts or {}).items():
         try:
-            facts[name] = json.loads(text)
+            metadata[name] = json.loads(text)
         except (ValueError, RecursionError):
-            facts[name] = text
-    return facts
+            metadata[name] = text
+    return metadata

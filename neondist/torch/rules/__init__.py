@@ -1,20 +1,19 @@
 """Rules for distributing operators; importing this package registers them.
 
 pointwise: elementwise operators. window: convolution and unfolding. pooling: maxima and means of windows. resample:
-interpolation. index: moving cells. pick: indexing by tensor values. shape: reshaping. reduce: reductions. norm:
-normalisation. product: matrix products and attention. matrix: linear algebra. spectrum: Fourier transforms and complex
-numbers. create: tensor creation. function: users' autograd.Functions. random: random numbers keyed by the global index.
-loss: costs.
+interpolation. index: slicing, padding and other moves of cells. gather_scatter: indexing by tensor values. shape:
+reshaping. reduce: reductions. norm: normalisation. product: matrix products and attention. matrix: linear algebra.
+spectrum: Fourier transforms and complex numbers. creation: tensor creation. user_function: users' autograd.Functions.
+random: random numbers keyed by the global index. loss: loss functions.
 """
 
 from . import (
-    create,
-    function,
+    creation,
+    gather_scatter,
     index,
     loss,
     matrix,
     norm,
-    pick,
     pointwise,
     pooling,
     product,
@@ -23,10 +22,11 @@ from . import (
     resample,
     shape,
     spectrum,
+    user_function,
     window,
 )  # fmt: skip
 
 __all__ = [
-    "create", "function", "index", "loss", "matrix", "norm", "pick", "pointwise", "pooling", "product", "random",
-    "reduce", "resample", "shape", "spectrum", "window",
+    "creation", "gather_scatter", "index", "loss", "matrix", "norm", "pointwise", "pooling", "product", "random",
+    "reduce", "resample", "shape", "spectrum", "user_function", "window",
 ]  # fmt: skip

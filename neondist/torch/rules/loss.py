@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from math import log, pi, prod
 from typing import Any
 
@@ -12,59 +13,58 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..ir.graph import Value
 from ..ir.layout import axes_of
-from ..ir.registry import CAPTURED_AS, rule
-from ..lowering.lower import Lowering
+from ..ir.registry import CAPTURE_REPLACEMENTS, rule
+from ..lowering.lowering import Lowering
 
 
-def _total(lowering: Lowering, each: Any, weights: Any, reduction: int) -> Any:
+def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, reduction: int) -> Value:
     """Return the values unreduced (0), their mean, optionally weighted (1), or their sum (2)."""
     if reduction == 0:
-        return each
-    total = lowering.reduced(lambda a: a.sum(), [each], axes_of(each.layout), ())
+        return losses
+    total = lowering.reduced(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
     if reduction == 2:
         return total
     if weights is None:
-        count = prod(each.shape)
+        count = prod(losses.shape)
         return lowering.local(lambda a: a / count, [total], ())
-    whole = lowering.reduced(lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype)
-    return lowering.local(lambda a, w: a / w, [total, whole], ())
+    total_weight = lowering.reduced(lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype)
+    return lowering.local(lambda a, w: a / w, [total, total_weight], ())
 
 
 @rule("aten.cross_entropy_loss.default", whole=("weight",))
-def cross_entropy(
+def cross_entropy_loss(
     lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Value:  # fmt: skip
     """Reduction: sums over cells, and their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
-    there = lowering.aligned(target, x.layout if probabilities else layout, x.axes)
+    there = lowering.align_to(target, x.layout if probabilities else layout, x.axes)
 
-    def each(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    def unreduced(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
-    losses = lowering.local(each, [x, there, weight], layout, lowering.out.dtype)
+    losses = lowering.local(unreduced, [x, there, weight], layout, lowering.fake_out.dtype)
     if probabilities:
-        return _total(lowering, losses, None, reduction)
-    return _total(lowering, losses, _weights(lowering, losses, there, weight, ignore_index), reduction)
+        return _reduce_losses(lowering, losses, None, reduction)
+    return _reduce_losses(lowering, losses, _cell_weights(lowering, losses, there, weight, ignore_index), reduction)
 
 
-def _weights(lowering: Lowering, losses: Any, target: Value, weight: Value | None, ignored: int) -> Any:
+def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Value | None, ignore_index: int) -> Value:
     """Return the weight of each cell's class (default 1), and 0 for ignored cells."""
     dtype = losses.dtype
 
     def run(t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-        kept = t != ignored
+        kept = t != ignore_index
         return kept.to(dtype) if w is None else torch.where(kept, w[t.where(kept, 0)], 0).to(dtype)
 
     return lowering.local(run, [target, weight], losses.layout, dtype)
 
 
 @rule("aten.one_hot.default")
-def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Any:
+def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
     """Local: classes as a new last dimension."""
     if num_classes < 0:
         lowering.refuse("the number of classes depends on the values; give num_classes")
@@ -72,60 +72,56 @@ def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Any:
 
 
 @rule("aten.multilabel_margin_loss.default")
-def multilabel_margin(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Any:
+def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
     """Reduction: sums over samples; PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gathered(x, [-1])
-    there = lowering.aligned(target, x.layout, x.axes)
+    there = lowering.align_to(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
-    return _total(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
+    return _reduce_losses(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", whole=("weight",))
-def nll(
-    lowering: Lowering,
-    x: Value,
-    target: Value,
-    weight: Value | None = None,
-    reduction: int = 1,
+def nll_loss(
+    lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
     ignore_index: int = -100,
-) -> Any:
+) -> Value:  # fmt: skip
     """Reduction: sums over cells, and their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
-    there = lowering.aligned(target, layout, x.axes)
+    there = lowering.align_to(target, layout, x.axes)
     losses = lowering.local(
         lambda a, t, w: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"), [x, there, weight], layout
     )
-    return _total(lowering, losses, _weights(lowering, losses, there, weight, ignore_index), reduction)
+    return _reduce_losses(lowering, losses, _cell_weights(lowering, losses, there, weight, ignore_index), reduction)
 
 
-def _pairwise(function: Any) -> Any:
-    def rule_of(
-        lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1, **more: Any
-    ) -> Any:
+def _elementwise_loss_rule(loss_function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def loss_rule(
+        lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1, **more: object
+    ) -> Value:
         """Reduction: sums over cells."""
         values = [x, target, *([] if weight is None else [weight])]
-        named = {name: value for name, value in more.items() if hasattr(value, "layout_or_none")}
+        named = {name: value for name, value in more.items() if isinstance(value, Value)}
         values += named.values()
-        layout = lowering.common([value.layout for value in values])
+        layout = lowering.common_layout([value.layout for value in values])
         context = axes_of(layout)
-        aligned = [lowering.aligned(value, layout, context) for value in values]
+        aligned = [lowering.align_to(value, layout, context) for value in values]
         static = {name: value for name, value in more.items() if name not in named and value is not None}
 
         def run(a: torch.Tensor, t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             given = list(rest)
             if weight is not None:
                 static["weight"] = given.pop(0)
-            return function(a, t, reduction="none", **static, **dict(zip(named, given, strict=True)))
+            return loss_function(a, t, reduction="none", **static, **dict(zip(named, given, strict=True)))
 
-        each = lowering.local(run, aligned, layout, lowering.out.dtype)
-        return _total(lowering, each, None, reduction)
+        losses = lowering.local(run, aligned, layout, lowering.fake_out.dtype)
+        return _reduce_losses(lowering, losses, None, reduction)
 
-    return rule_of
+    return loss_rule
 
 
-for _name, _function in {
+_ELEMENTWISE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "aten.mse_loss.default": F.mse_loss,
     "aten.l1_loss.default": F.l1_loss,
     "aten.smooth_l1_loss.default": F.smooth_l1_loss,
@@ -134,13 +130,15 @@ for _name, _function in {
     "aten.binary_cross_entropy_with_logits.default": F.binary_cross_entropy_with_logits,
     "aten.kl_div.default": F.kl_div,
     "aten.soft_margin_loss.default": F.soft_margin_loss,
-}.items():
-    rule(_name)(_pairwise(_function))
+}
+for _name, _function in _ELEMENTWISE_LOSSES.items():
+    rule(_name)(_elementwise_loss_rule(_function))
 
 
-def gaussian_nll(
-    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> torch.Tensor:
+def traceable_gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:  # fmt: skip
     """Return torch.nn.functional.gaussian_nll_loss, with NaN instead of an error for negative variances."""
     if not isinstance(var, torch.Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
@@ -156,7 +154,7 @@ def gaussian_nll(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def hidden_weight() -> torch.Tensor | None:
+def weight_of_l1_loss_caller() -> torch.Tensor | None:
     """Return the weight of the current torch.nn.functional.l1_loss call, which its overrides do not receive."""
     frame, weight = sys._getframe(), None
     while frame.f_back is not None and weight is None:
@@ -165,11 +163,11 @@ def hidden_weight() -> torch.Tensor | None:
     return weight
 
 
-def l1(*args: Any, **kwargs: Any) -> torch.Tensor:
+def l1_loss_with_weight(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return torch.nn.functional.l1_loss, including its weight argument."""
-    given = kwargs if (weight := hidden_weight()) is None else {**kwargs, "weight": weight}
+    given = kwargs if (weight := weight_of_l1_loss_caller()) is None else {**kwargs, "weight": weight}
     return F.l1_loss(*args, **given)
 
 
-CAPTURED_AS[F.gaussian_nll_loss] = gaussian_nll
-CAPTURED_AS[F.l1_loss] = l1
+CAPTURE_REPLACEMENTS[F.gaussian_nll_loss] = traceable_gaussian_nll_loss
+CAPTURE_REPLACEMENTS[F.l1_loss] = l1_loss_with_weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +15,17 @@ from ..exchange.mesh_comm import format_of
 from ..ir.graph import Value
 from ..ir.layout import axes_of
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
-from ..lowering.norm_gradients import pass_contiguous
-from .reduce import moments, total
+from ..lowering.lowering import Lowering
+from ..lowering.norm_gradients import convert_gradient_format
+from .reduce import mean_and_deviations, sum_over_dims
+
+MaybeValue = Value | None
+_WHOLE_ARGUMENTS = ("weight", "bias", "running_mean", "running_var")
 
 
-def normalised(
-    lowering: Lowering, x: Value, groups: int | None, weight: Value | None, bias: Value | None, eps: float
-) -> tuple[Any, Any, Any, int]:
+def normalise_groups(
+    lowering: Lowering, x: Value, groups: int | None, weight: MaybeValue, bias: MaybeValue, eps: float
+) -> tuple[Value, Value, Value, int]:
     """Return x (N, C, ...) normalised and scaled, mean and variance of each group, and the size of a group.
 
     Parameters
@@ -34,189 +36,160 @@ def normalised(
     if not lowering.is_whole(x, 1):
         lowering.refuse("the channels are partitioned")
     dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
-    number = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
+    group_size = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
     batch = (Atom(x.shape[1]),) if groups is None else (*x.layout[0], Atom(groups))
-    moments = Moments(groups, number, eps, axes_of(x.layout[dim] for dim in dims))
-    return *lowering.normalise(x, weight, bias, moments, (batch,)), number
+    moments = Moments(groups, group_size, eps, axes_of(x.layout[dim] for dim in dims))
+    return *lowering.normalise(x, weight, bias, moments, (batch,)), group_size
 
 
-def scaled(lowering: Lowering, x: Value, weight: Value | None, bias: Value | None, dims: Sequence[int]) -> Any:
+def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, dims: Sequence[int]) -> Value:
     """Return x * weight + bias, where weight and bias have the given dimensions of x."""
     shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
-            there = lowering.aligned(lowering.reshape(value, shape), x.layout, x.axes)
+            there = lowering.align_to(lowering.reshape(value, shape), x.layout, x.axes)
             x = lowering.local(run, [x, there], x.layout)
     return x
 
 
-MaybeValue = Value | None
-_STATISTICS = ("weight", "bias", "running_mean", "running_var")
-
-
-@rule("aten.batch_norm.default", always=True, whole=_STATISTICS)
+@rule("aten.batch_norm.default", always=True, whole=_WHOLE_ARGUMENTS)
 def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Any:  # fmt: skip
+) -> Value | tuple[Value, ...]:  # fmt: skip
     """Reduction in training: moments of each channel, over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
     if not training:
-        return fixed(lowering, *given, momentum, eps)[0]
+        return batch_norm_inference(lowering, *given, momentum, eps)[0]
     if running_mean is None:
-        return normalised(lowering, lowering.gathered(x, [1]), None, weight, bias, eps)[0]
-    y, _, _, *moved = functional_batch_norm(lowering, *given, training, momentum, eps)
-    return y, *moved
+        return normalise_groups(lowering, lowering.gathered(x, [1]), None, weight, bias, eps)[0]
+    y, _, _, *running_statistics = functional_batch_norm(lowering, *given, training, momentum, eps)
+    return y, *running_statistics
 
 
-@rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_STATISTICS)
+@rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_WHOLE_ARGUMENTS)
 def functional_batch_norm(
-    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
-    running_var: MaybeValue, training: bool, momentum: float, eps: float,
-) -> Any:  # fmt: skip
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Value | None, ...]:  # fmt: skip
     """Reduction: moments of each channel, over all tiles and replicas."""
     x = lowering.gathered(x, [1])
     if not training:
-        y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
+        y, *_ = batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
-    y, mean, variance, number = normalised(lowering, x, None, weight, bias, eps)
-    lowering.trained([mean, variance], [False, False])  # PyTorch has no gradient of statistics
-    return y, mean, None, *_statistics(lowering, (running_mean, running_var), (mean, variance), momentum, number)
+    y, mean, variance, group_size = normalise_groups(lowering, x, None, weight, bias, eps)
+    lowering.mark_constants([mean, variance], [False, False])  # PyTorch has no gradient of statistics
+    running = running_mean, running_var
+    return y, mean, None, *_update_running_statistics(lowering, running, (mean, variance), momentum, group_size)
 
 
-@rule("aten._batch_norm_with_update_functional.default", always=True, whole=_STATISTICS)
-def updating_batch_norm(
-    lowering: Lowering,
-    x: Value,
-    weight: MaybeValue,
-    bias: MaybeValue,
-    running_mean: MaybeValue,
-    running_var: MaybeValue,
-    momentum: float,
-    eps: float,
-) -> Any:
+@rule("aten._batch_norm_with_update_functional.default", always=True, whole=_WHOLE_ARGUMENTS)
+def batch_norm_with_update(
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
+    momentum: float, eps: float,
+) -> tuple[Value | None, ...]:  # fmt: skip
     """Reduction: moments of each channel, over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
-    y, _, _, *moved = functional_batch_norm(lowering, *given, True, momentum, eps)
-    return y, None, None, None, *moved
+    y, _, _, *running_statistics = functional_batch_norm(lowering, *given, True, momentum, eps)
+    return y, None, None, None, *running_statistics
 
 
-def _statistics(
-    lowering: Lowering, running: Sequence[Any], current: Sequence[Any], momentum: float, number: int, samples: int = 1
-) -> list[Any]:
+def _update_running_statistics(
+    lowering: Lowering, running: Sequence[Value], current: Sequence[Value], momentum: float, group_size: int,
+    samples: int = 1,
+) -> list[Value]:  # fmt: skip
     """Return running statistics, updated by those of a pass, which are sums over `samples` samples."""
-    unbiased = number / max(1, number - 1)
+    unbiased = group_size / max(1, group_size - 1)
     return [
-        lowering.local(partial(_moved, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)
+        lowering.local(partial(_moving_mean, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)
         for old, new, factor in zip(running, current, (1, unbiased), strict=True)
     ]
 
 
-def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return ((1 - momentum) * old).add_(new.detach(), alpha=share)
+def _moving_mean(momentum: float, weight: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return ((1 - momentum) * old).add_(new.detach(), alpha=weight)
 
 
-@rule("aten._native_batch_norm_legit_no_training.default", whole=_STATISTICS)
-def fixed(
-    lowering: Lowering,
-    x: Value,
-    weight: MaybeValue,
-    bias: MaybeValue,
-    running_mean: MaybeValue,
-    running_var: MaybeValue,
-    momentum: float,
-    eps: float,
-) -> Any:
+@rule("aten._native_batch_norm_legit_no_training.default", whole=_WHOLE_ARGUMENTS)
+def batch_norm_inference(
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
+    running_var: MaybeValue, momentum: float, eps: float,
+) -> tuple[Value, None, None]:  # fmt: skip
     """Local: uses the running statistics."""
     x = lowering.gathered(x, [1])
     args = [x, running_mean, running_var, weight, bias]
 
-    def run(a: torch.Tensor, m: Any, v: Any, w: Any, b: Any) -> torch.Tensor:
+    def run(
+        a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
+    ) -> torch.Tensor:
         y = F.batch_norm(a, m, v, w, b, False, 0.0, eps)
-        pass_contiguous(y, format_of(a))
+        convert_gradient_format(y, format_of(a))
         return y
 
     return lowering.local(run, args, x.layout), None, None
 
 
-@rule("aten.instance_norm.default", always=True, whole=_STATISTICS)
+@rule("aten.instance_norm.default", always=True, whole=_WHOLE_ARGUMENTS)
 def instance_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
-    running_var: MaybeValue, use_input_stats: bool,
-    momentum: float, eps: float, cudnn_enabled: bool,
-) -> Any:  # fmt: skip
+    running_var: MaybeValue, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Value | tuple[Value, ...]:  # fmt: skip
     """Reduction: moments of each channel of each sample, averaged over samples for running statistics."""
     if not use_input_stats:
-        return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
+        return batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if not x.axes and running_mean is None and x.shape[0] > 1:  # PyTorch's gradients of one sample may be wrong
-        return lowering.alike()
+        return lowering.compute_replicated()
     x = lowering.gathered(x, [1])
-    y, mean, variance, number = normalised(lowering, x, x.shape[1], weight, bias, eps)
-    if running_mean is None:
+    y, mean, variance, group_size = normalise_groups(lowering, x, x.shape[1], weight, bias, eps)
+    if running_mean is None or running_var is None:
         return y
     of_samples = (lowering.reshape(value, x.shape[:2]) for value in (mean, variance))
-    sums = [total(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False) for each in of_samples]
-    return y, *_statistics(lowering, (running_mean, running_var), sums, momentum, number, x.shape[0])
+    sums = [sum_over_dims(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False) for each in of_samples]
+    running = running_mean, running_var
+    return y, *_update_running_statistics(lowering, running, sums, momentum, group_size, x.shape[0])
 
 
 @rule("aten.group_norm.default", whole=("weight", "bias"))
 def group_norm(
-    lowering: Lowering,
-    x: Value,
-    num_groups: int,
-    weight: MaybeValue,
-    bias: MaybeValue,
-    eps: float,
+    lowering: Lowering, x: Value, num_groups: int, weight: MaybeValue, bias: MaybeValue, eps: float,
     cudnn_enabled: bool,
-) -> Any:
+) -> Value:  # fmt: skip
     """Reduction: moments of each group of channels of each sample."""
     x = lowering.gathered(x, [1])
-    return normalised(lowering, x, num_groups, weight, bias, eps)[0]
+    return normalise_groups(lowering, x, num_groups, weight, bias, eps)[0]
 
 
 @rule("aten.native_group_norm.default", whole=("weight", "bias"))
 def native_group_norm(
-    lowering: Lowering,
-    x: Value,
-    weight: MaybeValue,
-    bias: MaybeValue,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, N: int, C: int, HxW: int, group: int,
     eps: float,
-) -> Any:
+) -> tuple[Value, None, None]:  # fmt: skip
     """Reduction: moments of each group of channels of each sample."""
     return group_norm(lowering, x, group, weight, bias, eps, False), None, None
 
 
 @rule("aten.layer_norm.default", whole=("weight", "bias"))
 def layer_norm(
-    lowering: Lowering,
-    x: Value,
-    normalized_shape: Sequence[int],
-    weight: MaybeValue,
-    bias: MaybeValue,
-    eps: float,
+    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float,
     cudnn_enable: bool,
-) -> Any:
+) -> Value:  # fmt: skip
     """Reduction: moments over the last dimensions; local if those are not partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if all(lowering.is_whole(x, dim) for dim in dims):
         shape = tuple(normalized_shape)
         return lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
-    number = prod(x.shape[d] for d in dims)
-    _, squares, apart = moments(lowering, x, dims)
-    scale = lowering.local(lambda s: torch.rsqrt(s / number + eps), [squares], squares.layout)
+    group_size = prod(x.shape[d] for d in dims)
+    _, squares, apart = mean_and_deviations(lowering, x, dims)
+    scale = lowering.local(lambda s: torch.rsqrt(s / group_size + eps), [squares], squares.layout)
     y = lowering.local(torch.mul, [apart, scale], x.layout)
-    return scaled(lowering, y, weight, bias, dims)
+    return scale_and_shift(lowering, y, weight, bias, dims)
 
 
 @rule("aten.native_layer_norm.default", whole=("weight", "bias"))
 def native_layer_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float
-) -> Any:
+) -> tuple[Value, None, None]:
     """Reduction: moments over the last dimensions."""
     return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
 
@@ -224,13 +197,13 @@ def native_layer_norm(
 @rule("aten.rms_norm.default", whole=("weight",))
 def rms_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, eps: float | None
-) -> Any:
+) -> Value:
     """Reduction: squares over the last dimensions; local if those are not partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if not all(lowering.is_whole(x, dim) for dim in dims):
-        number, least = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
-        squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
-        scale = lowering.local(lambda s: torch.rsqrt(s / number + least), [squares], squares.layout)
-        return scaled(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
+        group_size, least = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
+        squares = sum_over_dims(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
+        scale = lowering.local(lambda s: torch.rsqrt(s / group_size + least), [squares], squares.layout)
+        return scale_and_shift(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
     return lowering.local(lambda a, w: F.rms_norm(a, tuple(normalized_shape), w, eps), [x, weight], x.layout)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 
 from ..ir.graph import Value
 from ..ir.layout import local_shape
-from ..ir.registry import pointwise, rule
-from ..lowering.lower import Lowering
+from ..ir.registry import register_pointwise, rule
+from ..lowering.lowering import Lowering
 
-pointwise(
+register_pointwise(
     "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
     "aten.contiguous.default",
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device",
@@ -26,7 +25,7 @@ pointwise(
 
 
 @rule("aten.prelu.default", whole=("weight",))
-def prelu(lowering: Lowering, x: Value, weight: Value) -> Any:
+def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
     """Pointwise; one slope per channel."""
     shape = [1] * len(x.shape)
     if len(shape) > 1:
@@ -34,19 +33,19 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Any:
     slope = lowering.reshape(weight, shape)
     layout = x.layout
     return lowering.local(
-        lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.aligned(slope, layout, x.axes)], layout
+        lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.align_to(slope, layout, x.axes)], layout
     )
 
 
 @rule("aten.type_as.default", "aten.to.other", always=True)
-def type_as(lowering: Lowering, x: Value, other: Value, **_: Any) -> Any:
+def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
     """Pointwise; only the dtype of the second argument matters."""
-    dtype = lowering.out.dtype
+    dtype = lowering.fake_out.dtype
     return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
 
 
 @rule("aten.detach.default", always=True)
-def detach(lowering: Lowering, x: Value) -> Any:
+def detach(lowering: Lowering, x: Value) -> Value:
     """Pointwise; without a gradient, also on ranks without elements."""
     detached = lowering.local(torch.Tensor.detach, [x], x.layout)
     detached.kind = "constant"
@@ -54,9 +53,9 @@ def detach(lowering: Lowering, x: Value) -> Any:
 
 
 @rule("aten.copy.default", always=True)
-def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Any:
+def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Value:
     """Pointwise; values of the second argument in the shape and dtype of the first."""
-    layout, context, dtype = lowering.common([x.layout]), x.axes, x.dtype
+    layout, context, dtype = lowering.common_layout([x.layout]), x.axes, x.dtype
     run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
-    there = lowering.aligned(src, layout, context)
+    there = lowering.align_to(src, layout, context)
     return lowering.local(run, [there], layout, dtype, context, at=partial(local_shape, layout))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,22 +12,16 @@ from ...geometry import Place
 from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
-from .window import Size, spatial_rank, window_of, windows_of
+from ..lowering.lowering import Lowering
+from .window import Size, spatial_ndim, window_of, window_view
 
-_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_MAX_POOL_BY_NDIM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 @rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
 def max_pool(
-    lowering: Lowering,
-    x: Value,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
-    ceil_mode: bool,
-) -> Any:
+    lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
+) -> Value:
     """Window; padding is -inf."""
     values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
     return values
@@ -37,30 +30,24 @@ def max_pool(
 @rule("aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
       "aten.max_pool3d_with_indices.default")  # fmt: skip
 def max_pool_with_indices(
-    lowering: Lowering,
-    x: Value,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
-    ceil_mode: bool,
-) -> Any:
+    lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
+) -> tuple[Value, Value]:
     """Window; padding is -inf, and indices refer to the global image."""
-    n = spatial_rank(lowering)
-    values = lowering.out[0] if isinstance(lowering.out, (tuple, list)) else lowering.out
+    n = spatial_ndim(lowering)
+    values = lowering.fake_out[0] if isinstance(lowering.fake_out, (tuple, list)) else lowering.fake_out
     window = window_of(n, kernel_size, stride or kernel_size, padding, dilation)
-    view, left, atoms = windows_of(lowering, x, window, values.shape[-n:], fill=-torch.inf)
-    run = _MAX[n]
+    view, left, atoms = window_view(lowering, x, window, values.shape[-n:], fill=-torch.inf)
+    run = _MAX_POOL_BY_NDIM[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
     options = window.kernel, window.stride, left, window.dilation, ceil_mode
     maxima = lowering.local(lambda a: run(a, *options), [view], layout, values.dtype)
     cells = x.shape[-n:]
 
-    def firsts(place: Place) -> list[int]:
+    def first_cells(place: Place) -> list[int]:
         axes = zip(atoms, window.stride, window.padding, strict=True)
         return [0 if a.axis is None else a.range(place)[0] * step - before for a, step, (before, _) in axes]
 
-    def index(first: Sequence[int], a: torch.Tensor) -> torch.Tensor:
+    def global_indices(first: Sequence[int], a: torch.Tensor) -> torch.Tensor:
         _, here = run(a.detach(), *options, return_indices=True)
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
@@ -69,20 +56,20 @@ def max_pool_with_indices(
             flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
         return flat
 
-    return maxima, lowering.local(index, [view], layout, torch.int64, at=firsts)
+    return maxima, lowering.local(global_indices, [view], layout, torch.int64, at=first_cells)
 
 
 @rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
-def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Any, **_: Any) -> Any:
+def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequence[int], **_: object) -> Value:
     """Redistribution: values and indices are gathered, and each rank scatters those of its own cells."""
     n = len(output_size)
     dims = range(len(x.shape) - n, len(x.shape))
-    axes = [lowering.cut(lowering.single(x, dim), dim) for dim in dims]
-    atoms = [lowering.mesh.atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
+    axes = [lowering.axis_of(lowering.as_single_atom(x, dim), dim) for dim in dims]
+    atoms = [lowering.mesh.even_atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
     x, indices = (lowering.gathered(value, dims) for value in (x, indices))
-    rest = lowering.common([value.layout[:-n] for value in (x, indices)])
+    rest = lowering.common_layout([value.layout[:-n] for value in (x, indices)])
     layout = (*rest, *((atom,) for atom in atoms))
-    args = [lowering.aligned(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
+    args = [lowering.align_to(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
 
     def run(place: Place, a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         a, at = a.flatten(-n), at.flatten(-n)
@@ -100,15 +87,14 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Any, *
 @rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def avg_pool(
     lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None = None,
-) -> Any:  # fmt: skip
+    count_include_pad: bool, divisor_override: int | None = None,
+) -> Value:  # fmt: skip
     """Window; sums divided by the number of cells in the global image."""
-    n = spatial_rank(lowering)
+    n = spatial_ndim(lowering)
     window = window_of(n, kernel_size, stride or kernel_size, padding)
-    view, _, atoms = windows_of(lowering, x, window, lowering.out.shape[-n:], every=True)
+    view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=True)
 
-    def divisors(place: Place) -> Any:
+    def local_divisors(place: Place) -> int | torch.Tensor:
         if divisor_override is not None:
             return divisor_override
         axes = zip(atoms, x.shape[-n:], window.kernel, window.stride, window.padding, strict=True)
@@ -123,7 +109,7 @@ def avg_pool(
             divisor = divisor.unsqueeze(-1) * torch.tensor(each, dtype=torch.float64)
         return divisor
 
-    def run(divisor: Any, a: torch.Tensor) -> torch.Tensor:
+    def run(divisor: int | torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         if n == 1:
             y = F.avg_pool2d(a.unsqueeze(-2), (1, *window.kernel), (1, *window.stride), divisor_override=1).squeeze(-2)
         else:
@@ -131,4 +117,4 @@ def avg_pool(
         return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
 
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    return lowering.local(run, [view], layout, lowering.out.dtype, at=divisors)
+    return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=local_divisors)

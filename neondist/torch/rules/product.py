@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,70 +11,66 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..exchange.ring import Ring
 from ..ir.graph import Value
-from ..ir.layout import Dim, Layout, axes_of, indices, whole
+from ..ir.layout import Dim, Layout, axes_of, local_indices, replicated
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
+from ..lowering.lowering import Lowering
 
 
 @rule("aten.linear.default", whole=("weight", "bias"))
-def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Any:
+def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """Local; over a partitioned dimension, partial products of each rank's columns are summed."""
     weight, bias = lowering.gathered(weight), None if bias is None else lowering.gathered(bias)
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
-    dtype = lowering.out.dtype
+    dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
-    columns = lowering.aligned(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
+    columns = lowering.align_to(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
     product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
 
 @rule("aten.bilinear.default", whole=("weight", "bias"))
-def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Any:
+def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
     """Local; features are not partitioned."""
     one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
-    rest = lowering.common([one.layout[:-1], two.layout[:-1]])
-    args = [lowering.cut_as(value, (*rest, value.layout[-1])) for value in (one, two)]
+    rest = lowering.common_layout([one.layout[:-1], two.layout[:-1]])
+    args = [lowering.partition_as(value, (*rest, value.layout[-1])) for value in (one, two)]
     layout = (*rest, (Atom(weight.shape[0]),))
-    return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.out.dtype)
+    return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
-def distances(lowering: Lowering, x1: Value, x2: Value, **more: Any) -> Any:
+def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
     """Redistribution: rows of the second argument are gathered; a decomposition has NaN gradients at distance 0."""
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
-    batch = lowering.common([one.layout[:-2], two.layout[:-2]]) if len(lowering.out.shape) > 2 else ()
+    batch = lowering.common_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
-    left = lowering.seen_as(one, (*batch, *one.layout[-2:]), axes_of(layout))
-    right = lowering.seen_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
-    target, how = lowering.target, list(more.values())
-    return lowering.local(lambda a, b: target(a, b, *how), [left, right], layout, lowering.out.dtype)
+    left = lowering.gather_as(one, (*batch, *one.layout[-2:]), axes_of(layout))
+    right = lowering.gather_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
+    target, options = lowering.target, list(more.values())
+    return lowering.local(lambda a, b: target(a, b, *options), [left, right], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.pdist.default", "aten._pdist_forward.default")
-def pairs(lowering: Lowering, x: Value, p: float = 2) -> Any:
+def pdist(lowering: Lowering, x: Value, p: float = 2) -> Value:
     """Redistribution: rows are gathered, and every rank computes the distances of all pairs."""
-    return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], whole(lowering.out.shape))
+    return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], replicated(lowering.fake_out.shape))
 
 
 @rule("aten.addmm.default")
-def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: float = 1, alpha: float = 1) -> Value:
     """Matrix product and sum, by simpler operators."""
     product = matmul(lowering, mat1, mat2)
-    there = lowering.aligned(x, product.layout, product.axes)
-    return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.out.dtype)
+    there = lowering.align_to(x, product.layout, product.axes)
+    return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.fake_out.dtype)
 
 
 @rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default",
       "aten.mv.default", "aten.dot.default")  # fmt: skip
 def matmul(
-    lowering: Lowering,
-    x: Value,
-    other: Value | None = None,
-    mat2: Value | None = None,
-    vec: Any = None,
-    tensor: Any = None,
-) -> Any:
+    lowering: Lowering, x: Value, other: Value | None = None, mat2: Value | None = None, vec: Value | None = None,
+    tensor: Value | None = None,
+) -> Value:  # fmt: skip
     """Local; partial products are summed over a dimension partitioned alike; else the second is gathered along it."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
@@ -84,71 +79,73 @@ def matmul(
             one = lowering.reshape(a, (1, *a.shape))
         if len(b.shape) == 1:
             two = lowering.reshape(b, (*b.shape, 1))
-        return lowering.reshape(matmul(lowering, one, two), lowering.out.shape)
-    batch = lowering.common([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
-    rows, columns = _apart(a, batch), b.layout[-1]
+        return lowering.reshape(matmul(lowering, one, two), lowering.fake_out.shape)
+    batch = lowering.common_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
+    rows, columns = _rows_layout(a, batch), b.layout[-1]
     busy = axes_of(batch) | axes_of([rows])
     if axes_of([columns]) & busy:
         columns = (Atom(b.shape[-1]),)
-    (inner,) = lowering.common([a.layout[-1:], b.layout[-2:-1]])
+    (inner,) = lowering.common_layout([a.layout[-1:], b.layout[-2:-1]])
     if axes_of([inner]) & (busy | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
     context = axes_of((*batch, rows, inner, columns))
-    left = lowering.seen_as(a, (*batch, rows, inner), context)
-    right = lowering.seen_as(b, (*batch, inner, columns), context)
+    left = lowering.gather_as(a, (*batch, rows, inner), context)
+    right = lowering.gather_as(b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
     return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
 
 
-def _apart(value: Value, batch: Layout) -> Dim:
+def _rows_layout(value: Value, batch: Layout) -> Dim:
     """Return the layout of the first factor's rows, not partitioned by mesh axes of the batch."""
     rows = value.layout[-2]
     return (Atom(value.shape[-2]),) if axes_of([rows]) & axes_of(batch) else rows
 
 
-RING_BYTES = 2**24
+MIN_RING_BYTES = 2**24
 """Smaller keys and values are gathered, which sends them twice instead of three times, with fewer waits."""
 
 
-def _by_ring(lowering: Lowering, query: Value, key: Value, value: Value, mask: Value | None) -> bool:
+def _uses_ring_attention(lowering: Lowering, query: Value, key: Value, value: Value, mask: Value | None) -> bool:
     """Return whether to use ring attention: keys are partitioned like queries, and too large to gather."""
-    around = axes_of(key.layout[-2:-1])
+    ring_axes = axes_of(key.layout[-2:-1])
     alike = key.layout[:-2] == value.layout[:-2] == query.layout[:-2] and key.layout[-2] == value.layout[-2]
-    if not around or not alike or axes_of(query.layout[-2:-1]) != around or (mask and mask.kind != "constant"):
+    if not ring_axes or not alike or axes_of(query.layout[-2:-1]) != ring_axes or (mask and mask.kind != "constant"):
         return False
     samples = prod(lowering.mesh.parts[axis] for axis in axes_of(key.layout[:-2]))
-    return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= RING_BYTES
+    return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= MIN_RING_BYTES
 
 
 @rule("aten.scaled_dot_product_attention.default", always=True)
 def attention(
     lowering: Lowering, query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Value:  # fmt: skip
     """Redistribution: keys and values are gathered for each rank's queries; large ones by ring attention."""
     if dropout_p:  # of scores, each by its global index
-        return lowering.apart() or lowering.refuse("dropout inside of attention")
+        return lowering.decompose() or lowering.refuse("it applies dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
-    batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
-    queries, every = _apart(query, batch), (Atom(key.shape[-2]),)
+    batch = lowering.common_layout([t.layout[:-2] for t in (query, key, value)])
+    queries, every = _rows_layout(query, batch), (Atom(key.shape[-2]),)
     cut = bool(axes_of([queries]))
     context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, every)
-    mask = None if attn_mask is None else lowering.seen_as(attn_mask, rows_and_keys, context)
+    mask = None if attn_mask is None else lowering.gather_as(attn_mask, rows_and_keys, context)
     layout = (*batch, queries, value.layout[-1])
-    if _by_ring(lowering, query, key, value, mask):
+    if _uses_ring_attention(lowering, query, key, value, mask):
         ring = Ring(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
         return lowering.ring_attention([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
-        lowering.seen_as(query, (*batch, queries, query.layout[-1]), context),
-        lowering.seen_as(key, (*batch, every, key.layout[-1]), context),
-        lowering.seen_as(value, (*batch, every, value.layout[-1]), context),
+        lowering.gather_as(query, (*batch, queries, query.layout[-1]), context),
+        lowering.gather_as(key, (*batch, every, key.layout[-1]), context),
+        lowering.gather_as(value, (*batch, every, value.layout[-1]), context),
         mask,
     ]
 
-    def run(rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    def run(
+        own: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
-            here = torch.tensor(rows, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
+            here = torch.tensor(own, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
             return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    return lowering.local(run, args, layout, lowering.out.dtype, at=partial(indices, queries))
+    return lowering.local(run, args, layout, lowering.fake_out.dtype, at=partial(local_indices, queries))

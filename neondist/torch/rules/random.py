@@ -12,25 +12,25 @@ from torch._decomp import decomposition_table
 
 from ...geometry import Place
 from ..ir.graph import Value
-from ..ir.layout import Layout, axes_of, whole
+from ..ir.layout import Layout, axes_of, replicated
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
+from ..lowering.lowering import Lowering
 
 
-def uniform(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def hash_to_uniform(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return a number in [0, 1) for each index, in float64: splitmix64 (Steele et al. 2014) of key and index."""
     z = index * -7046029254386353131 + key  # in int64, which wraps around
-    z = (z ^ _shifted(z, 30)) * -4658895280553007687
-    z = (z ^ _shifted(z, 27)) * -7723592293110705685
-    z = z ^ _shifted(z, 31)
-    return _shifted(z, 11).to(torch.float64) * 2.0**-53
+    z = (z ^ _logical_right_shift(z, 30)) * -4658895280553007687
+    z = (z ^ _logical_right_shift(z, 27)) * -7723592293110705685
+    z = z ^ _logical_right_shift(z, 31)
+    return _logical_right_shift(z, 11).to(torch.float64) * 2.0**-53
 
 
-def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
-    return (z >> by) & ((1 << (64 - by)) - 1)
+def _logical_right_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def numbers(lowering: Lowering, layout: Layout) -> Any:
+def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
     """Return uniform random numbers keyed by the operator, the pass and the global index."""
     key, number = lowering.random_key()
 
@@ -42,49 +42,49 @@ def numbers(lowering: Lowering, layout: Layout) -> Any:
                 here = torch.arange(*atom.range(place), device=seed.device)
                 along = (along[:, None] * atom.extent + here).reshape(-1)
             index = index[..., None] * prod(atom.extent for atom in dim) + along
-        return uniform(seed + number * 1000003, index)
+        return hash_to_uniform(seed + number * 1000003, index)
 
     draws = lowering.local(run, [key], layout, torch.float64, at=lambda place: place)
     draws.kind = "constant"
     return draws
 
 
-def _dropped(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0
 
 
 @rule("aten.native_dropout.default", "aten.dropout.default", always=True)
-def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Any:
+def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
     """Local; the mask is keyed by the global index."""
     several = "native" in str(lowering.target)
     if not train or p == 0:
         return (x, None) if several else x
-    draws = numbers(lowering, x.layout)
-    y = lowering.local(partial(_dropped, p), [x, draws], x.layout)
+    draws = draw_uniform(lowering, x.layout)
+    y = lowering.local(partial(_apply_dropout, p), [x, draws], x.layout)
     return (y, None) if several else y
 
 
 @rule("aten.feature_dropout.default", always=True)
-def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Any:
+def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     """Local; drops whole channels."""
     if not train or p == 0:
         return x
-    return lowering.local(partial(_dropped, p), [x, _of_channels(lowering, x)], x.layout)
+    return lowering.local(partial(_apply_dropout, p), [x, _draw_per_channel(lowering, x)], x.layout)
 
 
-def _of_channels(lowering: Lowering, x: Value) -> Any:
+def _draw_per_channel(lowering: Lowering, x: Value) -> Value:
     """Return one uniform random number for each channel of each sample."""
-    draws = numbers(lowering, (*x.layout[:2], *whole([1] * (len(x.shape) - 2))))
-    return lowering.enter(draws, x.axes)
+    draws = draw_uniform(lowering, (*x.layout[:2], *replicated([1] * (len(x.shape) - 2))))
+    return lowering.sum_gradient(draws, x.axes)
 
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", always=True)
-def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Any:
+def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     """Local; drops cells or channels, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
         return x
     channels = "feature" in str(lowering.target)
-    draws = _of_channels(lowering, x) if channels else numbers(lowering, x.layout)
+    draws = _draw_per_channel(lowering, x) if channels else draw_uniform(lowering, x.layout)
     least = 1.7580993408473766  # of SELU: its scale times its alpha
     scale = 1 / sqrt((least * least * p + 1) * (1 - p)) if p < 1 else 0.0
 
@@ -97,8 +97,8 @@ def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Any:
 
 @rule("aten.rrelu.default", always=True)
 def rrelu(
-    lowering: Lowering, x: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any
-) -> Any:
+    lowering: Lowering, x: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: object
+) -> Value:
     """Local; slopes keyed by the global index, their mean in evaluation."""
     if not training:
         return lowering.local(lambda a: F.leaky_relu(a, (lower + upper) / 2), [x], x.layout)
@@ -106,74 +106,78 @@ def rrelu(
     def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         return torch.where(a < 0, a * (lower + (upper - lower) * u).to(a.dtype), a)
 
-    return lowering.local(run, [x, numbers(lowering, x.layout)], x.layout)
+    return lowering.local(run, [x, draw_uniform(lowering, x.layout)], x.layout)
 
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
-def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: Any = None) -> Any:
+def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = None) -> Value:
     """Local; 1 with probability p, keyed by the global index."""
     dtype = x.dtype
-    draws = numbers(lowering, x.layout)
+    draws = draw_uniform(lowering, x.layout)
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", always=True)
-def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **how: Any) -> Any:
+def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options: Any) -> Value:
     """Local; uniform, keyed by the global index."""
-    out, low = lowering.out, how.get("from", 0.0)
-    layout = _drawn(lowering, x)
+    out, low = lowering.fake_out, options.get("from", 0.0)
+    layout = _layout_of_draws(lowering, x)
     return lowering.local(
-        lambda u: (low + (to - low) * u).to(out.dtype), [numbers(lowering, layout)], layout, out.dtype
+        lambda u: (low + (to - low) * u).to(out.dtype), [draw_uniform(lowering, layout)], layout, out.dtype
     )
 
 
 @rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
       always=True)  # fmt: skip
-def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: Any) -> Any:
+def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: object) -> Value:
     """Local; integers, keyed by the global index."""
-    dtype, layout = lowering.out.dtype, _drawn(lowering, x)
+    dtype, layout = lowering.fake_out.dtype, _layout_of_draws(lowering, x)
     return lowering.local(
-        lambda u: (low + (u * (high - low)).floor()).to(dtype), [numbers(lowering, layout)], layout, dtype
+        lambda u: (low + (u * (high - low)).floor()).to(dtype), [draw_uniform(lowering, layout)], layout, dtype
     )
 
 
 @rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",
       "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor", always=True)  # fmt: skip
-def randn(lowering: Lowering, x: Value | None = None, mean: Any = 0.0, std: Any = 1.0, **_: Any) -> Any:
+def randn(
+    lowering: Lowering, x: Value | None = None, mean: Value | float = 0.0, std: Value | float = 1.0, **_: object
+) -> Value:
     """Local; normal, keyed by the global index (Box and Muller 1958)."""
-    dtype = lowering.out.dtype
-    given = [value for value in (mean, std) if hasattr(value, "axes")]
-    layout = lowering.common([value.layout for value in given]) if given else _drawn(lowering, x)
-    first, second = numbers(lowering, layout), numbers(lowering, layout)
+    dtype = lowering.fake_out.dtype
+    given = [value for value in (mean, std) if isinstance(value, Value)]
+    layout = lowering.common_layout([value.layout for value in given]) if given else _layout_of_draws(lowering, x)
+    first, second = draw_uniform(lowering, layout), draw_uniform(lowering, layout)
 
     def run(u: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         rest = iter(tensors)
-        m, s = (next(rest).detach() if hasattr(value, "axes") else value for value in (mean, std))
+        m, s = (next(rest).detach() if isinstance(value, Value) else value for value in (mean, std))
         drawn = (m + s * torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(dtype)
         for a in tensors:  # the gradients of means and deviations are zeros, as in PyTorch
             drawn = torch.where(never, a, drawn)
         return drawn
 
     never = torch.tensor(False)
-    args = [first, second, *(lowering.aligned(value, layout, axes_of(layout)) for value in given)]
+    args = [first, second, *(lowering.align_to(value, layout, axes_of(layout)) for value in given)]
     return lowering.local(run, args, layout, dtype)
 
 
-def _drawn(lowering: Lowering, x: Value | None) -> Layout:
+def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
     """Return the layout of random numbers: that of x, if given."""
-    return x.layout if x is not None else whole(lowering.out.shape)
+    return x.layout if x is not None else replicated(lowering.fake_out.shape)
 
 
 @rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-def recurrent(lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: Any) -> Any:
+def recurrent(
+    lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: object
+) -> tuple[Value, ...]:
     """Decomposed step by step; dropout between layers is refused."""
     if not lowering.mesh.axes:
-        return lowering.alike()
+        return lowering.compute_replicated()
     if train and dropout and num_layers > 1:
-        lowering.refuse("dropout between recurrent layers, which PyTorch 2.13 drops when it decomposes them")
-    values, apart = lowering.tensors(decomposition_table[lowering.target])
+        lowering.refuse("it uses dropout between recurrent layers, which PyTorch 2.13 omits when it decomposes them")
+    values, apart = lowering.values_and_function(decomposition_table[lowering.target])
 
     def run(*tensors: torch.Tensor) -> Any:  # without gradients, float32 goes to an operator for inference alone
         return apart(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
 
-    return lowering.traced(values, run) or lowering.refuse()
+    return lowering.trace_and_lower(values, run) or lowering.refuse()

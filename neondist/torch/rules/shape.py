@@ -5,41 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import NoReturn
 
 from ...geometry import Atom
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
-from .index import remapped, rotated
+from ..lowering.lowering import Lowering
+from .index import remap_dim, rotate_dim
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
       "aten._reshape_copy.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default",
       "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
-def regrouped(lowering: Lowering, x: Value, **_: Any) -> Any:
+def reshape(lowering: Lowering, x: Value, **_: object) -> Value:
     """Local, if partition boundaries allow it; otherwise redistributed."""
-    return lowering.reshape(x, lowering.out.shape)
+    return lowering.reshape(x, lowering.fake_out.shape)
 
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
-def as_strided(lowering: Lowering, **_: Any) -> Any:
+def as_strided(lowering: Lowering, **_: object) -> NoReturn:
     """Refused: it addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
     raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 
 
 @rule("aten.permute.default", "aten.permute_copy.default")
-def permute(lowering: Lowering, x: Value, dims: Sequence[int]) -> Any:
+def permute(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
     """Local: dimensions are permuted with their partitions."""
     order = [dim % len(x.shape) for dim in dims]
     return lowering.local(lambda a: a.permute(order), [x], tuple(x.layout[dim] for dim in order))
 
 
 @rule("aten.transpose.int")
-def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Any:
+def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Value:
     """Local: two dimensions are swapped."""
     order = list(range(len(x.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
@@ -47,13 +47,13 @@ def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Any:
 
 
 @rule("aten.t.default", "aten.numpy_T.default", "aten.adjoint.default", "aten.mT.default")
-def transposed(lowering: Lowering, x: Value) -> Any:
+def transpose_last_two(lowering: Lowering, x: Value) -> Value:
     """Local: the last two dimensions are swapped."""
     return transpose(lowering, x, -2, -1) if len(x.shape) > 1 else x
 
 
 @rule("aten.movedim.int", "aten.movedim.intlist")
-def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Any:
+def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
     """Local: dimensions are permuted."""
     rank = len(x.shape)
     sources, targets = (
@@ -65,16 +65,16 @@ def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destinati
 
 
 @rule("aten.broadcast_tensors.default")
-def broadcast_tensors(lowering: Lowering, tensors: Any) -> Any:
+def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Value]:
     """Pointwise; each tensor is expanded on its own."""
-    layout = lowering.common([x.layout for x in tensors])
+    layout = lowering.common_layout([x.layout for x in tensors])
     context, at = axes_of(layout), partial(local_shape, layout)
-    aligned = [lowering.aligned(x, layout, context) for x in tensors]
+    aligned = [lowering.align_to(x, layout, context) for x in tensors]
     return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
 
 
 @rule("aten.meshgrid.default", "aten.meshgrid.indexing")
-def meshgrid(lowering: Lowering, tensors: Any, indexing: str = "ij") -> Any:
+def meshgrid(lowering: Lowering, tensors: Sequence[Value], indexing: str = "ij") -> list[Value]:
     """Local: each tensor is repeated along the dimensions of the others."""
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
@@ -89,9 +89,9 @@ def meshgrid(lowering: Lowering, tensors: Any, indexing: str = "ij") -> Any:
 
 
 @rule("aten.expand.default", "aten.expand_copy.default")
-def expand(lowering: Lowering, x: Value, size: Any, implicit: bool = False) -> Any:
+def expand(lowering: Lowering, x: Value, **_: object) -> Value:
     """Local: dimensions of size 1 are repeated, and not partitioned."""
-    shape = lowering.out.shape
+    shape = lowering.fake_out.shape
     new = len(shape) - len(x.shape)
     grown = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
     x = lowering.gathered(x, grown)
@@ -103,32 +103,30 @@ def expand(lowering: Lowering, x: Value, size: Any, implicit: bool = False) -> A
 
 
 @rule("aten.repeat.default")
-def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Any:
+def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Value:
     """Local; redistributed along a partitioned dimension."""
     old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
-    shape = lowering.out.shape
+    shape = lowering.fake_out.shape
     here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]
     layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(old, here, shape, strict=True))
     x = lowering.local(lambda a: a.repeat(*here), [x], layout)
     for dim, n in enumerate(shape):
         if x.shape[dim] != n:
-            x = rotated(lowering, x, dim, n, 0)
+            x = rotate_dim(lowering, x, dim, n, 0)
     return x
 
 
 @rule("aten.repeat_interleave.self_int")
-def repeat_interleave(
-    lowering: Lowering, x: Value, repeats: int, dim: int | None = None, output_size: Any = None
-) -> Any:
+def repeat_interleave(lowering: Lowering, x: Value, repeats: int, dim: int | None = None, **_: object) -> Value:
     """Redistribution: each index is repeated."""
     if dim is None:
         x, dim = lowering.reshape(x, (prod(x.shape),)), 0
     dim %= len(x.shape)
-    return remapped(lowering, x, dim, x.shape[dim] * repeats, lambda i: i // repeats)
+    return remap_dim(lowering, x, dim, x.shape[dim] * repeats, lambda i: i // repeats)
 
 
 @rule("aten.pixel_shuffle.default")
-def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Any:
+def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Value:
     """Local: channels become cells."""
     r, (*batch, c, h, w) = upscale_factor, x.shape
     k = len(batch)
@@ -138,7 +136,7 @@ def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Any:
 
 
 @rule("aten.pixel_unshuffle.default")
-def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Any:
+def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Value:
     """Cells become channels; partition boundaries move to groups of cells."""
     r, (*batch, c, h, w) = downscale_factor, x.shape
     k = len(batch)
@@ -148,7 +146,7 @@ def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Any:
 
 
 @rule("aten.channel_shuffle.default")
-def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Any:
+def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Value:
     """Local: channels are permuted."""
     n, c, *cells = x.shape
     split = lowering.reshape(x, [n, groups, c // groups, *cells])
@@ -157,6 +155,6 @@ def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Any:
 
 @rule("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.broadcast_tensors.default",
       always=True)  # fmt: skip
-def shaped_as(lowering: Lowering, **_: Any) -> Any:
+def shape_as_other(lowering: Lowering, **_: object) -> Value | list[Value]:
     """Decomposed into operators that take the shape itself."""
-    return lowering.apart()
+    return lowering.decompose()

@@ -4,75 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import replaced
+from ..ir.layout import replace_dim
 from ..ir.registry import rule
-from ..lowering.lower import Lowering
+from ..lowering.lowering import Lowering
 
 
 @rule("aten.view_as_real.default")
-def view_as_real(lowering: Lowering, x: Value) -> Any:
+def view_as_real(lowering: Lowering, x: Value) -> Value:
     """Local: real and imaginary part become a new last dimension."""
     layout = (*x.layout, (Atom(2),))
-    return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.out.dtype)
+    return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.view_as_complex.default")
-def view_as_complex(lowering: Lowering, x: Value) -> Any:
+def view_as_complex(lowering: Lowering, x: Value) -> Value:
     """Local: the last dimension holds the real and the imaginary part."""
     x = lowering.gathered(x, [-1])
     run = lambda a: torch.complex(*a.unbind(-1))  # noqa: E731  (where numbers lie in memory may be otherwise here)
-    return lowering.local(run, [x], x.layout[:-1], lowering.out.dtype)
+    return lowering.local(run, [x], x.layout[:-1], lowering.fake_out.dtype)
 
 
 @rule(*(f"aten.fft_{name}{dims}.default" for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
         for dims in ("", "2", "n")))  # fmt: skip
-def spectrum(lowering: Lowering, **_: Any) -> Any:
+def fft(lowering: Lowering, **_: object) -> Value:
     """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
-    return lowering.apart(own=True) or lowering.refuse()
+    return lowering.decompose(builtin_only=True) or lowering.refuse()
 
 
 @rule("aten._fft_c2c.default")
-def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, forward: bool) -> Any:
+def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, forward: bool) -> Value:
     """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     for d in dim:
         run = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=forward)
-        x = _transformed(lowering, x, d, x.shape[d], run, lowering.out.dtype)
+        x = _transform_dim(lowering, x, d, x.shape[d], run, lowering.fake_out.dtype)
     return x
 
 
 @rule("aten._fft_r2c.default")
-def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
+def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Value:
     """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     *rest, last = dim
     run = partial(torch._fft_r2c, dim=[last], normalization=normalization, onesided=onesided)
-    x = _transformed(lowering, x, last, lowering.out.shape[last], run, lowering.out.dtype)
+    x = _transform_dim(lowering, x, last, lowering.fake_out.shape[last], run, lowering.fake_out.dtype)
     return complex_to_complex(lowering, x, rest, normalization, True)
 
 
 @rule("aten._fft_c2r.default")
-def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
+def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Value:
     """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     *rest, last = dim
     for d in rest:
         inverse = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=False)
-        x = _transformed(lowering, x, d, x.shape[d], inverse, x.dtype)
+        x = _transform_dim(lowering, x, d, x.shape[d], inverse, x.dtype)
     run = partial(torch._fft_c2r, dim=[last], normalization=normalization, last_dim_size=last_dim_size)
-    return _transformed(lowering, x, last, last_dim_size, run, lowering.out.dtype)
+    return _transform_dim(lowering, x, last, last_dim_size, run, lowering.fake_out.dtype)
 
 
 @rule("aten.stft.default")
-def short_time(
+def stft(
     lowering: Lowering, x: Value, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
-    window: Any = None, normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
-    align_to_window: bool | None = None,
-) -> Any:  # fmt: skip
+    window: Value | None = None, normalized: bool = False, onesided: bool | None = None,
+    return_complex: bool | None = None, align_to_window: bool | None = None,
+) -> Value:  # fmt: skip
     """Window: each rank transforms its own frames of the signal."""
     length = n_fft if win_length is None else win_length
     before = (n_fft - length) // 2
@@ -86,18 +85,18 @@ def short_time(
         return spectra if return_complex else torch.view_as_real(spectra)
 
     if align_to_window or x.dtype.is_complex:
-        lowering.refuse("frames as long as the window, or complex input")
-    return lowering.traced([x] if window is None else [x, window], run) or lowering.refuse()
+        lowering.refuse("align_to_window and complex input are not supported")
+    return lowering.trace_and_lower([x] if window is None else [x, window], run) or lowering.refuse()
 
 
-def _transformed(
+def _transform_dim(
     lowering: Lowering, x: Value, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
-) -> Any:
+) -> Value:
     """Return run(x) along one gathered dimension, which may be resized; partitioned again as x was."""
     dim, was = dim % len(x.shape), x.layout
-    seen = lowering.cut_as(x, lowering.reshard_away_from(was, [dim]))
-    result = lowering.local(run, [seen], replaced(seen.layout, dim, Atom(extent)), dtype)
+    seen = lowering.partition_as(x, lowering.reshard_away_from(was, [dim]))
+    result = lowering.local(run, [seen], replace_dim(seen.layout, dim, Atom(extent)), dtype)
     if extent != x.shape[dim]:
         axis = next((atom.axis for atom in was[dim] if atom.axis is not None), None)
-        was = replaced(was, dim, lowering.mesh.atom(extent, axis))
-    return lowering.cut_as(result, was)
+        was = replace_dim(was, dim, lowering.mesh.even_atom(extent, axis))
+    return lowering.partition_as(result, was)

@@ -12,39 +12,39 @@ import torch.nn.functional as F
 
 from ...geometry import Atom, Box, GradientWindow, Place, Window, same_padding
 from ..ir.graph import Value
-from ..ir.layout import Layout, Shape, local_shape, replaced
+from ..ir.layout import Layout, Shape, local_shape, replace_dim
 from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..kernels import volumes
 from ..kernels.convolution import conv as convolved
-from ..lowering.lower import Lowering
+from ..lowering.lowering import Lowering
 
 Ints = Sequence[int]
 Size = int | Ints
 """One number for all spatial axes, or one for each."""
-_TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
+_CONV_TRANSPOSE_BY_NDIM: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
 
 
-def spatial_rank(lowering: Lowering) -> int:
+def spatial_ndim(lowering: Lowering) -> int:
     """Return the number of spatial dimensions of the current operator: 2 for aten.max_pool2d."""
     return next(n for n in (1, 2, 3) if f"{n}d" in str(lowering.target))
 
 
-def spread_out(value: int | Sequence[Any], n: int) -> list[Any]:
-    """Return one number for each of n spatial axes."""
+def value_per_axis(value: int | Sequence[Any], ndim: int) -> list[Any]:
+    """Return a value for each of ndim spatial axes."""
     values = [value] if isinstance(value, int) else list(value)
-    return values * n if len(values) == 1 else values
+    return values * ndim if len(values) == 1 else values
 
 
-def window_of(n: int, kernel: Size, stride: Size, padding: int | Sequence[Any], dilation: Size = 1) -> Window:
-    """Return the window of an operator along n spatial axes."""
-    sizes = (tuple(spread_out(size, n)) for size in (kernel, stride, padding, dilation))
+def window_of(ndim: int, kernel: Size, stride: Size, padding: int | Sequence[Any], dilation: Size = 1) -> Window:
+    """Return the window of an operator along ndim spatial axes."""
+    sizes = (tuple(value_per_axis(size, ndim)) for size in (kernel, stride, padding, dilation))
     return Window(*sizes)
 
 
-def windows_of(
-    lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0, every: bool = False
-) -> tuple[Any, list[int], list[Atom]]:
+def window_view(
+    lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0, pad_all: bool = False
+) -> tuple[Value, list[int], list[Atom]]:
     """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
 
     Parameters
@@ -52,26 +52,26 @@ def windows_of(
     extents : of the results
     fill : float
         Of cells outside of the image.
-    every : bool
-        Whether dimensions that are not cut are padded, too.
+    pad_all : bool
+        Whether dimensions that are not partitioned are padded, too.
     """
-    dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _single(lowering, x, window.ndim)
-    atoms = [lowering.mesh.atom(n, lowering.cut(x, dim)) for dim, n in zip(dims, extents, strict=True)]
-    padded = [every or atom.axis is not None for atom in atoms]
+    dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
+    atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
+    padded = [pad_all or atom.axis is not None for atom in atoms]
     axes = enumerate(zip(dims, atoms, padded, strict=True))
-    reaches = {dim: Reach(atom, window.along(axis), pads) for axis, (dim, atom, pads) in axes}
+    reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
     left = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
-    return lowering.view(x, reaches, None, fill, window=True), left, atoms
+    return lowering.view(x, reaches, None, fill, sliding=True), left, atoms
 
 
-def _single(lowering: Lowering, x: Value, n: int) -> Value:
-    """Return x with each of the last n dimensions partitioned by one mesh axis at most."""
-    for dim in range(len(x.shape) - n, len(x.shape)):
-        x = lowering.single(x, dim)
+def _with_single_atoms(lowering: Lowering, x: Value, ndim: int) -> Value:
+    """Return x with each of the last ndim dimensions partitioned by one mesh axis at most."""
+    for dim in range(len(x.shape) - ndim, len(x.shape)):
+        x = lowering.as_single_atom(x, dim)
     return x
 
 
-def images(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
+def image_layout(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
     """Return the layout of results: batch as in x, all channels, the given spatial atoms."""
     batch = x.layout[: len(x.layout) - len(atoms) - 1]
     return (*batch, (Atom(channels),), *((atom,) for atom in atoms))
@@ -80,51 +80,48 @@ def images(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
 @rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
       "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", whole=("weight", "bias"))  # fmt: skip
 def conv(
-    lowering: Lowering,
-    x: Value,
-    weight: Value,
-    bias: Value | None,
-    stride: Size,
-    padding: Any,
-    dilation: Size,
-    groups: int,
-) -> Any:
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: str | int | Sequence[Any],
+    dilation: Size, groups: int,
+) -> Value:  # fmt: skip
     """Window; kernels of any size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
     x = lowering.gathered(x, [-n - 1])
     if isinstance(padding, str):
-        same = same_padding(x.shape[-n:], weight.shape[2:], spread_out(stride, n), spread_out(dilation, n))
+        same = same_padding(x.shape[-n:], weight.shape[2:], value_per_axis(stride, n), value_per_axis(dilation, n))
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
     uneven = any(before != after for before, after in window.padding)
-    view, left, atoms = windows_of(lowering, x, window, lowering.out.shape[-n:], every=uneven)
-    run = _one_cell(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
+    view, left, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=uneven)
+    run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
     how = window.stride, left, window.dilation, groups
-    layout = images(x, weight.shape[0], atoms)
-    return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
+    layout = image_layout(x, weight.shape[0], atoms)
+    return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.fake_out.dtype)
 
 
-def _one_cell(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a strided 1 x 1 convolution as one without stride on every s-th cell.
 
     The backward of PyTorch's own (2.13) crashes for some shapes in channels-last, on some processors.
     """
 
-    def sparse(a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, dilation: Ints, groups: int) -> Any:
+    def conv_on_subgrid(
+        a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, stride: Ints, pads: Ints, dilation: Ints, groups: int
+    ) -> torch.Tensor:
         padded = F.pad(a, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else a
         ones = [1] * len(stride)
         cells: Any = (..., *(slice(None, None, s) for s in stride))
         return run(padded[cells], w, b, ones, [0] * len(stride), ones, groups)
 
-    return sparse
+    return conv_on_subgrid
 
 
-def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the transposed counterpart of `_one_cell`: results are s cells apart, with zeros between them."""
+def _zeros_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the transposed counterpart of `_slice_instead_of_stride`: results s cells apart, zeros between."""
 
-    def sparse(
-        a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, extras: Ints, groups: int, dilation: Ints
-    ) -> torch.Tensor:
+    def conv_transpose_to_subgrid(
+        a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, stride: Ints, pads: Ints, extras: Ints, groups: int,
+        dilation: Ints,
+    ) -> torch.Tensor:  # fmt: skip
         ones, none = [1] * len(stride), [0] * len(stride)
         y = run(a, w, None, ones, none, none, groups, ones)
         ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
@@ -135,15 +132,14 @@ def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torc
         result[cells] = y
         return result[inside] if b is None else result[inside] + b.view(-1, *ones)
 
-    return sparse
+    return conv_transpose_to_subgrid
 
 
 @rule("aten.convolution.default", whole=("weight", "bias"))
 def convolution(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, dilation: Size,
-    transposed: bool,
-    output_padding: Size, groups: int,
-) -> Any:  # fmt: skip
+    transposed: bool, output_padding: Size, groups: int,
+) -> Value:  # fmt: skip
     """Window; convolution or transposed convolution."""
     if transposed:
         return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -153,72 +149,73 @@ def convolution(
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
       whole=("weight", "bias"))  # fmt: skip
 def conv_transpose(
-    lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size,
-    output_padding: Size, groups: int,
-    dilation: Size,
-) -> Any:  # fmt: skip
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, output_padding: Size,
+    groups: int, dilation: Size,
+) -> Value:  # fmt: skip
     """Window; each rank computes its own results from all contributing inputs."""
     n = len(weight.shape) - 2
     x = lowering.gathered(x, [-n - 1])
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
-    view, pads, atoms, at = _reaching(lowering, x, window, lowering.out.shape[-n:])
-    extras = spread_out(output_padding, n)
+    view, pads, atoms, local_crops = _transposed_view(lowering, x, window, lowering.fake_out.shape[-n:])
+    extras = value_per_axis(output_padding, n)
     extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
     how = window.stride, pads, extras, groups, window.dilation
-    run = _one_cell_transposed(_TRANSPOSED[n]) if max(window.stride) > prod(window.kernel) == 1 else _TRANSPOSED[n]
-    layout = images(x, weight.shape[1] * groups, atoms)
+    run = _CONV_TRANSPOSE_BY_NDIM[n]
+    run = _zeros_instead_of_stride(run) if max(window.stride) > prod(window.kernel) == 1 else run
+    layout = image_layout(x, weight.shape[1] * groups, atoms)
 
-    def transposed(here: _Here, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    def transposed(here: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if all(full for *_, full in here.crops):
-            y = _cropped(run(a, w, None, *how), here.crops)
+            y = _crop_results(run(a, w, None, *how), here.crops)
         else:  # nothing reaches here: the result is the bias
             y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(here.shape)
         return y if b is None else y + b.view(-1, *[1] * n)
 
     args = [view, weight, bias]
-    return lowering.local(transposed, args, layout, lowering.out.dtype, at=partial(at, layout))
+    return lowering.local(transposed, args, layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
 
 _Crop = tuple[int, int, int, bool]
 """Crop of a transposed result: dimension, first index, length, and whether any input contributes."""
 
 
-class _Here(NamedTuple):
+class _LocalCrops(NamedTuple):
     """Shape of the results at a place, and their crops."""
 
     shape: Shape
     crops: Sequence[_Crop]
 
 
-def _reaching(
+def _transposed_view(
     lowering: Lowering, x: Value, window: Window, extents: Sequence[int]
-) -> tuple[Any, list[int], list[Atom], Callable[[Layout, Ints], _Here]]:
+) -> tuple[Value, list[int], list[Atom], Callable[[Layout, Ints], _LocalCrops]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
 
-    Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
+    Then the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
     """
     reaches, left, atoms = dict[int, Reach](), [], []
-    adjoint, first, x = GradientWindow(window, extents), len(x.shape) - window.ndim, _single(lowering, x, window.ndim)
+    adjoint, x = GradientWindow(window, extents), _with_single_atoms(lowering, x, window.ndim)
+    first = len(x.shape) - window.ndim
     for axis, extent in enumerate(extents):
-        source, (before, _) = lowering.atom(x, first + axis), window.padding[axis]
-        out = lowering.mesh.atom(extent, source.axis)
+        source, (before, _) = lowering.single_atom(x, first + axis), window.padding[axis]
+        out = lowering.mesh.even_atom(extent, source.axis)
         atoms.append(out)
-        reaches[first + axis] = Reach(out, adjoint.along(axis))
+        reaches[first + axis] = Reach(out, adjoint.axis_window(axis))
         left.append(before if out.axis is None else 0)
 
-    def at(layout: Layout, place: Place) -> _Here:
+    def local_crops(layout: Layout, place: Place) -> _LocalCrops:
         crops = []
         for axis, (reach, (before, _)) in enumerate(zip(reaches.values(), window.padding, strict=True)):
-            if reach.out.axis is not None:
-                lo, hi = reach.out.range(place)
+            if reach.out_atom.axis is not None:
+                lo, hi = reach.out_atom.range(place)
                 ((start, end),) = reach.view(lo, hi, x.shape[first + axis]).ranges
                 crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
-        return _Here(local_shape(layout, place), crops)
+        return _LocalCrops(local_shape(layout, place), crops)
 
-    return lowering.view(x, reaches, window=True), left, atoms, at
+    return lowering.view(x, reaches, sliding=True), left, atoms, local_crops
 
 
-def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
+def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
     for dim, start, length, _ in crops:
         before, after = max(0, -start), max(0, start + length - y.shape[dim])
         if before or after:
@@ -228,45 +225,45 @@ def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
 
 
 @rule("aten.im2col.default")
-def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Any:
+def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Value:
     """Window; rows and columns are merged into the last dimension."""
     window = window_of(2, kernel_size, stride, padding, dilation)
     x = lowering.gathered(x, [-3])
-    view, left, atoms = windows_of(lowering, x, window, window.output_extent(x.shape[-2:]))
+    view, left, atoms = window_view(lowering, x, window, window.output_extent(x.shape[-2:]))
     how = window.kernel, window.dilation, tuple(left), window.stride
-    layout = (*x.layout[:-3], (Atom(lowering.out.shape[-2]),), tuple(atoms))
-    return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.out.dtype)
+    layout = (*x.layout[:-3], (Atom(lowering.fake_out.shape[-2]),), tuple(atoms))
+    return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.col2im.default")
 def col2im(
-    lowering: Lowering, x: Value, output_size: Any, kernel_size: Size, dilation: Size, padding: Size, stride: Size
-) -> Any:  # fmt: skip
+    lowering: Lowering, x: Value, output_size: Size, kernel_size: Size, dilation: Size, padding: Size, stride: Size
+) -> Value:
     """Window; each rank sums the contributions to its own cells."""
-    window, extents = window_of(2, kernel_size, stride, padding, dilation), spread_out(output_size, 2)
+    window, extents = window_of(2, kernel_size, stride, padding, dilation), value_per_axis(output_size, 2)
     rows, columns = window.output_extent(extents)
     x = lowering.gathered(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
-    view, left, atoms, at = _reaching(lowering, x, window, extents)
-    layout = images(x, x.shape[-3] // prod(window.kernel), atoms)
+    view, left, atoms, local_crops = _transposed_view(lowering, x, window, extents)
+    layout = image_layout(x, x.shape[-3] // prod(window.kernel), atoms)
     cut = [atom.axis is not None for atom in atoms]
     how = window.kernel, window.dilation, tuple(left), window.stride
 
-    def run(here: _Here, a: torch.Tensor) -> torch.Tensor:
+    def run(here: _LocalCrops, a: torch.Tensor) -> torch.Tensor:
         if not all(full for *_, full in here.crops):  # nothing reaches here
             return a.sum() * 0 + a.new_zeros(here.shape)
         covered = window.needs(Box.of(a.shape[-2:])).shape
         size = tuple(n if there else extent for n, there, extent in zip(covered, cut, extents, strict=True))
-        return _cropped(F.fold(a.flatten(-2), size, *how), here.crops)
+        return _crop_results(F.fold(a.flatten(-2), size, *how), here.crops)
 
-    return lowering.local(run, [view], layout, lowering.out.dtype, at=partial(at, layout))
+    return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
 
 @rule("aten.unfold.default")
-def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Any:
+def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Value:
     """Window; windows of one dimension, their cells in a new last dimension."""
     dim = dimension % len(x.shape)
-    x = lowering.single(x, dim)
-    out = lowering.mesh.atom(lowering.out.shape[dim], lowering.cut(x, dim))
+    x = lowering.as_single_atom(x, dim)
+    out = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, Window(size, step, 0, ndim=1))})
-    layout = (*replaced(x.layout, dim, out), (Atom(size),))
+    layout = (*replace_dim(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)

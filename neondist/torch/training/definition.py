@@ -77,7 +77,7 @@ class ModelDefinition:
         arity = len(inspect.signature(function).parameters)
         if arity > 2:  # ElasticDL's third argument: metadata of the reader
             return FeedFunction(
-                _rename(function, lambda records, mode: function(records, mode, None)), self._place(function)
+                _rename_function(function, lambda records, mode: function(records, mode, None)), self._place(function)
             )
         return FeedFunction(function, self._place(function))
 
@@ -191,7 +191,7 @@ class _FunctionMetric(Metric):
         return value * len(y), len(y)
 
 
-def _rename(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _rename_function(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     function.__name__ = original.__name__
     return function
 

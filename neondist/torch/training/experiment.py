@@ -24,13 +24,13 @@ from ...models import TrainableModel
 from ...parallel import SYNC_CLASSES, ParameterShard
 from ...plan import GRADIENTS, LOSS
 from ...registry.ranges import Count, Index
-from ...runtime.observers.ledger import Ledger, ledger
+from ...runtime.observers.ledger import Ledger, count_messages
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
 from ...system.memory import network_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes, parse_schemes
-from ..execution.blocks import ModuleBlocks, TracedImage
-from ..execution.execution import Execution
+from ..execution.image_blocks import ModuleBlocks, TracedImage
+from ..execution.options import ExecutionOptions
 from ..ir.layout import axes_of
 from ..module.distributing import distribute
 from ..module.module import DistributedModule
@@ -119,7 +119,7 @@ class TorchModel(TrainableModel):
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
-        self.step, self.uncounted_steps, self.learning_rate_scale = 0, 0, 1.0
+        self.step, self.steps_without_optimizer, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
         self._sync = SYNC_CLASSES[sync]
@@ -226,7 +226,7 @@ class TorchModel(TrainableModel):
         self.output_shape, self.loss_scaler = self.compiled.output_shape, self.precision.new_scaler()
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.wide_tiles is not None:
-            self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
+            self.input.repartition(self.compiled.wide_tiles, self.compiled.wide_tiles)
         self._models: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
         model = self._distributed(batch_size)
@@ -276,7 +276,7 @@ class TorchModel(TrainableModel):
         """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
-                "feed: computes labels from whole images; evaluate without --block, and with enough memory for them"
+                "feed: computes labels from whole images; evaluate without block, and with enough memory for them"
             )
         return CellLoss(self.cost)
 
@@ -333,7 +333,7 @@ class TorchModel(TrainableModel):
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
         reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
-        total = ledger([], reductions, self.grid.replica * self.grid.shape.tiles)
+        total = count_messages([], reductions, self.grid.replica * self.grid.shape.tiles)
         for model in self._models.values():
             total += model.comm.ledger
         return total
@@ -356,7 +356,7 @@ class TorchModel(TrainableModel):
     ) -> ModulePlan:
         module, shape = self.module, (batch, *self._sample_shape(input_shape))
         memory = None if limit is None else network_bytes_per_rank(limit, grid.size)
-        execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
+        execution = ExecutionOptions.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         args = program, execution, shape, input_shape, grid
         plan = ModulePlan.of(module, *args, self.optimizer, self.dtype, self.strategy, limit, self.precision)

@@ -73,10 +73,10 @@ def apply_feed(
             " samples, channels and this rank's tile; change feed, or set shape: [channels, *spatial]"
         )
     features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
-    return features, pytree.tree_map(partial(_own, images), labels) if images.tiles.overlaps else labels
+    return features, pytree.tree_map(partial(_own_labels, images), labels) if images.tiles.overlaps else labels
 
 
-def _own(images: GlobalArray, labels: Any) -> Any:
+def _own_labels(images: GlobalArray, labels: Any) -> Any:
     """Return labels cropped to this rank's own cells, given those of all cells that it reads."""
     if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
         return labels

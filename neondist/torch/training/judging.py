@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...comm import ProcessGrid, Reductions
 from ...costs.labels import is_dense
 from ...errors import ConfigError
-from ..ir.graph import WIDER
+from ..ir.graph import ACCUMULATION_DTYPE
 from .by_name import TorchLoss
 from .feeding import channels_first
 
@@ -22,7 +22,7 @@ from .feeding import channels_first
 def channels_last(output: Any) -> np.ndarray:
     """Return the first tensor of an output with channels last, as metrics and files expect it."""
     tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
-    y = tensor.to(WIDER.get(tensor.dtype, tensor.dtype)).numpy()
+    y = tensor.to(ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype)).numpy()
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 
@@ -87,6 +87,6 @@ class OwnedTotals:
         self.owns = owns
         self.reductions = Reductions(grid)
 
-    def total(self, array: Any, replicas: bool = False) -> Any:
+    def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over all ranks; collective."""
         return self.reductions.allreduce("world", array * self.owns)

@@ -21,10 +21,10 @@ from ...plan.blocks import IMAGE_COPIES
 from ...plan.model_plan import Workload
 from ...plan.parameters import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder
-from ..execution.execution import Execution
+from ..execution.options import ExecutionOptions
 from ..ir.graph import GRADIENTS, Value
-from ..ir.layout import Mesh, NeededRanges, cut
-from ..lowering.costs import PlanCosts, StepCosts, module_paths, output_shape_of
+from ..ir.layout import Mesh, NeededRanges, default_layout
+from ..lowering.costs import PlanCosts, StepCosts, last_output_shape, module_paths
 from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
 from ..lowering.training_memory import TrainingMemory
@@ -83,7 +83,7 @@ class ModulePlan:
         cls,
         module: nn.Module,
         program: Any,
-        execution: Execution,
+        execution: ExecutionOptions,
         shape: tuple[int, ...],
         input_shape: tuple[int, ...],
         grid: GridShape,
@@ -101,17 +101,17 @@ class ModulePlan:
             The module cannot be distributed, or returns no tensor.
         """
         mesh = Mesh.of(grid, len(input_shape) - 1)
-        steps, _, lowering = execution.lower(program, mesh, 0, [cut(shape, mesh)], module)
+        steps, _, lowering = execution.lower(program, mesh, 0, [default_layout(shape, mesh)], module)
         if not any(isinstance(out, int) for out in steps.outputs):
             raise ConfigError("factory: the module returns no tensor")
         weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
         slots = 0 if optimizer is None else optimizer.kept
-        parameters = ParameterPlan(_updated(module, steps), grid, dtype, slots, strategy)
+        parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
         if precision.narrow:  # and copies of the weights
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
-        note, overlaps = (lowering.note, lowering.overlaps) if lowering else ("", ())
-        wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
+        note, overlaps = (lowering.group_description, lowering.widened_ranges) if lowering else ("", ())
+        wide = _tiles_with_overlap(overlaps, input_shape[:-1], mesh)
         return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, note, wide)
 
     @property
@@ -146,8 +146,8 @@ class ModulePlan:
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)
 
-    def agreed_facts(self) -> list[str]:
-        """Return the facts, one per line, that must be the same on all ranks, other than the strategy."""
+    def replicated_settings(self) -> list[str]:
+        """Return the settings, one per line, that must be the same on all ranks, other than the strategy."""
         return [f"module: {self.steps.digest}"]
 
     def memory_by_layer(self) -> Iterator[tuple[str, int]]:
@@ -190,7 +190,7 @@ class ModulePlan:
         names: dict[str, list[str]] = {}
         for name in self.all_costs.names:
             names.setdefault(self.row_of(name), []).append(name)
-        return {row: self.all_costs.of(steps) for row, steps in names.items()}
+        return {row: self.all_costs.of_steps(steps) for row, steps in names.items()}
 
     @cached_property
     def all_costs(self) -> PlanCosts:
@@ -208,28 +208,29 @@ class ModulePlan:
     @property
     def max_training_memory(self) -> int:
         """Bytes in training of the rank that needs most."""
-        return self.memory(self.all_costs.fullest)
+        return self.memory(self.all_costs.fullest_rank)
 
     @cached_property
     def workload(self) -> Workload:
         """Workload of the busiest rank in a training step."""
         total = self.all_costs.total
         kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
-        sums, moved = kinds.count("sum"), self.all_costs.moved()
+        sums, moved = kinds.count("sum"), self.all_costs.memory_traffic()
         neighbours = min(8, self.grid.tiles - 1)  # of a tile; messages per step are not counted
         messages = (len(kinds) - sums) * neighbours
-        return Workload(total.flops, moved, messages, total.sent_most, sums, total.summed, self.parameters)
+        return Workload(total.flops, moved, messages, total.max_sent_bytes, sums, total.summed, self.parameters)
 
     def memory_traffic(self, rank: int = 0) -> int:
         """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
-        return self.all_costs.moved() + self.parameters.memory_traffic(rank)
+        return self.all_costs.memory_traffic() + self.parameters.memory_traffic(rank)
 
     def table(self) -> Any:
         """Return a rich table of modules, with notes and a legend."""
         costs = self.costs()
         total, parameters = self.all_costs.total, self.parameters
         sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
-        notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
+        rank = self.all_costs.fullest_rank
+        notes = [f"{len(self.steps.steps)} steps; memory is that of rank {rank}, which needs most"]
         peak = report.format_size(self.max_training_memory)
         notes.append(f"planned peak: {peak}, for parameters, optimiser, values and gradients")
         if sums:
@@ -244,7 +245,7 @@ class ModulePlan:
 
     def describe(self) -> str:
         """Return the table as plain text, with the grid above."""
-        head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
+        head = report.plan_headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
         return report.render_text(head, self.table())
 
     @cached_property
@@ -262,11 +263,11 @@ class ModulePlan:
 
     def _shape(self, row: str) -> str:
         names = {name for name, label in self._rows.items() if label == row}
-        shape = output_shape_of(self.steps, names)
+        shape = last_output_shape(self.steps, names)
         return "-" if shape is None else report.join_extents(shape) or "1"
 
 
-def _wide_tiles(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+def _tiles_with_overlap(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
     """Return the tiles of images that ranks read, if larger than their own."""
     if not overlaps or not overlaps[0]:
         return None
@@ -274,13 +275,13 @@ def _wide_tiles(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh:
     return Overlapping(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
 
 
-def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
+def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
     """Return the parameters that a training step updates, under their first names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).reached
+    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).sources
     return describe_parameters(
         {
             aliases[0]: parameter

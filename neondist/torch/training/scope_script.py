@@ -12,16 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
-from ...models import ScriptModel
+from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard
 from ..module.module_scope import ModuleScope
 from ..module.parameters import MODULE
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .owner_steps import OwnerSteps
-from .script import ModuleScript
+from .script import ModuleScriptAdapter
 
 
-class ScopeScript(ModuleScript):
+class ScopeScriptAdapter(ModuleScriptAdapter):
     """Model of a scope with its optimiser and PyTorch's random state.
 
     Parameters
@@ -38,7 +38,7 @@ class ScopeScript(ModuleScript):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, owners: OwnerSteps | None, grid: ProcessGrid
     ) -> None:
-        ScriptModel.__init__(self, grid)
+        TrainingScriptAdapter.__init__(self, grid)
         self.model, self.optimizer, self.owners, self.divided = model, optimizer, owners, None
         self.counted = self
         self.dtype = as_array(next(model.parameters())).dtype
@@ -53,13 +53,13 @@ class ScopeScript(ModuleScript):
             There is not exactly one model and one optimiser.
         """
         parameters = set(map(id, scope.parameters.values()))
-        optimizers = [item for item in _living(torch.optim.Optimizer) if parameters & _parameters_of(item)]
+        optimizers = [item for item in _living_objects(torch.optim.Optimizer) if parameters & _parameters_of(item)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, but a session"
                 " takes one of each: combine the modules, and create the optimizer before the session"
             ).on_all_ranks()
-        schedulers = [item for item in _living(LRScheduler) if item.optimizer is optimizers[0]]
+        schedulers = [item for item in _living_objects(LRScheduler) if item.optimizer is optimizers[0]]
         inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
         outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
         return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
@@ -81,7 +81,7 @@ class ScopeScript(ModuleScript):
         return {"model": weights, "optimizer": parameters.optimizer_slots(self.optimizer)}
 
 
-def _living(kind: type) -> list[Any]:
+def _living_objects(kind: type) -> list[Any]:
     """Return the living objects of a class: optimisers and schedulers are not registered when they are created."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...io.checkpoint import from_plain, to_plain
 from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...layers import Parameter
-from ...models import ScriptModel
+from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard, SyncState
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE
@@ -21,7 +21,7 @@ from ..module.weights import as_array, create_optimizer_state, optimizer_state_t
 from .distributed_optimizer import DistributedOptimizer
 
 
-class ModuleScript(ScriptModel):
+class ModuleScriptAdapter(TrainingScriptAdapter):
     """Distributed module with its optimiser and PyTorch's random state.
 
     Parameters
@@ -34,14 +34,14 @@ class ModuleScript(ScriptModel):
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
-        self.counted: DistributedModule | ScriptModel = module
+        self.counted: DistributedModule | TrainingScriptAdapter = module
         self.divided = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
         if self.divided is not None:
             self.sync = self.divided.sync
         self.dtype = as_array(next(iter(module.parameters()), torch.zeros(()))).dtype
 
     @classmethod
-    def of(cls, parts: Iterable[Any]) -> tuple[ModuleScript | None, list[Any]]:
+    def of(cls, parts: Iterable[Any]) -> tuple[ModuleScriptAdapter | None, list[Any]]:
         """Return the script of the distributed module and its optimiser, None without one, and the other parts.
 
         Raises
@@ -117,7 +117,7 @@ class ModuleScript(ScriptModel):
         all_states = self.grid.world.allgather(own_state)
         states = sorted(set(all_states))  # usually all ranks but the first have the same
         return {
-            "groups": to_plain("param_groups", groups),
+            "groups": to_plain("param_groups", groups, "keep it outside of the optimizer's parameter groups"),
             "forwards": self.counted.step,
             "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
         }

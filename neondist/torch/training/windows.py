@@ -61,12 +61,12 @@ class ModuleWindows(OutputBlocks):
         places = tuple((n - window) // stride + 1 for n in extent)
         super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
         self.batch = max(1, CELLS // window ** len(extent))
-        scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_dtype(dtype)))
+        scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
         self.output_shape = *places, scores.shape[1]
 
-    def image(self, number: int) -> Box:
+    def image_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
-        box = self.output(number)
+        box = self.output_box(number)
         lo = tuple(at * self.stride for at in box.lo)
         return Box(lo, tuple((at - 1) * self.stride + self.window for at in box.hi))
 
@@ -75,7 +75,7 @@ class ModuleWindows(OutputBlocks):
         windows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x[0], -1, 0)))
         for axis in range(1, windows.dim()):
             windows = windows.unfold(axis, self.window, self.stride)
-        block = self.output(number).shape
+        block = self.output_box(number).shape
         places: list[tuple[int, ...]] = list(product(*map(range, block)))
         scores = []
         for first in range(0, prod(block), self.batch):
@@ -107,5 +107,5 @@ def _window_at(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
     return windows
 
 
-def _dtype(dtype: np.dtype) -> torch.dtype:
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype

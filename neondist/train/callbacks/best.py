@@ -44,7 +44,7 @@ class Best(Registered):
     ) -> None:
         self.number, self.patience, self.min_change = number, patience, float(min_change)
 
-    def check_number(self, metrics: Sequence[Metric]) -> None:
+    def check_metric_name(self, metrics: Sequence[Metric]) -> None:
         """Raise ConfigError if no record has the metric."""
         if self.number is not None and self.number not in (names := _larger_is_better_by_number(metrics)):
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")

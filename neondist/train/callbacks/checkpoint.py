@@ -67,7 +67,9 @@ class RunProgress:
         samples, model, seed = run.epoch_size, run.model, run.model.seed or 0
         counts = run.epoch, run.step, run.samples_seen, samples, seed
         scaler = model.whole_model.loss_scaler
-        return cls(*counts, sums, list(run.history), model.uncounted_steps, None if scaler is None else scaler.state())
+        return cls(
+            *counts, sums, list(run.history), model.steps_without_optimizer, None if scaler is None else scaler.state()
+        )
 
     def apply_to(self, run: TrainState) -> None:
         """Set the position of `run` to this progress.
@@ -89,10 +91,10 @@ class RunProgress:
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
         uncounted = (ends or [0])[-1] if self.uncounted is None else self.uncounted
-        run.model.uncounted_steps = min(uncounted, self.step)
+        run.model.steps_without_optimizer = min(uncounted, self.step)
         scaler = run.model.whole_model.loss_scaler
         if scaler is not None and self.loss_scale is not None:
-            scaler.load(self.loss_scale)
+            scaler.load_state(self.loss_scale)
 
     def to_json(self) -> str:
         """Return this as text; floats keep every bit."""
@@ -104,7 +106,7 @@ class RunProgress:
         values = parse_json(text, dict)
         names = {field_.name for field_ in fields(cls)}
         if not names - {"uncounted", "loss_scale"} <= set(values) <= names:
-            raise ValueError("its fields differ")
+            raise ValueError("'position' has missing or unexpected fields")
         totals = require_json_type("'totals'", values["totals"], dict)
         if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
             raise ValueError("'totals' has unexpected fields")
@@ -119,7 +121,7 @@ class RunProgress:
         if (values.get("uncounted") or 0) > values["step"]:
             raise ValueError("'uncounted' exceeds 'step'")
         if values.get("loss_scale") is not None:
-            LossScaler().load(require_json_type("'loss_scale'", values["loss_scale"], dict))
+            LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' exceeds the samples of an epoch")
         history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
@@ -189,15 +191,15 @@ class CheckpointSchedule:
         for key in values:
             if key not in SCHEDULE_KEYS:
                 raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), SCHEDULE_KEYS)}")
-        numbers = {
+        summary = {
             key: require_integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"
         }
         minutes = values.get("every_minutes")
         if minutes is not None:
             minutes = require_real("checkpoint: every_minutes", minutes, 0.0, exclude_low=True)
         if not any(key.startswith("every") for key in values):
-            numbers["every_epochs"] = 1
-        return cls(every_minutes=minutes, **numbers)
+            summary["every_epochs"] = 1
+        return cls(every_minutes=minutes, **summary)
 
     def is_due_after_step(self, step: int, previous_step: int) -> bool:
         """Return whether one is due after `step` steps; `previous_step`: the step of the previous query."""
@@ -229,7 +231,7 @@ class Checkpoint(Hook):
 
     def before_run(self, run: TrainState) -> None:
         """Write a first checkpoint, to detect an unwritable folder now and not after an epoch."""
-        self.written_position, self.last_time, self.last_step = _position(run), time.monotonic(), run.step
+        self.written_position, self.last_time, self.last_step = _run_position(run), time.monotonic(), run.step
         if run.step == 0:
             self.save(run)
 
@@ -264,11 +266,11 @@ class Checkpoint(Hook):
             On every rank, if it cannot be written; the previous one is kept.
         """
         write_checkpoint(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
-        self.written_position, self.last_time = _position(run), time.monotonic()
+        self.written_position, self.last_time = _run_position(run), time.monotonic()
 
     def is_written(self, run: TrainState) -> bool:
         """Whether the last checkpoint is of this step."""
-        return self.written_position == _position(run)
+        return self.written_position == _run_position(run)
 
     def contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
         """Return the arrays and texts of a checkpoint of this step; collective."""
@@ -279,12 +281,12 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        remembered = scheme_memory.collect_scheme_memory(
+        scheme_state = scheme_memory.collect_scheme_memory(
             run.model.whole_model.exchanged_arrays, _scheme_owner(run), world
         )
-        if remembered.text:
-            texts[scheme_memory.MEMORY_TEXT_NAME] = remembered.text
-        return [*_array_parts(run), *remembered.pieces, *sync_state_parts(_sync_states(run), world)], texts
+        if scheme_state.text:
+            texts[scheme_memory.MEMORY_TEXT_NAME] = scheme_state.text
+        return [*_array_parts(run), *scheme_state.pieces, *sync_state_parts(_sync_states(run), world)], texts
 
     def _is_minute_due(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock; collective."""
@@ -292,7 +294,7 @@ class Checkpoint(Hook):
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_time >= 60 * limit))
 
 
-def restore(path: Path, run: TrainState, root: int = 0, remedy: str = "run without --resume") -> None:
+def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str = "run without resume") -> None:
     """Restore `run` from a file that the rank `root` reads; collective.
 
     Parameters
@@ -307,15 +309,15 @@ def restore(path: Path, run: TrainState, root: int = 0, remedy: str = "run witho
     """
     with open_checkpoint(path, run.grid.world, root) as file:
         progress = read_progress(file)
-        for group, arrays in run.model.checkpoint_arrays(file.facts.group("optimizer")).items():
+        for group, arrays in run.model.checkpoint_arrays(file.contents.group("optimizer")).items():
             expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
-            _require_same_shapes(path, file.facts.group(group), expected, remedy)
+            _require_same_shapes(path, file.contents.group(group), expected, remedy)
         try:
             progress.apply_to(run)
-            run.restore_texts(file.facts.texts)
+            run.restore_texts(file.contents.texts)
         except (DataError, ValueError) as problem:
             raise DataError(f"{path}: {problem}, or {remedy}") from None
-        file.fill(_array_parts(run))
+        file.fill_parts(_array_parts(run))
         if note := scheme_memory.restore_scheme_memory(
             file, run.model.whole_model.exchanged_arrays, _scheme_owner(run), run.grid.world
         ):
@@ -336,14 +338,14 @@ def read_step(path: Path, world: Transport) -> int:
 def read_progress(file: CheckpointReader) -> RunProgress:
     """Return the progress of the run that wrote a checkpoint; DataError if the file has none."""
     try:
-        return RunProgress.from_json(file.facts.texts["position"])
+        return RunProgress.from_json(file.contents.texts["position"])
     except (KeyError, ValueError) as problem:
-        path = file.facts.path
-        raise DataError(f"{path}: does not record the progress of its run ({problem}); name another file") from None
+        path = file.contents.path
+        raise DataError(f"{path}: does not record the progress of its run ({problem}); specify another file") from None
 
 
 def _array_parts(run: TrainState) -> list[ArrayPart]:
-    return [ArrayPart.of(*each, group) for group, arrays in run.model.checkpoint_arrays().items() for each in arrays]
+    return [ArrayPart.of(*pair, group) for group, arrays in run.model.checkpoint_arrays().items() for pair in arrays]
 
 
 def _sync_states(run: TrainState) -> list[SyncState]:
@@ -361,7 +363,7 @@ def _scheme_owner(run: TrainState) -> str:
     return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {text}"
 
 
-def _position(run: TrainState) -> tuple[int, int, int]:
+def _run_position(run: TrainState) -> tuple[int, int, int]:
     return run.step, run.epoch, run.samples_seen
 
 

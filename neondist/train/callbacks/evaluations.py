@@ -45,5 +45,5 @@ class Evaluations(Hook):
         with all_or_none(run.grid.world):
             if run.first_rank:
                 append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
-                numbers = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
-                say(f"step {run.step}: {', '.join(numbers)}")
+                texts = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
+                say(f"step {run.step}: {', '.join(texts)}")

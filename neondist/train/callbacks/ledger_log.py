@@ -53,7 +53,7 @@ class LedgerLog(Hook):
         """Append the epoch's lines; collective."""
         now = run.model.whole_model.ledger()
         training, evaluation = self.training_end - self.epoch_start, now - self.training_end
-        own_entries = [*_entries("training", training), *_entries("evaluation", evaluation)]
+        own_entries = [*_ledger_entries("training", training), *_ledger_entries("evaluation", evaluation)]
         self.epoch_start = now
         entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
@@ -63,7 +63,7 @@ class LedgerLog(Hook):
                 append_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def _entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
+def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry per layer, direction and receiver, summed over message sizes."""
     messages: Counter[LedgerKey] = Counter()
     sent: Counter[LedgerKey] = Counter()

@@ -17,7 +17,7 @@ from ..state import Record, TrainState, replace_nonfinite
 from .hook import Hook
 
 
-class Logger(Registered, Hook):
+class MetricLogger(Registered, Hook):
     """Base class of loggers of every epoch's numbers, on rank 0; per-class values are logged as NAME/0.
 
     Parameters
@@ -41,7 +41,7 @@ class Logger(Registered, Hook):
         self.output_folder = self.folder or (None if folder is None else folder / self.name)
         if self.output_folder is None:
             raise ConfigError(
-                f"{type(self).__name__}: folder: the run has no output folder; give --output, or a folder here"
+                f"{type(self).__name__}: folder: the run has no output folder; give output, or a folder here"
             )
 
     def check_installed(self) -> None:
@@ -92,8 +92,8 @@ class Logger(Registered, Hook):
         """Close the files."""
 
 
-class TensorBoard(Logger):
-    """Logger of TensorBoard event files (tensorboardX), by epoch, in a session by step.
+class TensorBoard(MetricLogger):
+    """MetricLogger of TensorBoard event files (tensorboardX), by epoch, in a session by step.
 
     Parameters
     ----------
@@ -124,8 +124,8 @@ class TensorBoard(Logger):
 STORE_FILE = "mlflow.db"
 
 
-class MLflow(Logger):
-    """Logger to a local MLflow store, shown by `mlflow ui --backend-store-uri sqlite:///FILE`.
+class MLflow(MetricLogger):
+    """MetricLogger to a local MLflow store, shown by `mlflow ui --backend-store-uri sqlite:///FILE`.
 
     The parameters of the MLflow run are the experiment's fields.
 
@@ -185,14 +185,14 @@ def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
     """Yield all finite numbers of a record by name, including those in lists and mappings."""
     for name, value in record.items():
-        for path, number in _flatten(name, replace_nonfinite(value)):
+        for path, number in _flatten_value(name, replace_nonfinite(value)):
             if name != "epoch" and type(number) in (int, float):
                 yield path, number
 
 
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten_value(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, (list, dict)):
         yield name, value
         return
     for at, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _flatten(f"{name}/{at}", item)
+        yield from _flatten_value(f"{name}/{at}", item)

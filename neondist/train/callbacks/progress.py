@@ -42,7 +42,7 @@ class ProgressBar(Hook):
         """Print the headline and show the bar."""
         if not run.first_rank:
             return
-        for text in (*run.start_messages, headline(run)):
+        for text in (*run.start_messages, run_headline(run)):
             self._print(run, text)
         if run.epoch >= run.epochs:
             self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
@@ -53,7 +53,8 @@ class ProgressBar(Hook):
     def after_step(self, run: TrainState) -> None:
         """Update the bar; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
-            self._print(run, f"step {run.step} skipped: not finite: {run.model.whole_model.nonfinite_monitor.where}")
+            where = run.model.whole_model.nonfinite_monitor.where
+            self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         if self.bar is not None:
             speed = (run.samples_seen - self.first_sample) / max(time.perf_counter() - self.start_time, 1e-9)
             self.bar.update(
@@ -119,7 +120,7 @@ def terminal_console(file: IO[str] | None = None) -> Any:
     return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
-def headline(run: TrainState) -> str:
+def run_headline(run: TrainState) -> str:
     """Return one line on the model, the ranks and the data."""
     grid = run.grid
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"

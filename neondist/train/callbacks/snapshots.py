@@ -18,7 +18,7 @@ from ...io.output import GENERATIONS
 from ...parallel import Flag
 from ...terminal.console import say
 from ..state import TrainState
-from .checkpoint import Checkpoint, read_step, restore
+from .checkpoint import Checkpoint, read_step, restore_checkpoint
 from .hook import Hook
 
 MAX_TIME_SHARE = 0.02
@@ -106,11 +106,11 @@ class Snapshots(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Remove the snapshots: the last checkpoint is on disk."""
-        self.store.remove()
+        self.store.remove_all()
 
     def on_stop(self, run: TrainState) -> None:
         """Remove the snapshots: the checkpoint of this step is on disk."""
-        self.store.remove()
+        self.store.remove_all()
 
 
 def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
@@ -121,19 +121,19 @@ def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> 
     DataError
         On every rank, as `restore`, if neither can be used.
     """
-    snapshots = store.steps() if store is not None else []
+    snapshots = store.steps_and_nodes() if store is not None else []
     on_disk = read_step(path, run.grid.world) if snapshots else -1
     for step, root in snapshots:
         if store is None or step <= on_disk:
             break
         try:
-            restore(store.path(step), run, root)
+            restore_checkpoint(store.path(step), run, root)
         except DataError as problem:
             run.start_messages.append(f"a snapshot is unusable: {problem}")
             continue
         _record_resume(path.parent, run, "a snapshot")
         return
-    restore(path, run)
+    restore_checkpoint(path, run)
     _record_resume(path.parent, run, path.name)
 
 

@@ -47,7 +47,11 @@ class StagePictures(Hook):
         """Gather the pictures from their tiles and draw them; collective."""
         split, shape = run.dataset.selection_split, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
-            pictures, cells, optimal = (reconstruct(stage, split), select_filters(stage), compute_stimuli(stage, split))
+            pictures, cells, optimal = (
+                reconstruct_images(stage, split),
+                select_filters(stage),
+                compute_stimuli(stage, split),
+            )
             with all_or_none(run.grid.world):
                 if run.first_rank and has_matplotlib():
                     self._draw(stage, pictures, cells, list(optimal.reshape(3, -1, *optimal.shape[1:])))
@@ -64,7 +68,7 @@ class StagePictures(Hook):
             draw_rows(self.folder / f"stimuli_{number}.png", optimal, title)
 
 
-def reconstruct(stage: Autoencoder, split: Split) -> PictureRows:
+def reconstruct_images(stage: Autoencoder, split: Split) -> PictureRows:
     """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
     x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
@@ -102,7 +106,7 @@ def compute_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     cells = [np.unravel_index(i * prod(extent) // MAX_UNITS, extent) for i in range(MAX_UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
-    own = model.input.owned(images)
+    own = model.input.owned_part(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))

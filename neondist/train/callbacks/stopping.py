@@ -114,7 +114,7 @@ class TimeLimit(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Stop if rank 0 announced it in this step; announce it if the limit is close."""
-        took = self._measure_interval()
+        took = self._seconds_since_last_call()
         if self.after_pause:
             self.checkpoint_seconds, self.after_pause = max(self.checkpoint_seconds, took), False
         else:
@@ -126,7 +126,7 @@ class TimeLimit(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Measure the evaluation; the time until the next step is mostly the checkpoint."""
-        self.evaluation_seconds, self.after_pause = max(self.evaluation_seconds, self._measure_interval()), True
+        self.evaluation_seconds, self.after_pause = max(self.evaluation_seconds, self._seconds_since_last_call()), True
 
     def reserve_seconds(self, run: TrainState) -> float:
         """Return the seconds to reserve for stopping the run."""
@@ -137,7 +137,7 @@ class TimeLimit(Hook):
             between = saving + (self.evaluation_seconds or step * -(-evaluated // run.batch_size))
         return 1.0 + 2 * step + between + saving
 
-    def _measure_interval(self) -> float:
+    def _seconds_since_last_call(self) -> float:
         previous, self.last_time = self.last_time, self.clock()
         return self.last_time - previous
 

@@ -65,19 +65,19 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
     losses = sample_losses(model, cost, split, batch_size)
     order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
     worst = order[: min(MAX_SAMPLES, batch_size)]
-    return {**_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst]}
+    return {**_sample_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst]}
 
 
 def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
     """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
     parts = parts_of(cost)
     sums = np.zeros((len(parts) + len(weighted_parts(cost)), len(split)))
-    for numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
-        for at, number in enumerate(numbers):
+    for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
+        for at, number in enumerate(sample_numbers):
             sample = y[at : at + 1], targets[at : at + 1]
-            costs = [float(part.local_sum(*sample, model.output.total)) for _, part in parts]
+            costs = [float(part.local_sum(*sample, model.output.sum_over_ranks)) for _, part in parts]
             sums[:, number] = [*costs, *local_denominators(cost, sample[0].shape, sample[1])]
-    sums = model.output.total(sums, replicas=True)
+    sums = model.output.sum_over_ranks(sums, replicas=True)
     costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
     means = (
         mean_cost(cost, *sums_, 1, model.output_shape) if sums_[1].any() or not sums_[1].size else 0.0
@@ -86,12 +86,12 @@ def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) ->
     return np.fromiter(means, "f8", len(split))
 
 
-def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
+def _sample_pictures(model: Trainable, split: Split, sample_numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
     """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
     grid, images, extent = model.grid, model.whole_model.input, model.output_shape[:-1]
-    mine = slice(*grid.sample_range(len(numbers)))
-    x = (split.lazy_images if model.streams else split.images)(numbers[mine], model.dtype)
-    y, targets, _ = model.evaluate_batch(x, split.targets(numbers[mine]), len(numbers))
+    own_samples = slice(*grid.sample_range(len(sample_numbers)))
+    x = (split.lazy_images if model.streams else split.images)(sample_numbers[own_samples], model.dtype)
+    y, targets, _ = model.evaluate_batch(x, split.targets(sample_numbers[own_samples]), len(sample_numbers))
     y, ignored = to_host(y), model.cost.ignore_index
     labels, keep = mask_ignored(targets, ignored)
     classified = scores_and_labels(y, labels)
@@ -100,10 +100,10 @@ def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) ->
         label = np.where(keep, label, ignored)
     if extent and classified is None:
         said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
-    pixels = _assemble_middle_slices(grid, mine.start, images.own, images.extent, x, most).astype(np.float64)
+    pixels = _assemble_middle_slices(grid, own_samples.start, images.own, images.extent, x, most).astype(np.float64)
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
     maps = {
-        name: _assemble_middle_slices(grid, mine.start, box, extent, cells, most)
+        name: _assemble_middle_slices(grid, own_samples.start, box, extent, cells, most)
         for name, cells in (("label", label), ("said", said))
     }
     return {"image": to_uint8(pixels), **maps}

@@ -18,7 +18,7 @@ from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
 from ...formats import open_source
 from ...geometry import Box
-from ...metrics.base import Metric, PerSample
+from ...metrics.base import Metric, PerSampleMetric
 from ...metrics.output_layout import OutputLayout
 from ...models import TrainableModel
 from ..callbacks.subsampling import sampled_slices, subsampling_step
@@ -28,10 +28,10 @@ from ..experiment import FitExperiment, add_misclassification
 from ..loop import drop_ignored_cells, evaluate
 from ..state import format_results
 from .images import Images, open_images
+from .methods import BlockwisePrediction, PredictionMethod, WholeImagePrediction
 from .network import open_network
 from .predict import compute_parts
 from .progress import first_rank_progress
-from .routes import BlockRoute, Route, TileRoute
 from .trained_module import TrainedModule
 
 
@@ -68,9 +68,11 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images, block-wise.
     """
     grid = experiment.open_grid() if grid is None else grid
-    facts = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
-    grid.check("evaluate images", facts | {"samples": samples is not None})
-    extra_cells = max((metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
+    settings = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
+    grid.check("evaluate images", settings | {"samples": samples is not None})
+    extra_cells = max(
+        (metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
+    )
     opened = open_network(experiment, checkpoint, source, grid, block, None, extra_cells)
     return _evaluate(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
@@ -102,44 +104,44 @@ def evaluate_module(
         As `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
-    facts = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
-    grid.check("evaluate images", facts)
-    opened = trained.open_route(source, grid, block, None)
+    settings = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
+    grid.check("evaluate images", settings)
+    opened = trained.open_method(source, grid, block, None)
     return _evaluate(opened, trained.model, add_misclassification(None), labels, grid, samples)
 
 
 def _evaluate(
-    opened: AbstractContextManager[tuple[BlockRoute | TileRoute, Images, dict[str, str]]],
+    opened: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
     labels: str | Path,
     grid: ProcessGrid,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Evaluate cost and metrics on the route that `opened` yields; collective."""
-    with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (route, images, _):
+    """Evaluate cost and metrics by the method that `opened` yields; collective."""
+    with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (method, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
-                metric.check_outputs(route.output_shape)
-            targets = _open_labels(labels, route, images)
+                metric.check_outputs(method.output_shape)
+            targets = _open_labels(labels, method, images)
         with closing(targets), _name_label_file(labels):
-            if isinstance(route, TileRoute):
-                results = _evaluate_whole(route, metrics, images, targets, samples)
+            if isinstance(method, WholeImagePrediction):
+                results = _evaluate_whole(method, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
-                    sums = _BlockAccumulator(model, metrics, route, tiles, grid, pictures=samples is not None)
+                    sums = _BlockAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
                 if progress is not None:
-                    progress.expect(route.num_parts)
-                compute_parts(route, range(route.num_parts), grid, sums, progress)
+                    progress.expect(method.num_parts)
+                compute_parts(method, range(method.num_parts), grid, sums, progress)
                 results = sums.result()
                 if samples is not None and sums.thumbnail is not None:
                     samples |= sums.thumbnail.result(results["loss"])
     return format_results(images.shape[0], results)
 
 
-def _open_labels(labels: str | Path, route: Route, images: Images) -> Images:
-    *extent, channels = route.output_shape
+def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -> Images:
+    *extent, channels = method.output_shape
     expected, problem = (images.shape[0], *extent), DataError("")
     # files without axis names are ambiguous; a PNG with a palette holds class indices
     is_png = Path(labels).suffix.lower() == ".png"
@@ -180,13 +182,13 @@ class _BlockAccumulator:
     """Accumulator of cost and metrics over blocks; some need sums per sample over all its blocks."""
 
     def __init__(
-        self, model: TrainableModel, metrics: Sequence[Metric], route: BlockRoute, targets: _TargetTiles,
+        self, model: TrainableModel, metrics: Sequence[Metric], method: BlockwisePrediction, targets: _TargetTiles,
         grid: ProcessGrid, pictures: bool,
     ) -> None:  # fmt: skip
         self.cost, self.metrics = model.per_cell_cost(), metrics
-        self.route, self.targets = route, targets
+        self.method, self.targets = method, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
-        self.grid, samples, shape = grid, len(targets), route.output_shape
+        self.grid, samples, shape = grid, len(targets), method.output_shape
         self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
         for part in self.parts:
             if part.reduced_per_sample(shape):
@@ -196,35 +198,35 @@ class _BlockAccumulator:
                     )
                 self.tables[part] = np.zeros((samples, 2 * shape[-1]))
         for metric in self.metrics:
-            if isinstance(metric, PerSample):
+            if isinstance(metric, PerSampleMetric):
                 self.tables[metric] = np.zeros((samples, 2))
-        outputs = OutputLayout(grid, shape, lambda sums, replicas: _allreduce(grid, sums))
+        outputs = OutputLayout(grid, shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
         self.meters = {metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.tables}
-        self.thumbnail = _Thumbnail(route, targets.images, grid) if pictures else None  # reads images again
+        self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads images again
         self.sums = np.zeros(len(self.parts) + len(weighted_parts(self.cost)))
         # no samples: initialises all sums on every rank
-        self._add(range(0), np.zeros((0, *shape), route.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:]))))
+        self._add(range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:]))))
 
     def write(self, part: int, y: np.ndarray | None) -> None:
         """Add a block."""
         if y is not None:
-            samples, box = self.route.output_place(part)
+            samples, box = self.method.output_samples_and_box(part)
             targets = self.targets.to_targets(self.targets.images.read_raw(samples, box.slices))
             self._add(samples, y, targets)
             if self.thumbnail is not None and 0 in samples:
-                self.thumbnail.add(box, y[0], targets[0])
+                self.thumbnail.paste_block(box, y[0], targets[0])
 
     def mark_done(self, part: int) -> None:
         """Do nothing: there is no journal."""
 
     def result(self) -> dict[str, Any]:
         """Return the means over the sums of all ranks; collective."""
-        tables = {key: _allreduce(self.grid, table) for key, table in self.tables.items()}
-        costs, weights = np.split(_allreduce(self.grid, self.sums), [len(self.parts)])
+        tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.tables.items()}
+        costs, weights = np.split(_sum_over_ranks(self.grid, self.sums), [len(self.parts)])
         for at, part in enumerate(self.parts):
             costs[at] += part.losses_from_sums(tables[part]).sum() if part in tables else 0
         samples = len(self.targets)
-        means: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, samples, self.route.output_shape)}
+        means: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, samples, self.method.output_shape)}
         for metric in self.metrics:
             if metric in tables:
                 means |= metric.result(np.array([metric.values_from_sums(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
@@ -233,7 +235,7 @@ class _BlockAccumulator:
         return means
 
     def _add(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
-        own = slice(None), *(slice(size) for size in self.route.plan.size)  # without overlap
+        own = slice(None), *(slice(size) for size in self.method.plan.size)  # without overlap
         full, y, targets = (y, targets), y[own], targets[own]
         for key, table in self.tables.items():
             cells = full if getattr(key, "extra_cells", 0) else (y, targets)
@@ -248,10 +250,10 @@ class _BlockAccumulator:
 class _Thumbnail:
     """Subsampled first image with targets and outputs, assembled from blocks; middle slice of a volume."""
 
-    def __init__(self, route: BlockRoute, labels: Images, grid: ProcessGrid) -> None:
-        self.route, self.labels, self.grid = route, labels, grid
-        self.extent = route.output_shape[:-1]
-        self.source = route.aligned_source()  # None if outputs are not aligned with the image's cells
+    def __init__(self, method: BlockwisePrediction, labels: Images, grid: ProcessGrid) -> None:
+        self.method, self.labels, self.grid = method, labels, grid
+        self.extent = method.output_shape[:-1]
+        self.source = method.aligned_source()  # None if outputs are not aligned with the image's cells
         drawable = self.source is not None and len(self.extent) in (2, 3)
         self.step = subsampling_step(self.extent[-2:], MAX_PICTURE_PIXELS) if drawable else 0
         shape = [-(-n // self.step) for n in self.extent[-2:]] if self.step else []
@@ -259,11 +261,11 @@ class _Thumbnail:
         self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
         self.has_classes = False
 
-    def add(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
-        """Add the cells of a block (*cells, C)."""
+    def paste_block(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
+        """Paste the cells (*cells, C) of a block."""
         if self.source is None or not self.step:
             return
-        own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.route.plan.size, strict=True)]
+        own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.method.plan.size, strict=True)]
         middle = [n // 2 for n in self.extent[:-2]]
         if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle, strict=False)):
             return
@@ -276,17 +278,17 @@ class _Thumbnail:
         prediction = y.argmax(-1) if self.has_classes else y[..., 0]
         for name, cells in (("said", prediction), ("label", targets if self.has_classes else targets[..., 0])):
             self.maps[name][rows, columns] = cells[within][inside]
-        place = (*self.route.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
+        place = (*self.method.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
         self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
 
     def result(self, loss: float) -> dict[str, np.ndarray]:
         """Return the pictures, as `worst_samples` does; collective."""
         if not self.step:
             return {}
-        maps = {name: _allreduce(self.grid, one)[None] for name, one in self.maps.items()}
-        if _allreduce(self.grid, np.array([float(self.has_classes)]))[0]:
+        maps = {name: _sum_over_ranks(self.grid, one)[None] for name, one in self.maps.items()}
+        if _sum_over_ranks(self.grid, np.array([float(self.has_classes)]))[0]:
             maps = {name: one.astype(np.int64) for name, one in maps.items()}
-        image = to_uint8(_allreduce(self.grid, self.image)[None])
+        image = to_uint8(_sum_over_ranks(self.grid, self.image)[None])
         return {"image": image, **maps, "sample": np.zeros(1, np.int64), "loss": np.array([loss])}
 
 
@@ -300,22 +302,22 @@ class _ImageTiles:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.read_cells(numbers, Box.of(self.box.shape).slices)
+    def __getitem__(self, sample_numbers: np.ndarray) -> np.ndarray:
+        return self.read_cells(sample_numbers, Box.of(self.box.shape).slices)
 
-    def read_cells(self, numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
+    def read_cells(self, sample_numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
         """Return cells of consecutive images; slices are relative to the tile."""
-        first = int(numbers[0]) if len(numbers) else 0
+        first = int(sample_numbers[0]) if len(sample_numbers) else 0
         own = zip(cells, self.box.lo, strict=True)
         image_cells = [slice(c.start + o, c.stop + o) for c, o in own]
-        return self.images.read_raw(range(first, first + len(numbers)), image_cells)
+        return self.images.read_raw(range(first, first + len(sample_numbers)), image_cells)
 
 
 class _TargetTiles(_ImageTiles):
     """A rank's tile of each label image in a file."""
 
-    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.to_targets(super().__getitem__(numbers))
+    def __getitem__(self, sample_numbers: np.ndarray) -> np.ndarray:
+        return self.to_targets(super().__getitem__(sample_numbers))
 
     def to_targets(self, raw: np.ndarray) -> np.ndarray:
         """Return classes (n, *cells), or regression targets (n, *cells, C)."""
@@ -325,7 +327,7 @@ class _TargetTiles(_ImageTiles):
 
 
 def _evaluate_whole(
-    route: TileRoute,
+    method: WholeImagePrediction,
     metrics: Sequence[Metric],
     images: Images,
     labels: Images,
@@ -333,17 +335,17 @@ def _evaluate_whole(
 ) -> dict[str, Any]:
     """Evaluate whole images, one tile per rank; collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
-    tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
-    tiles = _ImageTiles(images, route.model.input.own), _TargetTiles(labels, tile)
+    tile = method.grid.partition(method.output_shape[:-1]).box(method.grid.tile)
+    tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile)
     split = PrefetchingSplit(*tiles, mean=offset / factor, std=1 / factor, scale=1.0)
     with closing(split):
-        results = evaluate(route.model, split, route.batch, metrics)
+        results = evaluate(method.model, split, method.batch, metrics)
         if samples is not None:
-            samples |= worst_samples(route.model, split, route.batch, MAX_PICTURE_PIXELS)
+            samples |= worst_samples(method.model, split, method.batch, MAX_PICTURE_PIXELS)
         return results
 
 
-def _allreduce(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
+def _sum_over_ranks(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
     total = np.array(sums)
     grid.world.allreduce(total)
     return total

@@ -25,13 +25,14 @@ from ...formats.packing import PACKING_ATTRIBUTES
 from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import open_checkpoint
+from ..checkpoint_fields import CheckpointFields
 from ..experiment import FitExperiment
-from ..field_facts import FieldFacts
 from ..validate import experiment_grid_shape
 from ..weights import load_inference_weights
+from .methods import WholeImagePrediction, choose_method
 from .network import read_normalisation
-from .routes import TileRoute, choose_route
 
+Forecasts = Iterator[tuple[slice, np.ndarray | None]]  # times, and the values of this rank
 _SUFFIXES = (".nc", ".nc4")
 
 
@@ -73,8 +74,8 @@ def forecast(
         forecasts cannot be inputs.
     """
     grid = experiment.open_grid() if grid is None else grid
-    facts_ = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
-    grid.check("predict", facts_ | {"overwrite": overwrite})
+    settings = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
+    grid.check("predict", settings | {"overwrite": overwrite})
     dataset, model, path, world = experiment.dataset, experiment.model, Path(checkpoint), grid.world
     with all_or_none(world):
         if not isinstance(dataset, ClimateFiles):
@@ -86,45 +87,47 @@ def forecast(
         experiment_grid_shape(experiment, grid.size)
         series = dataset.open_series(str(source), "input", targets=False)
     with closing(series), open_checkpoint(path, world) as file:
-        _, factor, offset, fill = read_normalisation(path, file.facts.texts)
+        _, factor, offset, fill = read_normalisation(path, file.contents.texts)
         with all_or_none(world):
             try:
-                facts = FieldFacts.from_texts(file.facts.texts)
+                fields = CheckpointFields.from_texts(file.contents.texts)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
-                facts.check_compatible(names, units, dataset.lead, series.time_step, series.axis_orders)
+                fields.check_compatible(names, units, dataset.lead, series.time_step, series.axis_orders)
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
-                require_outputs_cover_inputs(dataset, facts, series)
+                require_outputs_cover_inputs(dataset, fields, series)
                 images.repeat_last(grid.replicas)
-            route = choose_route(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
-            if not isinstance(route, TileRoute):
+            method = choose_method(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
+            if not isinstance(method, WholeImagePrediction):
                 raise ConfigError(
                     "memory: the network does not fit in memory with whole fields; use more ranks, or more memory"
                 )
-            if len(route.output_shape) < 3 or tuple(route.output_shape[:-1]) != series.extent:
+            if len(method.output_shape) < 3 or tuple(method.output_shape[:-1]) != series.extent:
                 raise ConfigError(
-                    f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; make"
+                    f"model: has outputs of {list(method.output_shape)} for fields of {list(series.extent)}; make"
                     " the network preserve the extent (padding: same)"
                 )
         load_inference_weights(file, model)
         count = images.shape[0] if steps is None else steps
-        after = dataset.lead * (series.time_step or facts.time_step)
+        after = dataset.lead * (series.time_step or fields.time_step)
         first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
         times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
-        with _open_sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
-            forecasts = _single_steps(route, facts) if steps is None else _roll_out(route, dataset.steps, facts, steps)
+        with _open_sink(series, fields, times, Path(target), grid, model.dtype, overwrite) as sink:
+            forecasts = (
+                _single_steps(method, fields) if steps is None else _roll_out(method, dataset.steps, fields, steps)
+            )
             for places, values in forecasts:
                 if values is not None:
                     box = grid.partition(series.extent).box(grid.tile)
-                    sink.write((places, *box.slices, slice(0, len(facts.output_names))), values.astype(model.dtype))
+                    sink.write((places, *box.slices, slice(0, len(fields.output_names))), values.astype(model.dtype))
             sink.commit()
-    return count, *series.extent, len(facts.output_names)
+    return count, *series.extent, len(fields.output_names)
 
 
 class FieldImages:
@@ -155,7 +158,7 @@ class FieldImages:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, C)."""
+        """Shape (N, H, W, C) of the input images."""
         return len(self._first), *self.series.extent, self._steps * len(self._channels)
 
     @property
@@ -169,11 +172,11 @@ class FieldImages:
         return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
 
 
-def require_outputs_cover_inputs(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
+def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields, series: FieldSeries) -> None:
     """Raise ConfigError unless forecasts contain all inputs of the next one."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
-        if name not in facts.output_names:
+        if name not in fields.output_names:
             raise ConfigError(
                 f"steps: '{name}' is an input but not an output of the network, so forecasts cannot be rolled out;"
                 " train it with all variables as targets"
@@ -185,37 +188,37 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, facts: FieldFacts, serie
         )
 
 
-def _single_steps(route: TileRoute, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
+def _single_steps(method: WholeImagePrediction, fields: CheckpointFields) -> Forecasts:
     """Yield forecasts from all images: this rank's samples and tile."""
-    for part in range(route.num_parts):
+    for part in range(method.num_parts):
         x = None
-        with all_or_none(route.grid.world):
-            x = route.read(part)
+        with all_or_none(method.grid.world):
+            x = method.read(part)
         assert x is not None
-        y = route.compute(part, x)
-        samples, _ = route.output_place(part)
-        yield slice(samples.start, samples.stop), None if y is None else facts.to_physical_units(y)
+        y = method.compute(part, x)
+        samples, _ = method.output_samples_and_box(part)
+        yield slice(samples.start, samples.stop), None if y is None else fields.to_physical_units(y)
 
 
-def _roll_out(route: TileRoute, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
+def _roll_out(method: WholeImagePrediction, steps: int, fields: CheckpointFields, count: int) -> Forecasts:
     """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
-    model, grid, images = route.model, route.grid, route.images
+    model, grid, images = method.model, method.grid, method.images
     own, channels = model.input.own, images.shape[-1] // steps
-    names = facts.input_names[-channels:]
-    order = [facts.output_names.index(name) for name in names]
-    factor, offset = (np.resize(np.asarray(of), images.shape[-1])[-channels:] for of in (images.factor, images.offset))
-    aligned = all(grid.world.allgather(own == grid.partition(route.output_shape[:-1]).box(grid.tile)))
+    names = fields.input_names[-channels:]
+    order = [fields.output_names.index(name) for name in names]
+    factor, offset = (np.resize(np.asarray(v), images.shape[-1])[-channels:] for v in (images.factor, images.offset))
+    aligned = all(grid.world.allgather(own == grid.partition(method.output_shape[:-1]).box(grid.tile)))
     x = None
     with all_or_none(grid.world):
-        x = route.read(0)
+        x = method.read(0)
     assert x is not None
     for number in range(count):
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
-        values = facts.to_physical_units(y)
+        values = fields.to_physical_units(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
         if not aligned:  # tiles that are read overlap
-            whole = GlobalArray(grid, (grid.replicas, *route.output_shape), dtype=str(y.dtype)).gather(y)
-            values = facts.to_physical_units(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
+            whole = GlobalArray(grid, (grid.replicas, *method.output_shape), dtype=str(y.dtype)).gather(y)
+            values = fields.to_physical_units(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
         following = values[..., order] * factor - offset
         x = np.concatenate([x[..., channels:], following.astype(x.dtype)], axis=-1)
 
@@ -257,7 +260,7 @@ class ForecastCoordinates(TileSource):
         return kept, []
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raise DataError(f"{self.path}: has no forecast values")
+        raise DataError(f"{self.path}: has no forecast values before it is written")
 
 
 _CONVENTIONS = {"Conventions": np.bytes_(b"CF-1.8")}
@@ -267,7 +270,7 @@ _DROPPED_KEYS = ("bounds", "climatology", "_FillValue", "missing_value", "valid_
 @contextmanager
 def _open_sink(
     series: FieldSeries,
-    facts: FieldFacts,
+    fields: CheckpointFields,
     times: Sequence[float],
     target: Path,
     grid: ProcessGrid,
@@ -279,10 +282,10 @@ def _open_sink(
     with all_or_none(grid.world):
         source = series.source_at(len(series) - 1)
         place = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
-        for name, units in zip(facts.output_names, facts.output_units, strict=True):
+        for name, units in zip(fields.output_names, fields.output_units, strict=True):
             variables.append((name, _output_attributes(series, name, units)))
     assert place is not None
-    shape = len(times), *series.extent, len(facts.output_names)
+    shape = len(times), *series.extent, len(fields.output_names)
     file = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
     with closing(file) as sink:
         yield sink

@@ -84,7 +84,7 @@ class Images:
         return len(self.sample_extents) == 1
 
     def file_identity(self) -> list[Any]:
-        """Return facts that change if the file changes."""
+        """Return values that change if the file changes."""
         path = Path(self.source.path)
         files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
         return [str(path), list(self.source.shape), str(self.source.dtype), [size_and_mtime(file) for file in files]]

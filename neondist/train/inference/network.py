@@ -23,7 +23,7 @@ from ..experiment import FitExperiment
 from ..validate import experiment_grid_shape
 from ..weights import load_inference_weights
 from .images import Images, open_images
-from .routes import BlockRoute, TileRoute, choose_route, forward_plan
+from .methods import BlockwisePrediction, WholeImagePrediction, choose_method, forward_plan
 
 _RUN_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
@@ -35,23 +35,23 @@ def open_network(
     source: str | Path,
     grid: ProcessGrid,
     block: int | None,
-    resumed_route: list[Any] | None,
+    resumed_method: list[Any] | None,
     extra_cells: int = 0,
-) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
-    """Yield the inference route of a checkpoint's network, its images, and identities of both; collective."""
+) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
+    """Yield the prediction method, the images, and hashes of the checkpoint and the network; collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
         experiment_grid_shape(experiment, grid.size)
     with open_checkpoint(path, world) as file:
-        sample_shape, factor, offset, fill = read_normalisation(path, file.facts.texts)
+        sample_shape, factor, offset, fill = read_normalisation(path, file.contents.texts)
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill)
         with closing(images):
             with all_or_none(world), _check_extents(model, images):
-                route = choose_route(model, images, grid, experiment.batch_size, block, resumed_route, extra_cells)
+                method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)
                 identities = {"checkpoint": _file_hash(path), "network": _text_hash(_settings_text(model))}
             load_inference_weights(file, model)
-            yield route, images, identities
+            yield method, images, identities
 
 
 @contextmanager
@@ -78,21 +78,21 @@ def read_normalisation(
 ) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
     """Return shape, factor, offset and fill value of the training images; the same on every rank."""
     try:
-        facts = parse_json(texts["images"], dict)
-        shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", facts["shape"], list))
-        fill = None if facts.get("fill") is None else _require_numbers("fill", [facts["fill"]])[0]
-        return (shape, _channel_numbers(facts, "factor", shape), _channel_numbers(facts, "offset", shape), fill)
+        saved = parse_json(texts["images"], dict)
+        shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", saved["shape"], list))
+        fill = None if saved.get("fill") is None else _require_numbers("fill", [saved["fill"]])[0]
+        return (shape, _channel_numbers(saved, "factor", shape), _channel_numbers(saved, "offset", shape), fill)
     except (KeyError, ValueError) as problem:
         raise DataError(
-            f"{path}: does not record how its images were normalised ({problem}); name another file"
+            f"{path}: does not record how its images were normalised ({problem}); specify another file"
         ) from None
 
 
-def _channel_numbers(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
+def _channel_numbers(saved: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
     """Return the finite numbers of a field: one, or one per channel."""
-    numbers = _require_numbers(name, require_json_type(f"'{name}'", facts[name], list))
+    numbers = _require_numbers(name, require_json_type(f"'{name}'", saved[name], list))
     if len(numbers) not in (1, *shape[-1:]):
-        raise ValueError(f"'{name}' has {len(numbers)} numbers")
+        raise ValueError(f"'{name}' has {len(numbers)} numbers for {shape[-1]} channels")
     return numbers
 
 

@@ -26,9 +26,9 @@ from ..experiment import FitExperiment
 from . import results
 from .forecast import forecast
 from .images import Images
+from .methods import PredictionMethod
 from .network import open_network
 from .progress import ProgressLine, first_rank_progress
-from .routes import Route
 from .trained_module import TrainedModule
 
 
@@ -87,12 +87,12 @@ def predict(
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
         if classes or probabilities or block is not None:
             raise ConfigError(
-                "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
+                "predict: forecasts are written as whole fields; leave out classes, probabilities and block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     kinds = results.selected_kinds(raw, probabilities, classes)
     read = {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", read | _output_facts(target, kinds, block, overwrite))
+    grid.check("predict", read | _output_settings(target, kinds, block, overwrite))
     opened = partial(open_network, experiment, checkpoint, source, grid, block)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
@@ -124,78 +124,78 @@ def predict_module(
     """
     grid = ProcessGrid() if grid is None else grid
     kinds = results.selected_kinds(raw, probabilities, classes)
-    grid.check("predict", {"the source": source} | _output_facts(target, kinds, block, overwrite))
-    opened = partial(trained.open_route, source, grid, block)
+    grid.check("predict", {"the source": source} | _output_settings(target, kinds, block, overwrite))
+    opened = partial(trained.open_method, source, grid, block)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
-def _output_facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
-    """Return the facts about the output that must be equal on all ranks."""
+def _output_settings(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
+    """Return the settings about the output that must be equal on all ranks."""
     return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
 
 
 def _write_outputs(
-    opened: Callable[[list[Any] | None], AbstractContextManager[tuple[Route, Images, dict[str, str]]]],
+    opened: Callable[[list[Any] | None], AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]]],
     target: Path,
     grid: ProcessGrid,
     kinds: Sequence[str],
     overwrite: bool,
 ) -> tuple[int, ...]:
-    """Write the outputs on the route that `opened` yields; return their shape; collective."""
+    """Write the outputs by the method that `opened` yields; return their shape; collective."""
     with (
         first_rank_progress(grid.rank) as progress,
-        _open_journal(target, grid) as (journal, resumed_route),
-        opened(resumed_route) as (route, images, identities),
+        _open_journal(target, grid) as (journal, resumed_method),
+        opened(resumed_method) as (method, images, identities),
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
-            results.check_output_kinds(kinds, route.output_shape[-1], target)
-            job = {"outputs": kinds, "route": route.job_identity, "input": images.file_identity(), **identities}
+            results.check_output_kinds(kinds, method.output_shape[-1], target)
+            job = {"outputs": kinds, "route": method.job_identity, "input": images.file_identity(), **identities}
             if journal is not None:
-                done = journal.done(job, overwrite)
+                done = journal.completed_parts(job, overwrite)
         done = grid.world.bcast(done)
         paths = results.output_paths(kinds, target)
-        with _open_sinks(paths, route, images, grid, overwrite, done, journal, job) as sinks:
-            remaining = [part for part in range(route.num_parts) if part not in done]
+        with _open_sinks(paths, method, images, grid, overwrite, done, journal, job) as sinks:
+            remaining = [part for part in range(method.num_parts) if part not in done]
             if progress is not None:
-                progress.expect(route.num_parts, len(done))
-            writer = OutputWriter(route, images, sinks, grid.world.bcast(journal))
-            compute_parts(route, remaining, grid, writer, progress)
+                progress.expect(method.num_parts, len(done))
+            writer = OutputWriter(method, images, sinks, grid.world.bcast(journal))
+            compute_parts(method, remaining, grid, writer, progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
             if journal is not None:
-                journal.remove()
-    channels = results.output_channels(kinds[0], route.output_shape[-1])
-    return *images.sample_extents, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
+                journal.delete_file()
+    channels = results.output_channels(kinds[0], method.output_shape[-1])
+    return *images.sample_extents, *method.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
 
 
 def compute_parts(
-    route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: ProgressLine | None = None
+    method: PredictionMethod, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: ProgressLine | None = None
 ) -> None:
     """Compute parts and pass the outputs to `sink`, reading and writing in the background."""
-    parts = route.order_parts(parts)
-    mine = parts if route.collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
-    others = 1 if route.collective else grid.size
+    parts = method.order_parts(parts)
+    own_parts = parts if method.collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
+    others = 1 if method.collective else grid.size
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
-        prefetched = reader.submit(route.read, mine[0]) if mine else None
+        prefetched = reader.submit(method.read, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None
-        for at, part in enumerate(mine):
+        for at, part in enumerate(own_parts):
             assert prefetched is not None
-            x = _call_all_or_none(route, grid, prefetched.result)
-            prefetched = reader.submit(route.read, mine[at + 1]) if at + 1 < len(mine) else None
+            x = _call_all_or_none(method, grid, prefetched.result)
+            prefetched = reader.submit(method.read, own_parts[at + 1]) if at + 1 < len(own_parts) else None
             with grid.observers.during("layer", f"part {part}", "forward"):
-                y = route.compute(part, x)
-            _finish_write(route, grid, pending, sink)
+                y = method.compute(part, x)
+            _finish_write(method, grid, pending, sink)
             pending = part, pool.submit(sink.write, part, y)
             if progress is not None:
-                progress.add(others, others * route.num_cells(part))
-        _finish_write(route, grid, pending, sink)
+                progress.add(others, others * method.num_cells(part))
+        _finish_write(method, grid, pending, sink)
 
 
-def _call_all_or_none(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
-    """Return the result of an action; on a collective route all ranks raise, or none does."""
-    if not route.collective:
+def _call_all_or_none(method: PredictionMethod, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
+    """Return the result of an action; by a collective method, all ranks raise, or none does."""
+    if not method.collective:
         return action()
     value = None
     with all_or_none(grid.world):
@@ -203,25 +203,27 @@ def _call_all_or_none(route: Route, grid: ProcessGrid, action: Callable[[], Any]
     return value
 
 
-def _finish_write(route: Route, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any) -> None:
+def _finish_write(
+    method: PredictionMethod, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any
+) -> None:
     """Wait for a pending write and mark its part as done."""
     if pending is not None:
-        _call_all_or_none(route, grid, pending[1].result)
-        if not route.collective or grid.rank == 0:
+        _call_all_or_none(method, grid, pending[1].result)
+        if not method.collective or grid.rank == 0:
             writer.mark_done(pending[0])
 
 
 class OutputWriter:
     """Writer of outputs to files, with a journal of the parts on disk."""
 
-    def __init__(self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
-        self.route, self.images, self.sinks, self.journal = route, images, sinks, journal
+    def __init__(self, method: PredictionMethod, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
+        self.method, self.images, self.sinks, self.journal = method, images, sinks, journal
 
     def write(self, part: int, y: np.ndarray | None) -> None:
         """Write a part to all files."""
         if y is None:
             return
-        samples, box = self.route.output_place(part)
+        samples, box = self.method.output_samples_and_box(part)
         for kind, sink in self.sinks.items():
             values = results.convert_outputs(kind, y)
             if self.images.has_sample_axis:
@@ -234,12 +236,12 @@ class OutputWriter:
 
     def mark_done(self, part: int) -> None:
         """Mark a part as done in the journal."""
-        self.journal.add(part)
+        self.journal.record_part(part)
 
 
 @contextmanager
 def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
-    """Yield the journal of an output, on rank 0 only, and the route that it records, on all ranks."""
+    """Yield the journal of an output, on rank 0 only, and the method that it records, on all ranks."""
     draft = unfinished(target)
     with ExitStack() as stack:
         journal = None
@@ -255,7 +257,7 @@ def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | N
 @contextmanager
 def _open_sinks(
     paths: dict[str, Path],
-    route: Route,
+    method: PredictionMethod,
     images: Images,
     grid: ProcessGrid,
     overwrite: bool,
@@ -267,12 +269,12 @@ def _open_sinks(
 
     If all ranks fail before any part is done, all of them are removed.
     """
-    *extent, channels = route.output_shape
-    source, like, sinks = images.source, route.aligned_source(), {}
+    *extent, channels = method.output_shape
+    source, like, sinks = images.source, method.aligned_source(), {}
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
     complete: list[str] = []  # if interrupted after a rename, before the next or the journal's end
-    if len(done) == route.num_parts:
+    if len(done) == method.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
                 complete = [kind for kind, path in paths.items() if is_published(path)]
@@ -282,24 +284,24 @@ def _open_sinks(
             if kind in complete:
                 continue
             shape = (*images.sample_extents, *extent, results.output_channels(kind, channels))
-            layout = shape, results.output_dtype(kind, channels, route.dtype), axes
+            layout = shape, results.output_dtype(kind, channels, method.dtype), axes
             options = results.sink_options(kind, channels, path)
             make = partial(create_sink, path, *layout, like=like, overwrite=overwrite, grid=grid, **options)
             factories.append(make)
             if not done:
                 with closing(make(resume=False)) as sink:
-                    if sink.lost and grid.rank == 0:
-                        say(f"note: {path} does not include {', '.join(sink.lost)} of {source.path}")
+                    if sink.lost_metadata and grid.rank == 0:
+                        say(f"note: {path} does not include {', '.join(sink.lost_metadata)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:
                 raise OutputError(
-                    f"{path}: the partial output of the earlier job is missing; give --overwrite to start again"
+                    f"{path}: the partial output of the earlier job is missing; start again with overwrite"
                 )
             sinks[kind] = sink
         with all_or_none(grid.world):
             if journal is not None and not done:
-                journal.begin(job)
-        if grid.size > 1 and not route.collective:  # from now on ranks may fail separately
+                journal.start_job(job)
+        if grid.size > 1 and not method.collective:  # from now on ranks may fail separately
             factories.clear()
         yield sinks
 
@@ -321,10 +323,10 @@ def _remove_on_failure(
 def _remove_if_empty(factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None) -> None:
     """Remove unfinished outputs and their journal if no part is done; collective."""
     with all_or_none(grid.world):
-        empty = journal is not None and Journal(journal.path).empty
+        empty = journal is not None and Journal(journal.path).is_empty
     if grid.world.bcast(empty):
         for make in factories:
             make(resume=False).close()
         with all_or_none(grid.world):
             if journal is not None and journal.path.exists():
-                journal.remove()
+                journal.delete_file()

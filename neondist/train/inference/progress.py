@@ -84,16 +84,16 @@ class ProgressLine:
         seconds, done = max(now - self.start, 1e-9), self.done - self.resumed
         if self.parts is None:
             return f"preparing, {format_duration(seconds)} so far  "
-        facts = [f"{self.unit} {self.done} of {self.parts}"]
+        phrases = [f"{self.unit} {self.done} of {self.parts}"]
         if self.cells:
-            facts.append(f"{self.cells / 1e6 / seconds:.3g} Mpixel/s")
+            phrases.append(f"{self.cells / 1e6 / seconds:.3g} Mpixel/s")
         if self.activity and self.done < self.parts:
-            facts.append(f"now {self.activity}")
+            phrases.append(f"now {self.activity}")
         if done > 0:
-            facts.append(f"{format_duration((self.parts - self.done) * seconds / done)} left")
+            phrases.append(f"{format_duration((self.parts - self.done) * seconds / done)} left")
         else:
-            facts.append(f"{format_duration(seconds)} so far; an estimate follows the first {self.unit}")
-        return f"{', '.join(facts)}  "
+            phrases.append(f"{format_duration(seconds)} so far; an estimate follows the first {self.unit}")
+        return f"{', '.join(phrases)}  "
 
     def close(self) -> None:
         """Stop and end the terminal's line."""

@@ -30,7 +30,7 @@ def predict_records(
     with open_checkpoint(checkpoint, grid.world) as file:
         load_inference_weights(file, model)
     for first in range(0, len(samples), batch_size):
-        numbers = range(first, min(first + batch_size, len(samples)))
-        x = np.ascontiguousarray(samples.features_and_labels(numbers)[0], model.dtype)
-        y = np.asarray(model.fprop(x, training=False, batch_size=len(numbers)))
+        record_numbers = range(first, min(first + batch_size, len(samples)))
+        x = np.ascontiguousarray(samples.features_and_labels(record_numbers)[0], model.dtype)
+        y = np.asarray(model.fprop(x, training=False, batch_size=len(record_numbers)))
         yield np.ascontiguousarray(np.moveaxis(y, -1, 1))

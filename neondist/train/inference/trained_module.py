@@ -17,8 +17,8 @@ from ...formats import open_source
 from ...formats.base import read_errors
 from ...io.regular_file import open_regular, read_bytes
 from .images import Images, open_images
-from .routes import BlockRoute, TileRoute, choose_route, memory_limit
-from .windows import WindowRoute, check_windows, windows_per_block
+from .methods import BlockwisePrediction, WholeImagePrediction, choose_method, memory_limit
+from .windows import WindowPrediction, check_windows, windows_per_block
 
 MAX_BATCH = 8
 """Largest batch of whole images."""
@@ -76,19 +76,19 @@ class TrainedModule:
         try:
             module = self.model.module
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}; name a class or function without arguments") from error
+            raise ConfigError(f"{name}: {error}; specify a class or function without arguments") from error
         load_weights(module, self.weights)
         for parameter, value in module.named_parameters():
             if not value.isfinite().all():
-                raise DataError(f"{weights}: {parameter} has values that are not finite; name another file of weights")
+                raise DataError(f"{weights}: {parameter} has values that are not finite; give another weights file")
         self.spatial, self.channels = expected_image(module)
         self._code = _source_code(factory)
 
     def check_images(self, source: str | Path) -> None:
-        """Validate the images before ranks are started; UserError."""
+        """Raise UserError if the images are invalid; called before ranks are started."""
         with closing(self.open_source_images(source)) as images, self._check_channels(images):
             if self.windows is not None:
-                self._create_window_route(images, None, None)
+                self._create_window_method(images, None, None)
 
     def open_source_images(self, source: str | Path) -> Images:
         """Return the images of a file in the layout of the module.
@@ -124,38 +124,38 @@ class TrainedModule:
         return images
 
     @contextmanager
-    def open_route(
-        self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_route: list[Any] | None
-    ) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
-        """Yield the inference route, the images, and identities of both, as `open_network` does; collective."""
+    def open_method(
+        self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_method: list[Any] | None
+    ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
+        """Yield the prediction method, the images, and hashes of the weights and the module; collective."""
         with all_or_none(grid.world):
             images = self.open_source_images(source)
         with closing(images):
             with all_or_none(grid.world), self._check_channels(images):
-                route = (
-                    choose_route(self.model, images, grid, MAX_BATCH, block, resumed_route)
+                method = (
+                    choose_method(self.model, images, grid, MAX_BATCH, block, resumed_method)
                     if self.windows is None
-                    else self._create_window_route(images, block, resumed_route, grid.size)
+                    else self._create_window_method(images, block, resumed_method, grid.size)
                 )
                 identities = self._identities() if grid.rank == 0 else None
-            yield route, images, grid.world.bcast(identities)
+            yield method, images, grid.world.bcast(identities)
 
-    def _create_window_route(
-        self, images: Images, block: int | None, resumed_route: list[Any] | None, ranks: int = 1
-    ) -> WindowRoute:
+    def _create_window_method(
+        self, images: Images, block: int | None, resumed_method: list[Any] | None, ranks: int = 1
+    ) -> WindowPrediction:
         from ...torch.training.windows import ModuleWindows
 
         assert self.windows is not None
         assert self.stride is not None
-        size = [windows_per_block(self.stride, block, resumed_route)] * self.spatial
+        size = [windows_per_block(self.stride, block, resumed_method)] * self.spatial
         window_args = self.model.dtype, images.shape[1:], self.windows, self.stride, size
-        return WindowRoute(
+        return WindowPrediction(
             images, ModuleWindows(self.model.module, *window_args), memory_limit(self.model.memory, ranks)
         )
 
     @contextmanager
     def _check_channels(self, images: Images) -> Iterator[None]:
-        """On an error of the module, raise one about the number of channels if that does not match."""
+        """If the module fails and the channel counts differ, report that instead."""
         try:
             yield
         except ConfigError as error:

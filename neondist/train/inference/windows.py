@@ -10,7 +10,7 @@ from ...errors import DataError
 from ...formats import TileSource
 from ...formats.axes import Cells
 from .images import SPATIAL_AXES, Images
-from .routes import BlockRoute, cache_bytes
+from .methods import BlockwisePrediction, cache_bytes
 
 MAX_WINDOWS, MAX_CELLS = 8, 2048
 """Limits of a block along each axis: windows, and image cells from the first window to the last."""
@@ -37,13 +37,13 @@ class WindowCentres(TileSource):
         ]
         scale, shift = source.metadata.get("scale", {}), source.metadata.get("translation", {})
         spatial = [axis for axis in scale if axis in SPATIAL_AXES]
-        facts = {
+        metadata = {
             "scale": scale | {axis: scale[axis] * stride for axis in spatial},
             "translation": shift | {axis: shift.get(axis, 0.0) + scale[axis] * (window - 1) / 2 for axis in spatial},
             "units": source.metadata.get("units", {}),
         }
         super().__init__(
-            source.path, source.axes, shape, source.dtype, metadata={n: value for n, value in facts.items() if value}
+            source.path, source.axes, shape, source.dtype, metadata={n: value for n, value in metadata.items() if value}
         )
 
     def metadata_names(self) -> list[str]:
@@ -58,8 +58,8 @@ class WindowCentres(TileSource):
         return self._source.read(box)[tuple(picked)]
 
 
-class WindowRoute(BlockRoute):
-    """Block-wise route of a score map."""
+class WindowPrediction(BlockwisePrediction):
+    """Block-wise prediction of a score map."""
 
     def __init__(self, images: Images, plan: Any, limit: int) -> None:
         super().__init__(images, plan, plan.run, cache_bytes(images, limit), plan.output_shape, plan.dtype)
@@ -79,8 +79,8 @@ def check_windows(images: Images, window: int) -> None:
         )
 
 
-def windows_per_block(stride: int, block: int | None, resumed_route: list[Any] | None) -> int:
+def windows_per_block(stride: int, block: int | None, resumed_method: list[Any] | None) -> int:
     """Return the windows along each axis of a block: from the resumed job, the option, or the default."""
-    if block is None and resumed_route is not None and resumed_route[0] == "blocks":
-        return int(max(resumed_route[1]))
+    if block is None and resumed_method is not None and resumed_method[0] == "blocks":
+        return int(max(resumed_method[1]))
     return block or max(1, min(MAX_WINDOWS, MAX_CELLS // stride))

@@ -15,7 +15,9 @@ class PredictedBytes:
 
     def sent(self, samples: int) -> dict[str, int]:
         """Return the halo bytes sent by all ranks, by layer."""
-        return {plan.name: cost.sent_all for plan, cost in zip(self.plans, self.plans.costs(samples), strict=True)}
+        return {
+            plan.name: cost.total_sent_bytes for plan, cost in zip(self.plans, self.plans.costs(samples), strict=True)
+        }
 
     def summed(self, samples: int, rank: int) -> int:
         """Return the bytes that a rank contributes to reductions and redistributions."""

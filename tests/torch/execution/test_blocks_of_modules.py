@@ -84,10 +84,10 @@ def test_blocks_read_exactly_the_cells_needed(cells, size):
     module.first[2] = nn.Sigmoid()
     x = torch.randn(1, 1, *cells, dtype=torch.float64, requires_grad=True)
     for number in range(0, len(blocks), 3):
-        y = module(x)["out"][(..., *blocks.output(number).slices)]
+        y = module(x)["out"][(..., *blocks.output_box(number).slices)]
         (gradient,) = torch.autograd.grad(y.square().sum(), x)
         positions = gradient[0, 0].nonzero()
-        box = blocks.image(number)
+        box = blocks.image_box(number)
         assert (box.lo, box.hi) == (tuple(positions.amin(0).tolist()), tuple((positions.amax(0) + 1).tolist()))
 
 
@@ -127,7 +127,7 @@ def test_periodic_images():
     torch.manual_seed(0)
     actual, expected, blocks = run_in_blocks(Globe(), torch.randn(1, 1, 21, 26, dtype=torch.float64), (3, 4))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert blocks.image(5).shape == (9, 11)  # an inner block
+    assert blocks.image_box(5).shape == (9, 11)  # an inner block
 
 
 class FlattenCells(nn.Module):
@@ -185,7 +185,7 @@ def test_channel_indexing_in_blocks():
     module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), LabelEncoding(), nn.Conv2d(3, 2, 3))
     actual, expected, blocks = run_in_blocks(module, torch.randn(1, 2, 23, 18, dtype=torch.float64), (4, 4))
     torch.testing.assert_close(actual, expected)
-    assert max(blocks.image(number).shape[0] for number in range(len(blocks))) < 23
+    assert max(blocks.image_box(number).shape[0] for number in range(len(blocks))) < 23
 
 
 def build_segmenter(last=nn.Identity):
@@ -198,7 +198,7 @@ def build_segmenter(last=nn.Identity):
 class Cells(nd.Synthetic):
     """Synthetic images with a label per cell."""
 
-    def load(self, grid):
+    def open_splits(self, grid):
         tile = grid.tile_box(self.sample_shape[:-1]).shape
         return tuple(
             nd.Split(
@@ -208,7 +208,7 @@ class Cells(nd.Synthetic):
                 std=1,
                 scale=1,
             )
-            for split in super().load(grid)
+            for split in super().open_splits(grid)
         )
 
 
@@ -283,9 +283,9 @@ def test_interrupted_predictions_resume(folder, tmp_path, monkeypatch):
         add(self, number)
         raise Interrupted
 
-    add = Journal.add
+    add = Journal.record_part
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add_and_interrupt)
+        patch.setattr(Journal, "record_part", add_and_interrupt)
         with pytest.raises(Interrupted):
             predict_on(1, folder, tmp_path / "y.npy", block=16)
     predict_on(2, folder, tmp_path / "y.npy")
@@ -313,7 +313,7 @@ def test_global_operators_report_memory(folder, tmp_path, monkeypatch):
         return make_experiment(lambda: build_segmenter(lambda: nn.GroupNorm(2, 4)), **options)
 
     message = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
-    with pytest.raises(UserError, match=message + r"leave out --block: for a whole image, a rank needs \d.* kB"):
+    with pytest.raises(UserError, match=message + r"leave out block: for a whole image, a rank needs \d.* kB"):
         predict_on(1, folder, tmp_path / "y.npy", make=make_group_norm, block=16)
     monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
     with pytest.raises(

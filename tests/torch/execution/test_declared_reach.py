@@ -18,13 +18,13 @@ from zoo import ZOO  # noqa: E402
 
 from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
-from neondist.torch.execution.blocked import at_least_one  # noqa: E402
-from neondist.torch.execution.blocks import TracedImage  # noqa: E402
-from neondist.torch.execution.program_lowering import Program, laid, ranges_at  # noqa: E402
-from neondist.torch.execution.segments import Search  # noqa: E402
+from neondist.torch.execution.image_blocks import TracedImage  # noqa: E402
+from neondist.torch.execution.program_lowering import Program, even_layout, ranges_at  # noqa: E402
+from neondist.torch.execution.recomputed_blocks import nonempty_ranges  # noqa: E402
+from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
-from neondist.torch.ir.trace import extend  # noqa: E402
+from neondist.torch.ir.range_tracing import extend_cut  # noqa: E402
 
 CAPTURE = importlib.import_module("neondist.torch.capture.capture")
 SEED = int(os.environ["NEONDIST_SEED"])
@@ -35,13 +35,15 @@ def collect_read_ranges(traced, ranges):
     needed, before = {}, None
     for output, box in zip(traced.outputs, ranges, strict=True):
         for (atom,), indices in zip(output.layout, box, strict=True):
-            extend(needed, atom, *indices)
+            extend_cut(needed, atom, *indices)
     while before != needed:
         before = dict(needed)
         for first, _, reach, source in reversed(traced.dependences):
-            whole = reach.out.origin[0] < first  # the cut of another argument
-            for indices in reach.view(*((0, reach.out.extent) if whole else reach.out.range(needed)), source.extent)[0]:
-                extend(needed, source, *indices)
+            whole = reach.out_atom.origin[0] < first  # the cut of another argument
+            for indices in reach.view(
+                *((0, reach.out_atom.extent) if whole else reach.out_atom.range(needed)), source.extent
+            )[0]:
+                extend_cut(needed, source, *indices)
     return needed
 
 
@@ -54,24 +56,26 @@ def trace_parts(module, shape, dtype=torch.float64):
             parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
         with suppress(UserError):
             whole = Mesh((1,) * (len(shape) - 1))
-            trunk = Trunk.of(Program(program, whole, [whole.image(shape)], ()), 3)
+            trunk = Trunk.find(Program(program, whole, [whole.image_layout(shape)], ()), 3)
             parts += trunk.parts if trunk.outputs else []
         with suppress(UserError):
-            search = Search(program, mesh, [mesh.image(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None)
+            search = SegmentSearch(
+                program, mesh, [mesh.image_layout(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None
+            )
             parts += [segment.traced for segment in search.segments()]
     return parts
 
 
 def check_needs(traced, rng, grids=2):
     """Compare both for every rank of random grids; return the number of dependences between groups of cells."""
-    merged = sum(each.source.origin[1] > 1 or each.reach.out.origin[1] > 1 for each in traced.dependences)
+    merged = sum(each.source.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
         mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
-        layouts = [laid(output, mesh) for output in traced.outputs]
+        layouts = [even_layout(output, mesh) for output in traced.outputs]
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
-            block = at_least_one(own, own)
-            assert traced.needs(block) == collect_read_ranges(traced, block)
+            block = nonempty_ranges(own, own)
+            assert traced.cut_ranges(block) == collect_read_ranges(traced, block)
     return merged
 
 

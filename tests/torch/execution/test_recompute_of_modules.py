@@ -120,7 +120,7 @@ def test_user_checkpoint_preserves_message_order(grid):
 
 
 class DetachedTarget(nn.Module):
-    """Output of the first segment that is used both with and without a gradient."""
+    """Module that uses its first segment's output with and without gradient."""
 
     def __init__(self):
         super().__init__()

@@ -63,7 +63,7 @@ def test_schemes_match_layers(name, scheme):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
             layers = nd.ConvnetDist(
-                [layer.distributed_twin() for layer in layers_model.layers], dtype="float64", scheme=scheme
+                [layer.distributed_counterpart() for layer in layers_model.layers], dtype="float64", scheme=scheme
             )
             layers.load_state(layers_model.state())
             layers.build(layers_model.input_shape, shape[0], ranks)
@@ -72,7 +72,7 @@ def test_schemes_match_layers(name, scheme):
                 model.train(training)
                 x = model.scatter(images[step]).requires_grad_()
                 y = model(x)
-                dy = model.tiling.part(gradients[step], model._compiled_state().layouts[0])
+                dy = model.tiling.local_part(gradients[step], model._compiled_state().layouts[0])
                 y.backward(dy)
                 layers.step = step - (step == STEPS - 1)  # evaluation does not count as a step
                 run = layers.forward(x.detach().movedim(1, -1).numpy(), training)
@@ -94,7 +94,9 @@ def run_distributed(scheme, dtype=torch.float32, **options):
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, **options)
             y = model(model.scatter(torch.ones(shape, dtype=dtype)))
             y.sum().backward()
-            schemes = [str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.window]
+            schemes = [
+                str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.is_window_view
+            ]
             return schemes, count_sent_bytes(model), model.plan.traffic(ranks.rank)
 
     with share_captures(PROGRAMS):

@@ -45,7 +45,7 @@ LOCAL = {
     "rules", "world",
 }  # fmt: skip
 LOCAL_METHODS = {
-    "set_capture_context", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter",
+    "set_export_context", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter",
     "scatter_target",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
@@ -337,7 +337,7 @@ class SeparateRank(nd.comm.SingleTransport):
 
 
 def test_all_ranks_draw_the_same_seed():
-    from neondist.torch.execution.run import Runner
+    from neondist.torch.execution.runner import Runner
 
     drawn_states = []
     for rank in range(2):

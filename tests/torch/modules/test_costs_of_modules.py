@@ -16,9 +16,9 @@ from torch_runs import share_captures  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.geometry import Atom, DimRequest, GridShape, Transfer  # noqa: E402
 from neondist.plan import report  # noqa: E402
-from neondist.torch.ir.layout import Mesh, local_atoms  # noqa: E402
+from neondist.torch.ir.layout import Mesh, local_atom_extents  # noqa: E402
 from neondist.torch.lowering.costs import module_paths  # noqa: E402
-from neondist.torch.lowering.traffic import Ranks, ring_traffic, traffic_of  # noqa: E402
+from neondist.torch.lowering.traffic import RankSubset, ring_key_counts, traffic_of  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
 
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
@@ -59,7 +59,7 @@ def test_sends_match_receives(seed):
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
         if transfer.separable:
-            sent, received = (cells.item() for cells in Ranks(mesh, [rank]).moved_cells(transfer))
+            sent, received = (cells.item() for cells in RankSubset(mesh, [rank]).moved_cells(transfer))
             assert sent == sum(piece.source.size for piece in transfer.sends(rank))
             assert received == sum(piece.source.size for piece in transfer.receives(rank) if piece.peer != rank)
     assert transfer.needs_no_messages == (not any(expected.values()))
@@ -96,8 +96,8 @@ def test_costs_sum_to_traffic(shape, recompute):
     steps, costs, total = plan.steps, plan.costs(), plan.all_costs.total
     traffic = [steps.traffic(rank, plan.trained) for rank in range(shape.size)]
     sent = [sum(n for (kind, _, _), n in counts.items() if kind != "sum") for counts in traffic]
-    assert total.sent_all == sum(cost.sent_all for cost in costs.values()) == sum(sent)
-    assert total.sent_most == max(sent) <= sum(cost.sent_most for cost in costs.values())
+    assert total.total_sent_bytes == sum(cost.total_sent_bytes for cost in costs.values()) == sum(sent)
+    assert total.max_sent_bytes == max(sent) <= sum(cost.max_sent_bytes for cost in costs.values())
     summed = [
         sum(n for (kind, name, _), n in counts.items() if kind == "sum" and name != "gradients") for counts in traffic
     ]
@@ -106,11 +106,11 @@ def test_costs_sum_to_traffic(shape, recompute):
     assert summed.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
     forward = {(kind, name): n for (kind, name, direction), n in traffic[0].items() if direction == "forward"}
     assert all(kind in costs[plan.row_of(name)].crosses for kind, name in forward)
-    memory = steps.memory(plan.all_costs.fullest) + plan.parameters.memory(plan.all_costs.fullest)
+    memory = steps.memory(plan.all_costs.fullest_rank) + plan.parameters.memory(plan.all_costs.fullest_rank)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
     assert not recompute or plan.max_training_memory == memory
     assert f"planned peak: {report.format_size(plan.max_training_memory)}, " in plan.describe()
-    assert plan.memory(plan.all_costs.fullest) == max(plan.memory(rank) for rank in range(shape.size))
+    assert plan.memory(plan.all_costs.fullest_rank) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert costs["frozen"].parameters == 0
 
@@ -143,7 +143,7 @@ def test_ring_attention_recomputes_scores(monkeypatch):
         kinds = {step.kind for step in costs.plan.steps if "attention" in step.name}
         return kinds, sum(costs.flops[id(step)] for step in costs.plan.steps if "attention" in step.name)
 
-    monkeypatch.setattr(product, "RING_BYTES", 0)
+    monkeypatch.setattr(product, "MIN_RING_BYTES", 0)
     (serial_kinds, serial_flops), (ring_kinds, ring_flops) = (
         count_products(GridShape()),
         count_products(GridShape(1, 2, 1)),
@@ -151,15 +151,17 @@ def test_ring_attention_recomputes_scores(monkeypatch):
     assert (serial_kinds, ring_kinds >= {"ring"}) == ({"local"}, True)
     # each rank has 3 x 5 of 6 x 5 cells; the ring recomputes the scores in backward: seven products instead of six
     assert ring_flops * 6 == serial_flops / 2 * 7
-    ring = next(step.key for step in make_plan(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
+    ring = next(step.kind_args for step in make_plan(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
     for direction in ("forward", "backward"):
-        assert ring_traffic(ring, direction).tolist() == [count_keys_sent(ring, rank, direction) for rank in range(12)]
+        assert ring_key_counts(ring, direction).tolist() == [
+            count_keys_sent(ring, rank, direction) for rank in range(12)
+        ]
 
 
 def count_keys_sent(ring, rank, direction):
     """Return the number of keys that a rank sends in a pass: all blocks but the next rank's; all twice in backward."""
     ranks = ring.ranks(rank)
-    length = {peer: math.prod(local_atoms(ring.keys, ring.mesh.place(peer))) for peer in ranks}
+    length = {peer: math.prod(local_atom_extents(ring.keys, ring.mesh.place(peer))) for peer in ranks}
     total, following = sum(length.values()), length[ranks[(ranks.index(rank) + 1) % len(ranks)]]
     return total - following if direction == "forward" else 2 * total - following
 
@@ -169,7 +171,7 @@ def test_table_totals():
     lines, total = plan.describe().splitlines(), plan.all_costs.total
     assert lines[0] == "float32 on 6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
-    sizes = [report.format_size(n) for n in (total.sent_most, total.sent_all, total.summed)]
+    sizes = [report.format_size(n) for n in (total.max_sent_bytes, total.total_sent_bytes, total.summed)]
     expected = [*sizes, report.format_count(total.flops), f"{total.parameters:,}", report.format_size(total.memory)]
     assert foot.split() == ["total", *" ".join(expected).split()]
     rows = {line.split()[0]: line for line in lines if line}
@@ -183,7 +185,7 @@ def test_plans_for_thousands_of_ranks():
     total = plan.all_costs.total
     inner = 4 * 2 * (2 * (4 * 10 + 4)) * 4  # bytes: samples, channels, cells around a tile
     assert plan.all_costs.traffic["halo", "0:aten.conv2d.default", "forward"].max() * 2 == inner
-    assert total.sent_most == 5 * inner // 2  # the images have no gradient
+    assert total.max_sent_bytes == 5 * inner // 2  # the images have no gradient
     assert plan.min_extent == 640
 
 

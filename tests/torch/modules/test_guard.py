@@ -30,7 +30,7 @@ class EmptyPolicy(nd.schemes.ExchangePolicy):
 
     backward = forward
 
-    def exchanges(self, direction):
+    def exchanges_per_call(self, direction):
         """Return none."""
         return 0, 0, 0
 

@@ -119,7 +119,7 @@ def test_all_ranks_skip_an_overflow_on_one():
         assert model.loss_scaler == LossScaler(2.0**15, skipped_steps=1)
         other.step, other.loss_scaler.scale = 2, 2.0**15
         assert run_step(model, 2) == run_step(other, 2)
-        assert (model.step, model.uncounted_steps) == (3, 1)
+        assert (model.step, model.steps_without_optimizer) == (3, 1)
 
     loopback.run(4, body)
 

@@ -163,7 +163,7 @@ def test_only_parameters_with_gradients_are_summed(grid):
             outputs = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
             torch.autograd.backward([y.sum() for y in outputs])
             trained = [name for name, _ in module.named_parameters()]
-            reached = BackwardSteps(model.plan, trained).reached
+            reached = BackwardSteps(model.plan, trained).sources
             planned = [
                 use for index, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{index}") in reached
             ]
@@ -198,10 +198,10 @@ def test_observers_see_passes():
         def __init__(self):
             self.started, self.values = Counter(), {}
 
-        def begin(self, what, name, direction, subject):
+        def on_begin(self, what, name, direction, subject):
             self.started[what, direction] += 1
 
-        def value(self, layer, name, array):
+        def on_value(self, layer, name, array):
             self.values.setdefault((layer.name, name), array)
 
     original = MixedNet()

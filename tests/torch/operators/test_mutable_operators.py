@@ -10,7 +10,7 @@ from torch_runs import check_module  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
 from neondist.torch import distribute  # noqa: E402
-from neondist.torch.ir.functionalize import RUNNING, written_arguments  # noqa: E402
+from neondist.torch.ir.functionalize import RUNNING_STATS, written_arguments  # noqa: E402
 
 _OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # for other devices or dtypes
 
@@ -39,7 +39,9 @@ def test_written_arguments_match_schemas():
 def list_norm_operators():
     """Return the names of operators with running statistics on this device."""
     named = {str(op): {arg.name for arg in op._schema.arguments} for op in list_operators()}
-    return [name for name, args in named.items() if set(RUNNING) <= args and not any(part in name for part in _OTHER)]
+    return [
+        name for name, args in named.items() if set(RUNNING_STATS) <= args and not any(part in name for part in _OTHER)
+    ]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -54,13 +56,13 @@ def test_written_statistics(name, training):
     inputs = {}
     for arg in operator._schema.arguments:
         inputs[arg.name] = torch.empty(0) if arg.is_out else values[arg.name]
-    before = {name: inputs[name].clone() for name in RUNNING}
+    before = {name: inputs[name].clone() for name in RUNNING_STATS}
     try:
         operator(**inputs)
     except NotImplementedError:
         pytest.skip("not available on this device")
     written = [arg for arg in written_arguments(operator, [], inputs) if isinstance(arg, torch.Tensor)]
-    for name in RUNNING:
+    for name in RUNNING_STATS:
         changed = not torch.equal(inputs[name], before[name])
         assert changed <= any(inputs[name] is arg for arg in written), name
 

@@ -13,7 +13,7 @@ from torch_runs import FunctionModule, share_captures  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.torch.execution.run import Runner  # noqa: E402
+from neondist.torch.execution.runner import Runner  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 def attend_across(image):
-    """Cross-attention to the cells of a larger image that is tiled alike, in three dimensions."""
+    """Cross-attention to the cells of a larger image that is tiled in the same way, in three dimensions."""
     q, larger = image.flatten(2).mT, image.repeat_interleave(2, 3).flatten(2).mT
     return F.scaled_dot_product_attention(q, larger, larger * 2)
 
@@ -59,7 +59,7 @@ MODULES = {
 
 @pytest.fixture(autouse=True)
 def ring_always(monkeypatch):
-    monkeypatch.setattr(product, "RING_BYTES", 0)
+    monkeypatch.setattr(product, "MIN_RING_BYTES", 0)
     monkeypatch.setattr(ring, "SCORES", 0)
 
 
@@ -90,9 +90,9 @@ def test_ranks_without_cells_and_recomputed_segments(attention):
 
 def test_large_keys_and_values_use_the_ring(monkeypatch):
     shape, size = (1, 3, 64, 64), 64 * 64 * 10 * 8  # of keys and values
-    monkeypatch.setattr(product, "RING_BYTES", size)
+    monkeypatch.setattr(product, "MIN_RING_BYTES", size)
     ring_plans = make_plans((1, 2, 2), Attention(), shape)
-    monkeypatch.setattr(product, "RING_BYTES", size + 1)
+    monkeypatch.setattr(product, "MIN_RING_BYTES", size + 1)
     gathered_plans = make_plans((1, 2, 2), Attention(), shape)
     for (kinds, memory, table), (gathered_kinds, gathered_memory, _) in zip(ring_plans, gathered_plans, strict=True):
         assert "ring" in kinds - gathered_kinds

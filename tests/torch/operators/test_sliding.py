@@ -22,9 +22,9 @@ from neondist.geometry import (  # noqa: E402
     GridShape,
     IndexMap,
     Window,
-    fold,
+    fold_index,
 )
-from neondist.torch.ir.reach import Reach, views_of  # noqa: E402
+from neondist.torch.ir.reach import Reach, dim_request_of  # noqa: E402
 
 WINDOWS = st.builds(
     Window,
@@ -49,14 +49,14 @@ def compute_offsets(window):
 def test_cells_in_windows(window, lo, length):
     cells_read = {out * window.stride[0] + o for out in range(lo, lo + length) for o in compute_offsets(window)}
     inside = sorted(cell for cell in cells_read if 0 <= cell < 12)
-    reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, padded=True)
+    reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, with_padding=True)
     ((first, last),), used, (before, after) = reach.view(lo, lo + length, 12)
-    assert views_of(reach, 0, CELLS)[1] == ((before, after),)
+    assert dim_request_of(reach, 0, CELLS)[1] == ((before, after),)
     assert sort_cells(used) == inside
     assert before + last - first + after == max(cells_read) + 1 - min(cells_read)
     if inside:
         assert (first - before, last + after) == compute_bounds(cells_read)
-    assert reach._replace(padded=False).view(lo, lo + length, 12) == ((compute_bounds(inside),), used, (0, 0))
+    assert reach._replace(with_padding=False).view(lo, lo + length, 12) == ((compute_bounds(inside),), used, (0, 0))
 
 
 @given(WINDOWS, st.integers(0, 12), st.integers(1, 5), st.integers(0, 12))
@@ -73,7 +73,7 @@ def test_cells_of_transposed_windows(window, lo, length, n):
 @given(st.integers(-9, 9), st.integers(0, 20), st.integers(1, 9))
 def test_cells_of_copied_padding(mode, before, lo, length):
     reach = Reach(Atom(40, 1, (0, 40)), Window(1, padding=((before, 30),), mode=mode))
-    copied = [fold(i - before, 31, mode) for i in range(lo, lo + length)]
+    copied = [fold_index(i - before, 31, mode) for i in range(lo, lo + length)]
     view, used, _ = reach.view(lo, lo + length, 31)
     assert [cell for bounds in view for cell in range(*bounds)] == copied
     assert sort_cells(used) == sorted(copied)

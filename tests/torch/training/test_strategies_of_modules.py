@@ -125,7 +125,7 @@ def test_checkpoints_resume_under_any_strategy_and_grid(optimizer, stretches):
                 model = build_model(optimizer, nd.ProcessGrid(world, *factors), strategy)
                 if at:
                     with open_checkpoint(path, world) as file:
-                        file.fill(list_pieces(model, file.facts.group("optimizer")))
+                        file.fill_parts(list_pieces(model, file.contents.group("optimizer")))
                 arrays = train_model(model, bounds[at])
                 write_checkpoint(path, list_pieces(model), {}, world)
                 return arrays

@@ -244,11 +244,13 @@ def test_non_finite_losses(folder, nonfinite):
             if not grid.rank:
                 x[0, 0, 0] = np.inf
             if nonfinite == "stop":
-                with pytest.raises(nd.UserError, match="step 2: not finite: the loss on ranks 0, 1 first; lower the"):
+                with pytest.raises(
+                    nd.UserError, match="step 2: first non-finite value: the loss on ranks 0, 1; lower the"
+                ):
                     model.train_batch(x, labels)
             else:
                 assert np.isnan(model.train_batch(x, labels))
-                assert (model.step, model.uncounted_steps) == (2, 1)
+                assert (model.step, model.steps_without_optimizer) == (2, 1)
             assert all(map(torch.equal, before, model.module.state_dict().values()))
 
     loopback.run(2, body, timeout=60.0)
@@ -302,7 +304,7 @@ MISTAKES = {
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
     "other module": (
         "model.factory=nets:getenv",
-        r"factory: 'nets:getenv': is defined in os; name a function defined in nets",
+        r"factory: 'nets:getenv': is defined in os; give a function defined in nets",
     ),
     "no colon": ("model.factory=build", r"factory: expected a function \(MODULE:NAME\), got the text 'build'"),
     "no module": ("model=!TorchModel {factory: 'nets:number'}", r"factory: returned a int; .* a torch\.nn\.Module"),

@@ -111,8 +111,8 @@ BAD_FILES = {
     "a folder": (lambda path: path.mkdir(), "is not a safetensors file ("),
     "others": (
         write_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
-        "does not fit the module: not in the file: last.bias; left over in the file: lost; of another shape:"
-        " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); name a file with this module's state_dict",
+        "does not fit the module: not in the file: last.bias; not in the model: lost; shape mismatch:"
+        " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); specify a file with this module's state_dict",
     ),
 }
 

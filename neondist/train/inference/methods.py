@@ -1,4 +1,4 @@
-"""Inference routes: block by block, independently on each rank; or whole images, one tile per rank."""
+"""Prediction methods: block by block, independently on each rank; or whole images, one tile per rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_CACHE_BYTES = 1 << 28
 """Largest cache of decoded chunks of a rank in bytes."""
 
 
-class Route(Protocol):
-    """A route to compute all outputs, part by part.
+class PredictionMethod(Protocol):
+    """Method of computing all outputs, part by part.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Route(Protocol):
     collective : bool
         Whether all ranks work on each part together.
     job_identity : list
-        Identity of the route, equal for a job and its resumption.
+        Identity of the method, equal for a job and its resumption.
     """
 
     num_parts: int
@@ -60,15 +60,15 @@ class Route(Protocol):
     def compute(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's outputs; None if other ranks have them."""
 
-    def output_place(self, part: int) -> tuple[range, Box]:
+    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the samples and the box of this rank's outputs."""
 
     def num_cells(self, part: int) -> int:
         """Return the number of cells of a part on all ranks."""
 
 
-class BlockRoute:
-    """Block-wise route: each rank computes blocks independently, each from its whole receptive field.
+class BlockwisePrediction:
+    """Block-wise prediction: each rank computes blocks independently, each from its whole receptive field.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class BlockRoute:
     @staticmethod
     def _count_cached_blocks(cache: int, images: Images, plan: Any) -> int:
         """Return the number of adjacent blocks that fit in the cache until the next row is read."""
-        source, cells = images.source, plan.largest_image.shape
+        source, cells = images.source, plan.largest_image_box.shape
         if source.chunks is None:
             return 1
         chunks = source.chunks[-1 - len(cells) :]
@@ -127,25 +127,25 @@ class BlockRoute:
     def read(self, part: int) -> np.ndarray:
         """Return the input cells of a block."""
         sample, number = divmod(part, len(self.plan))
-        return self.images.read(range(sample, sample + 1), self.plan.image(number), self.dtype)
+        return self.images.read(range(sample, sample + 1), self.plan.image_box(number), self.dtype)
 
     def compute(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""
         y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
 
-    def output_place(self, part: int) -> tuple[range, Box]:
+    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the sample and the output box of a block."""
         sample, number = divmod(part, len(self.plan))
-        return range(sample, sample + 1), self.plan.output(number)
+        return range(sample, sample + 1), self.plan.output_box(number)
 
     def num_cells(self, part: int) -> int:
         """Return the number of output cells of a block."""
-        return self.plan.output(part % len(self.plan)).size
+        return self.plan.output_box(part % len(self.plan)).size
 
 
-class TileRoute:
-    """Whole-image route: all ranks compute a batch together, each its tile."""
+class WholeImagePrediction:
+    """Whole-image prediction: all ranks compute a batch together, each its tile."""
 
     collective = True
 
@@ -177,7 +177,7 @@ class TileRoute:
         y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
         return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None
 
-    def output_place(self, part: int) -> tuple[range, Box]:
+    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the replica's samples and the tile's box."""
         samples = self._samples(part)
         lo, hi = self.grid.sample_range(len(samples))
@@ -188,24 +188,24 @@ class TileRoute:
         return len(self._samples(part)) * Box.of(self.images.shape[1:-1]).size
 
 
-def choose_route(
+def choose_method(
     model: Any,
     images: Images,
     grid: ProcessGrid,
     batch: int,
     block: int | None,
-    resumed_route: list[Any] | None,
+    resumed_method: list[Any] | None,
     extra_cells: int = 0,
-) -> BlockRoute | TileRoute:
-    """Return the inference route: whole images if they fit in memory or are required; else blocks.
+) -> BlockwisePrediction | WholeImagePrediction:
+    """Return the prediction method: whole images if they fit in memory or are required; else blocks.
 
     Parameters
     ----------
     batch : int
         Largest number of samples per pass.
     block : int, optional
-        Largest number of cells along each axis of a block; forces the block-wise route.
-    resumed_route : list, optional
+        Largest number of cells along each axis of a block; forces the block-wise method.
+    resumed_method : list, optional
         `job_identity` of the job to resume.
     extra_cells : int
         Extra cells after the end of each block, along each axis.
@@ -217,20 +217,20 @@ def choose_route(
     """
     shape, memory = images.shape[1:], getattr(model, "memory", None)
     batch = max(grid.replicas, min(batch, images.shape[0] if images.has_sample_axis else 1))
-    if resumed_route is not None and block is None:
-        batch, block = (resumed_route[1], None) if resumed_route[0] == "whole" else (batch, max(resumed_route[1]))
+    if resumed_method is not None and block is None:
+        batch, block = (resumed_method[1], None) if resumed_method[0] == "whole" else (batch, max(resumed_method[1]))
     limit = grid.world.bcast(memory_limit(memory, grid.size))
     if not isinstance(model, Model):
-        return _choose_module_route(model, images, grid, batch, block, limit, extra_cells)
+        return _choose_module_method(model, images, grid, batch, block, limit, extra_cells)
     serial_plan = forward_plan(model, shape, GridShape(), 1)
     graph = serial_plan.graph
     obstacle = next(find_obstacles(graph), None)
     if block is not None and obstacle is not None:
         raise ConfigError(
-            f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out --block"
+            f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out block"
         )
     if block is None:
-        plan, batch = _reduce_batch(
+        plan, batch = _largest_fitting_batch(
             lambda batch: forward_plan(model, shape, grid.shape, batch), _peak_bytes, batch, grid, limit
         )
         if _peak_bytes(plan) > limit and obstacle is not None:
@@ -242,44 +242,44 @@ def choose_route(
                 )
             plan = model.plan(shape, grid.shape, batch)
         if obstacle is not None or _peak_bytes(plan) <= limit:
-            return TileRoute(model, images, batch, grid, plan)
+            return WholeImagePrediction(model, images, batch, grid, plan)
     cache = cache_bytes(images, limit)
-    numbers = (limit - cache - serial_plan.memory(0) + serial_plan.arena(0, 0)) // model.dtype.itemsize
-    sizes = _block_extents(block, len(graph.shapes[graph.output]) - 1)
-    blocks = fit_blocks(graph, sizes, numbers, model.dtype.itemsize, extra_cells)
+    max_elements = (limit - cache - serial_plan.memory(0) + serial_plan.arena_bytes(0, 0)) // model.dtype.itemsize
+    sizes = _block_extents(block, len(graph.shapes[graph.output_value]) - 1)
+    blocks = fit_blocks(graph, sizes, max_elements, model.dtype.itemsize, extra_cells)
     model.build(shape, 1, ProcessGrid.serial(), serial_plan)
     blockwise = BlockwiseExecutor(blocks, model.context)
 
     def run(number: int, x: np.ndarray) -> Any:
         return blockwise.run(number, model.context.backend.from_host(x, model.dtype))
 
-    return BlockRoute(images, blocks, run, cache, model.output_shape, model.dtype)
+    return BlockwisePrediction(images, blocks, run, cache, model.output_shape, model.dtype)
 
 
-def _choose_module_route(
+def _choose_module_method(
     model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
-) -> BlockRoute | TileRoute:
-    """Return the route of a PyTorch module, as `choose_route` does."""
+) -> BlockwisePrediction | WholeImagePrediction:
+    """Return the method of a PyTorch module, as `choose_method` does."""
     shape = images.shape[1:]
     model.resize(shape)
-    plan, batch = _reduce_batch(
+    plan, batch = _largest_fitting_batch(
         lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed_bytes, batch, grid, limit
     )
     if block is None and plan.needed_bytes <= limit:
-        return TileRoute(model, images, batch, grid, plan)
+        return WholeImagePrediction(model, images, batch, grid, plan)
     needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
     if block is None:
         remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give more --memory"
     else:
-        remedy = f"leave out --block: {needed}"
+        remedy = f"leave out block: {needed}"
     traced, cache = model.in_blocks(shape, remedy), cache_bytes(images, limit)
     sizes, budget = _block_extents(block, len(traced.extent)), limit - cache - plan.weights
     blocks = shrink_to_fit(partial(traced.blocks, beyond=extra_cells), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
-    return BlockRoute(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
+    return BlockwisePrediction(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
 
 
-def _reduce_batch(
+def _largest_fitting_batch(
     plan_of: Callable[[int], Any], needed: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
 ) -> tuple[Any, int]:
     """Return the plan for the largest batch that fits, and the batch size."""

@@ -8,24 +8,24 @@ from math import prod
 
 from ...geometry import Atom, DimRequest, Transfer
 from ..ir.graph import Pads, Value
-from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, reshaped, shape_of, whole_along
-from ..ir.reach import Reach, views_of
+from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, replicated_along, reshape_layout, shape_of
+from ..ir.reach import Reach, dim_request_of
 from .steps import StepList
 
-Reaches = Mapping[int, Reach]
+ReachByDim = Mapping[int, Reach]
 """The reach of results along some dimensions of an argument; along others they depend on the same indices."""
 
 
-class Builder(StepList):
+class PlanBuilder(StepList):
     """Builder of plans, used by rules."""
 
     def view(
         self,
         value: Value,
-        reaches: Reaches,
-        context: Iterable[int] | None = None,
+        reaches: ReachByDim,
+        cut_axes: Iterable[int] | None = None,
         fill: float = 0.0,
-        window: bool = False,
+        sliding: bool = False,
     ) -> Value:
         """Return the view of a value that each rank needs for its part of the results.
 
@@ -33,44 +33,44 @@ class Builder(StepList):
 
         Parameters
         ----------
-        context : axes
+        cut_axes : iterable of int
             Axes that partition the result computed from the view; default: the value's and those of `reaches`.
         fill : float
             Value of the cells outside of the tensor.
-        window : bool
+        sliding : bool
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         """
-        axes = axes_of((reach.out,) for reach in reaches.values())
-        inside = value.axes | axes if context is None else frozenset(context)
+        axes = axes_of((reach.out_atom,) for reach in reaches.values())
+        inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
         lost = axes_of(value.layout) - inside  # the result is replicated along these
         if lost:
             value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         requests, pads, moved = [], [], []
         for dim, reach in sorted(reaches.items()):
-            request, around = views_of(reach, dim, self.atom(value, dim))
+            request, around = dim_request_of(reach, dim, self.single_atom(value, dim))
             requests.append(request)
-            pads.append((dim, *around[request.part(self.place)]))
+            pads.append((dim, *around[request.part(self._place)]))
             if any(map(any, around)) or not request.is_own:
                 moved.append(request)
         if not moved:
-            return self.enter(value, inside)
+            return self.sum_gradient(value, inside)
         requests = [request for request in requests if request in moved or request.used is not None]
-        view = self.transferred(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
-        if window and all(each.axis == each.source.axis and each.axis and each.dim > 1 for each in moved):
+        view = self.transfer(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
+        if sliding and all(each.axis == each.source.axis and each.axis and each.dim > 1 for each in moved):
             step = self.steps[-1]
-            step.window = step.transfer is not None and not step.transfer.needs_no_messages
+            step.is_window_view = step.transfer is not None and not step.transfer.needs_no_messages
         return view
 
-    def transferred(
-        self, value: Value, requests: Sequence[DimRequest], context: frozenset[int], pads: Pads = (), fill: float = 0.0
+    def transfer(
+        self, value: Value, requests: Sequence[DimRequest], cut_axes: frozenset[int], pads: Pads = (), fill: float = 0.0
     ) -> Value:
         """Return the view of a value with the requested indices, and with padding on this rank."""
-        source, transfer = self.enter(value, context), Transfer(self.mesh.parts, tuple(requests))
-        shape = list(transfer.shape(source.local, self.rank))
+        source, transfer = self.sum_gradient(value, cut_axes), Transfer(self.mesh.parts, tuple(requests))
+        shape = list(transfer.shape(source.local, self._rank))
         for dim, before, after in pads:
             shape[dim] += before + after
-        result = self._value(tuple(shape), context, value.dtype, source.kind)
-        self._step("view", [source], [result], transfer=transfer, pads=pads, fill=fill)
+        result = self._new_value(tuple(shape), cut_axes, value.dtype, source.kind)
+        self._add_step("view", [source], [result], transfer=transfer, pads=pads, fill=fill)
         return result
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
@@ -80,28 +80,28 @@ class Builder(StepList):
         axes = axes_of(value.layout[dim] for dim in chosen)
         if not axes:
             return value
-        expanded = self._atoms(value)
+        expanded = self._split_to_atoms(value)
         requests = tuple(
             DimRequest(at, atom, None, (((0, atom.extent),),))
             for at, (atom,) in enumerate(expanded.layout)
             if atom.axis in axes
         )
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
-        result = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
-        self._step("gather", [expanded], [result], transfer=Transfer(self.mesh.parts, requests))
-        return self.shaped(result, whole_along(value.layout, chosen))
+        result = self._new_value(local_shape(rest, self._place), value.axes - axes, value.dtype, value.kind, rest)
+        self._add_step("gather", [expanded], [result], transfer=Transfer(self.mesh.parts, requests))
+        return self.reshape_local(result, replicated_along(value.layout, chosen))
 
-    def recut(self, value: Value, layout: Layout) -> Value:
+    def reshard(self, value: Value, layout: Layout) -> Value:
         """Return a value repartitioned as `layout`, whose atoms differ only in their axes and bounds."""
         if value.layout == layout:
             return value
-        expanded = self._atoms(value)
+        expanded = self._split_to_atoms(value)
         target = [atom for dim in layout for atom in dim]
-        target = _match_ones([dim[0] for dim in expanded.layout], target)
+        target = _insert_unit_atoms([dim[0] for dim in expanded.layout], target)
         pairs = enumerate(zip(target, expanded.layout, strict=True))
         reaches = {dim: Reach(new) for dim, (new, (old,)) in pairs if new != old}
         seen = self.view(expanded, reaches, axes_of(layout))
-        return self.shaped(seen, layout)
+        return self.reshape_local(seen, layout)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Return a value of another global shape; partition boundaries that do not fit are moved first."""
@@ -109,24 +109,24 @@ class Builder(StepList):
             self.refuse("a tensor without elements is reshaped")
         for _ in range(2 * len(value.layout) + 2):
             try:
-                return self.shaped(value, reshaped(value.layout, shape))
+                return self.reshape_local(value, reshape_layout(value.layout, shape))
             except Unaligned as problem:
                 if problem.multiple:
-                    value = self.recut(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
+                    value = self.reshard(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
                 else:  # no partition fits: gather it
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
-    def shaped(self, value: Value, layout: Layout) -> Value:
+    def reshape_local(self, value: Value, layout: Layout) -> Value:
         """Return a value whose local part is reshaped as `layout`; without data movement."""
         if value.layout_or_none == layout:
             return value
         return self.local(lambda shape, x: x.reshape(shape), [value], layout, at=partial(local_shape, layout))
 
-    def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+    def align_to(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
-        context = frozenset(context)
+        cut_axes = frozenset(cut_axes)
         if value.layout_or_none is None:
             return value
         offset = len(target) - len(value.layout)
@@ -142,16 +142,16 @@ class Builder(StepList):
             is_whole = dim != new and all(atom.axis is None for atom in dim)
             atoms += [Atom(atom.extent) for atom in new] if is_whole else dim
         if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
-            return self.enter(value, context)
-        expanded = self._as_atoms(value, atoms)
+            return self.sum_gradient(value, cut_axes)
+        expanded = self._reshape_to_atoms(value, atoms)
         flat = [atom for dim in aligned_dims for atom in dim]
         reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
-        seen = self.view(expanded, reaches, context)
-        return self._view_as(seen, tuple(aligned_dims))
+        seen = self.view(expanded, reaches, cut_axes)
+        return self._merge_view_dims(seen, tuple(aligned_dims))
 
-    def cut_as(self, value: Value, layout: Layout) -> Value:
+    def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
-        seen = self.aligned(value, layout, axes_of(layout))
+        seen = self.align_to(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
@@ -160,26 +160,26 @@ class Builder(StepList):
         Each rank then has these dimensions whole for a part of the tensor, and no rank all of it.
         """
         kept = {dim % len(layout) for dim in dims}
-        resharded = list(whole_along(layout, kept))
+        resharded = list(replicated_along(layout, kept))
         for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(resharded)):
             free = [dim for dim, cut in enumerate(resharded) if dim not in kept and not axes_of((cut,))]
             extent, dim = max(((shape_of((resharded[dim],))[0], -dim) for dim in free), default=(0, 0))
             if extent >= self.mesh.parts[axis]:
-                resharded[-dim] = (self.mesh.atom(extent, axis),)
+                resharded[-dim] = (self.mesh.even_atom(extent, axis),)
         return tuple(resharded)
 
-    def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
-        """Return a value with these dimensions whole, for work partitioned over the axes of `context`."""
+    def view_whole_along(self, value: Value, dims: Iterable[int], cut_axes: Iterable[int]) -> Value:
+        """Return a value with these dimensions whole, for work partitioned over the axes of `cut_axes`."""
         dims = set(dims)
-        layout = whole_along(value.layout, dims)
+        layout = replicated_along(value.layout, dims)
         if layout == value.layout:
-            return self.enter(value, context)
+            return self.sum_gradient(value, cut_axes)
         atoms = [(atom, at in dims and atom.axis is not None) for at, dim in enumerate(value.layout) for atom in dim]
         reaches = {at: Reach(Atom(atom.extent)) for at, (atom, expanding) in enumerate(atoms) if expanding}
-        seen = self.view(self._atoms(value), reaches, context)
-        return self._view_as(seen, layout)
+        seen = self.view(self._split_to_atoms(value), reaches, cut_axes)
+        return self._merge_view_dims(seen, layout)
 
-    def seen_as(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+    def gather_as(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
         """Return a value aligned to a layout, gathered along the dimensions that are whole in it."""
         offset = len(target) - len(value.layout)
         dims = [
@@ -190,17 +190,17 @@ class Builder(StepList):
         if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
             value, dims = self.gathered(value, dims), []
         if not dims:
-            return self.aligned(value, target, context)
-        gathered_layout = whole_along(value.layout, dims)
+            return self.align_to(value, target, cut_axes)
+        gathered_layout = replicated_along(value.layout, dims)
         if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
-            value = self.recut(
+            value = self.reshard(
                 value,
                 tuple(
                     dim if at in dims or value.shape[at] == 1 else target[offset + at]
                     for at, dim in enumerate(value.layout)
                 ),
             )
-        return self.seen_whole(value, dims, context)
+        return self.view_whole_along(value, dims, cut_axes)
 
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
         """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.
@@ -208,23 +208,23 @@ class Builder(StepList):
         Along these dimensions that layout is the one of the first value.
         """
         first, chosen = values[0].layout, set(dims)
-        rest = self.common(
+        rest = self.common_layout(
             [tuple((Atom(1),) if at in chosen else dim for at, dim in enumerate(v.layout)) for v in values]
         )
         busy = axes_of(rest)
         back = tuple(
-            rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else whole_along((dim,), (0,))[0]
+            rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else replicated_along((dim,), (0,))[0]
             for at, dim in enumerate(first)
         )
         seen = self.reshard_away_from(back, chosen)
         layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
-        return [self.cut_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
+        return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
-    def single(self, value: Value, dim: int) -> Value:
+    def as_single_atom(self, value: Value, dim: int) -> Value:
         """Return the value, gathered along a dimension if that is made of several atoms."""
         return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
 
-    def common(self, layouts: Sequence[Layout]) -> Layout:
+    def common_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return the layout of a pointwise result: in each dimension that of the first partitioned value."""
         rank = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
@@ -236,7 +236,7 @@ class Builder(StepList):
                 extent = 0
             full = [dim for dim in dims if shape_of((dim,))[0] == extent]
             cut = [dim for dim in full if axes_of((dim,))]
-            cut.sort(key=lambda dim: dim != tuple(self.mesh.atom(a.extent, a.axis) for a in dim))
+            cut.sort(key=lambda dim: dim != tuple(self.mesh.even_atom(a.extent, a.axis) for a in dim))
             chosen = next((dim for dim in cut if not axes_of((dim,)) & used), None)
             if chosen is None:
                 chosen = (Atom(extent),)
@@ -244,20 +244,20 @@ class Builder(StepList):
             common_dims.append(chosen)
         return tuple(common_dims)
 
-    def _view_as(self, seen: Value, layout: Layout) -> Value:
+    def _merge_view_dims(self, seen: Value, layout: Layout) -> Value:
         """Return a view of atoms with its dimensions merged as in a layout."""
         if len(seen.local) == len(layout):
             return seen
         shape_at = partial(local_shape, layout)
-        result = self._value(shape_at(self.place), seen.axes, seen.dtype, seen.kind, shape_at=shape_at)
-        self._bound_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
+        result = self._new_value(shape_at(self._place), seen.axes, seen.dtype, seen.kind, shape_at=shape_at)
+        self._add_bound_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
         return result
 
-    def _atoms(self, value: Value) -> Value:
-        return self._as_atoms(value, [atom for dim in value.layout for atom in dim])
+    def _split_to_atoms(self, value: Value) -> Value:
+        return self._reshape_to_atoms(value, [atom for dim in value.layout for atom in dim])
 
-    def _as_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
-        return self.shaped(value, tuple((atom,) for atom in atoms))
+    def _reshape_to_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
+        return self.reshape_local(value, tuple((atom,) for atom in atoms))
 
 
 def _has_same_atoms(dim: Dim, target: Dim) -> bool:
@@ -270,13 +270,13 @@ def _align_bounds(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
     atoms = []
     for atom in dim:
         if atom == problem.atom:
-            major = mesh.atom(atom.extent // problem.multiple, atom.axis)
+            major = mesh.even_atom(atom.extent // problem.multiple, atom.axis)
             atom = major.scaled(problem.multiple)
         atoms.append(atom)
     return tuple(atoms)
 
 
-def _match_ones(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
+def _insert_unit_atoms(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
     """Return the new atoms with the old ones' atoms of one index inserted."""
     if len(old) == len(new):
         return list(new)

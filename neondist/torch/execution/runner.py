@@ -15,11 +15,9 @@ from ..exchange.guard import run_guarded
 from ..exchange.mesh_comm import Channel, MeshComm
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
-from ..ir.graph import Segment, Step, Value, autocast, has_gradients
+from ..ir.graph import Segment, Step, Value, autocast_states, supports_gradients
 from ..lowering.plan import TorchPlan
-from ..lowering.traffic import kind_of
-
-Deferred = Mapping[int, list[torch.Tensor] | None]
+from ..lowering.traffic import message_kind
 
 
 class Runner:
@@ -29,28 +27,28 @@ class Runner:
 
     Parameters
     ----------
-    deferred : mapping of int to list of tensors, or None
+    local_gradients : mapping of int to list of tensors, or None
         Parameters, by id(), whose gradients are not summed over the ranks in a backward pass, and lists that receive
         this rank's parts of them.
     """
 
     def __init__(
-        self, comm: MeshComm, plan: TorchPlan, deferred: Mapping[int, list[torch.Tensor] | None] | None = None
+        self, comm: MeshComm, plan: TorchPlan, local_gradients: Mapping[int, list[torch.Tensor] | None] | None = None
     ) -> None:
-        self.comm, self.plan, self.deferred = comm, plan, {} if deferred is None else deferred
+        self.comm, self.plan, self.local_gradients = (comm, plan, {} if local_gradients is None else local_gradients)
         self.channels = {
             id(step): SchemeChannel(comm, step)
             if step.scheme is not None
-            else Channel(comm, step.name, step.transfer, kind_of(step))
+            else Channel(comm, step.name, step.transfer, message_kind(step))
             for step in plan.steps
             if step.transfer is not None
         }
         self.rings = {id(step): RingChannel(comm, step) for step in plan.steps if step.kind == "ring"}
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # for some the plan has the mean of many steps
-        self._varies = any(len(set(scheme.exchanges("forward"))) > 1 for scheme in schemes)
+        self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._segments = plan.segments() if plan.recompute else []
-        self._calls = {id(step): self._call_of(step) for step in plan.steps}
+        self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
     @ordinary_tensors()
     def __call__(
@@ -63,32 +61,32 @@ class Runner:
         plan = self.plan
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
         for name, value in plan.buffers.items():  # backward may need a buffer's previous values
-            env[value] = buffers[name].clone() if name in plan.mutated else buffers[name]
+            env[value] = buffers[name].clone() if name in plan.mutated_buffers else buffers[name]
         env.update(self._enter_parameters(parameters))
-        if plan.key is not None:
-            env[plan.key] = self._draw_seed(inputs)
+        if plan.seed_id is not None:
+            env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.sent
         if self._segments and torch.is_grad_enabled():
             self._run_segments(env)
         else:
             self._run_steps(plan.steps, env)
-        self._compare(self.comm.sent - before)
-        if plan.mutated:
+        self._check_sent_bytes(self.comm.sent - before)
+        if plan.mutated_buffers:
             with torch.no_grad():
-                moved = [env[value] for value in plan.mutated.values()]
-                torch._foreach_copy_([buffers[name] for name in plan.mutated], moved)
+                moved = [env[value] for value in plan.mutated_buffers.values()]
+                torch._foreach_copy_([buffers[name] for name in plan.mutated_buffers], moved)
         return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
 
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
         """Run steps, add their outputs to `env`, and remove values that are no longer needed."""
-        run = self._run_watched if self.comm.grid.observers else self._run
+        run = self._run_observed if self.comm.grid.observers else self._run_step
         if self.comm.guarded:
             run = partial(run_guarded, self.plan.rank, run, self.plan.values)
         for step in steps:
             outputs = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
                 env[value] = tensor
-            for value in step.free:
+            for value in step.freed:
                 del env[value]
 
     def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
@@ -97,14 +95,14 @@ class Runner:
         with set_checkpoint_early_stop(False):  # otherwise ranks could stop before different messages
             for segment in before:
                 inputs = [env[value] for value in segment.inputs]
-                run = partial(self._segment, segment)
+                run = partial(self._run_segment, segment)
                 outputs = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
                 env.update(zip(segment.outputs, outputs, strict=True))
-                for value in {value for step in segment.steps for value in step.free}:
+                for value in {value for step in segment.steps for value in step.freed}:
                     env.pop(value, None)
         self._run_steps(last.steps, env)
 
-    def _segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def _run_segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(segment.inputs, tensors, strict=True))
         self._run_steps(segment.steps, env)
         outputs = [env[value] for value in segment.outputs]
@@ -128,52 +126,52 @@ class Runner:
             return tensors_by_id
         trained = [name for name in ids if parameters[name].requires_grad]
         for name in trained:
-            if (parts := self.deferred.get(id(parameters[name]))) is not None:
+            if (parts := self.local_gradients.get(id(parameters[name]))) is not None:
                 tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], parts)
-        trained = [name for name in trained if id(parameters[name]) not in self.deferred]
+        trained = [name for name in trained if id(parameters[name]) not in self.local_gradients]
         if trained:
             tensors = functions.Parameters.apply(self.comm, *(parameters[name] for name in trained))
             tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return tensors_by_id
 
     @cached_property
-    def _planned(self) -> int:
+    def _planned_bytes(self) -> int:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
-    def _compare(self, sent: int) -> None:
-        if sent != self._planned and not (self._varies or any(autocast())):  # which sends other dtypes
+    def _check_sent_bytes(self, sent: int) -> None:
+        if sent != self._planned_bytes and not (self._bytes_vary or any(autocast_states())):  # which sends other dtypes
             raise RuntimeError(
-                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned} were planned; this"
+                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_bytes} were planned; this"
                 " is a bug in neondist"
             )
 
-    def _run_watched(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _run_observed(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a step and show its outputs and their gradients to the observers."""
         observers = self.comm.grid.observers
         with observers.during("layer", step.name, "forward"):
-            outputs = self._run(step, tensors)
+            outputs = self._run_step(step, tensors)
         for tensor in outputs:
             if not tensor.is_floating_point():
                 continue
-            observers.value(step, "output", tensor.detach().float().cpu().numpy())
+            observers.on_value(step, "output", tensor.detach().float().cpu().numpy())
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda dy: observers.value(step, "gradient of the output", dy.detach().float().cpu().numpy())
+                    lambda dy: observers.on_value(step, "gradient of the output", dy.detach().float().cpu().numpy())
                 )
         return outputs
 
-    def _run(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        outputs: Sequence[torch.Tensor] = self._calls[id(step)](*tensors)
+    def _run_step(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        outputs: Sequence[torch.Tensor] = self._step_functions[id(step)](*tensors)
         return outputs
 
-    def _call_of(self, step: Step) -> Callable[..., Any]:
+    def _step_function(self, step: Step) -> Callable[..., Any]:
         """Return the function of a step from input tensors to outputs, with all lookups done before a pass."""
         comm, name, axes = self.comm, step.name, step.axes
         if step.kind == "local":
             assert step.run is not None
-            return step.run if step.key is None else lambda *tensors: run_local(step, tensors, self.plan.values)
+            return step.run if step.kind_args is None else lambda *tensors: run_local(step, tensors, self.plan.values)
         if step.kind == "norm":
-            moments, *present = step.key
+            moments, *present = step.kind_args
 
             def normalise(x: torch.Tensor, *scaling_tensors: torch.Tensor) -> Any:
                 rest = iter(scaling_tensors)
@@ -195,17 +193,17 @@ class Runner:
             return lambda x: (comm.reduce(name, "forward", x.detach(), axes, "max"),)
         if step.kind == "spread":
             return lambda x: (functions.Spread.apply(x, comm, name, axes) if x.requires_grad else x,)
-        return lambda x: (functions.CountOnce.apply(x, step.counts) if x.requires_grad else x,)
+        return lambda x: (functions.CountOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)
 
 
 def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
     """Run a local step; return empty results if this rank has no indices of them."""
     assert step.run is not None
-    if step.key is None:
+    if step.kind_args is None:
         outputs: Sequence[torch.Tensor] = step.run(*tensors)
         return outputs
-    differentiable, empty = [tensor for tensor in tensors if has_gradients(tensor.dtype)], list[torch.Tensor]()
-    for shape, output in zip(step.key, (values[out] for out in step.outputs), strict=True):
+    differentiable, empty = [tensor for tensor in tensors if supports_gradients(tensor.dtype)], list[torch.Tensor]()
+    for shape, output in zip(step.kind_args, (values[out] for out in step.outputs), strict=True):
         if differentiable and output.kind == "value":
             empty.append(functions.EmptyResult.apply(shape, output.dtype, *differentiable))
         else:

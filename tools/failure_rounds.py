@@ -1,10 +1,10 @@
 """Stress test of supervised jobs on three simulated nodes, with random failures.
 
-python tools/loss_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
+python tools/failure_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
 
 A round kills a rank, a node's daemon, mpirun or the supervisor (then `--resume auto`), stops a rank, or does two of
-these at the same time, once or twice. It fails if the job reports success in between, loses a step of a snapshot,
-leaves a process or a file behind, resumes late, or ends with other weights than an undisturbed job. At the end it
+these at the same time, once or twice. It fails if the job reports success prematurely, loses a step of a snapshot,
+leaves a process or a file behind, resumes late, or ends with different weights than an undisturbed job. At the end it
 prints, for each kind of event, the seconds to the end of the first step after it. Requires Linux and root.
 """
 
@@ -96,8 +96,8 @@ class Round:
         self.folder = base / f"round-{number}"
         self.faults: list[str] = []
         self.events: list[str] = []
-        self.late: list[float] = []
-        self.steps: list[float] = []
+        self.resume_seconds: list[float] = []
+        self.first_step_seconds: list[float] = []
 
     def play(self, reference: Path) -> dict[str, Any]:
         """Run the job with failures to its end, and return the result."""
@@ -119,7 +119,8 @@ class Round:
             shutil.rmtree(self.folder)
         return {
             "round": self.number, "kind": self.kind, "elastic": self.elastic, "events": self.events,
-            "seconds": [round(t, 1) for t in self.late], "first_steps": [round(t, 2) for t in self.steps],
+            "seconds": [round(t, 1) for t in self.resume_seconds],
+            "first_steps": [round(t, 2) for t in self.first_step_seconds],
             "load": round(os.getloadavg()[0], 1), "faults": self.faults,
         }  # fmt: skip
 
@@ -145,12 +146,13 @@ class Round:
         target_step, end = self.newest_step() + self.rng.randrange(2, 12), time.monotonic() + ROUND_TIMEOUT
         while self.newest_step() < target_step and job.poll() is None:
             if time.monotonic() > end:
-                self.faults.append("makes no step")
+                self.faults.append("makes no progress")
                 return job
             time.sleep(0.05)
         event = self.rng.choice(EVENTS)
         events = self.rng.sample(EVENTS[:-1], 2) if event == "two" else [event]
-        step, resumed, victims, changes = self.newest_step(), self.resumes(), self.nodes.pids("rank"), self.changes()
+        step, resumed, victims = self.newest_step(), self.resumes(), self.nodes.pids("rank")
+        host_changes = self.count_host_changes()
         self.events.append("+".join(events))
         now = time.time()
         for name in events:
@@ -173,14 +175,16 @@ class Round:
             time.sleep(0.01)
         lease = LEASE if events == ["stop"] else 0  # with another event, it is ended at once with the other ranks
         first = time.time() - now - lease
-        late = datetime.fromisoformat(resume["time"]).timestamp() - now - lease
+        delay = datetime.fromisoformat(resume["time"]).timestamp() - now - lease
         self.check_ended(victims)
-        self.late.append(late)
-        self.steps.append(first)
-        if self.changes() > changes:
+        self.resume_seconds.append(delay)
+        self.first_step_seconds.append(first)
+        if self.count_host_changes() > host_changes:
             self.events[-1] += ", growth"
         elif first > (NOTICE_SECONDS + STARTUP_SECONDS.get(self.kind, 0.0)) * self.patience:
-            self.faults.append(f"{events}: resumed after {late:.1f} s, and the first step was over after {first:.1f} s")
+            self.faults.append(
+                f"{events}: resumed after {delay:.1f} s, and the first step was over after {first:.1f} s"
+            )
         if resume["step"] < step:
             self.faults.append(f"{events}: resumes at step {resume['step']}, but step {step} was saved")
         return job
@@ -204,7 +208,7 @@ class Round:
         """Return the resume events of the log."""
         return [event for event in read_events(self.folder / "out") if event["event"] == "resume"]
 
-    def changes(self) -> int:
+    def count_host_changes(self) -> int:
         """Return the number of changes of hosts in the log."""
         return sum(event["event"] == "hosts" for event in read_events(self.folder / "out"))
 
@@ -239,7 +243,7 @@ class Round:
 
             def compare_array(name: str, item: object) -> None:
                 if isinstance(item, h5py.Dataset) and not np.allclose(item[()], actual[name][()], tolerance, tolerance):
-                    self.faults.append(f"other weights: {name}")
+                    self.faults.append(f"different weights: {name}")
 
             for group in ("model", "optimizer"):
                 expected[group].visititems(lambda name, item, group=group: compare_array(f"{group}/{name}", item))
@@ -303,7 +307,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("loss_rounds"))
+    parser.add_argument("--folder", type=Path, default=Path("failure_rounds"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--patience", type=float, default=1.0, help="factor on all time limits, for a busy machine")
     parser.add_argument("--only", choices=(*KINDS, "digits"), help="run only models of this kind")

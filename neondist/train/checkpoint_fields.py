@@ -19,7 +19,7 @@ _TIME_STEP_TOLERANCE = 0.2  # months are of 28 to 31 days
 
 
 @dataclass(frozen=True)
-class FieldFacts:
+class CheckpointFields:
     """Metadata of fields in a checkpoint.
 
     Attributes
@@ -42,24 +42,24 @@ class FieldFacts:
     axis_orders: tuple[str, str] = ("", "")
 
     @classmethod
-    def from_texts(cls, texts: Mapping[str, str]) -> FieldFacts:
+    def from_texts(cls, texts: Mapping[str, str]) -> CheckpointFields:
         """Parse the texts of a checkpoint; ValueError with the reason if they are invalid."""
         if TEXT_NAME not in texts:
-            raise ValueError("has no variable names; name a checkpoint of a network trained on ClimateFiles")
-        facts = parse_json(texts[TEXT_NAME], dict)
+            raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
+        values = parse_json(texts[TEXT_NAME], dict)
         inputs, input_units, outputs, units = (
-            _require_names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
+            _require_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
         )
         if len(inputs) != len(input_units) or len(outputs) != len(units):
             raise ValueError("does not record the units of all its variables")
-        mean, std = (_require_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
+        mean, std = (_require_numbers(values, name, len(outputs)) for name in ("mean", "std"))
         if (std <= 0).any():
             raise ValueError("'std' is not positive")
-        (step,) = _require_numbers({"step": [facts.get("step")]}, "step", 1).tolist()
-        order = _require_names(facts, "order") if "order" in facts else ["", ""]
+        (step,) = _require_numbers({"step": [values.get("step")]}, "step", 1).tolist()
+        order = _require_names(values, "order") if "order" in values else ["", ""]
         if len(order) != 2:
             raise ValueError("'order' does not have two names")
-        lead = require_json_integer("'lead'", facts.get("lead"))
+        lead = require_json_integer("'lead'", values.get("lead"))
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
 
     def to_physical_units(self, y: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def field_texts(fields: FieldMetadata | None) -> dict[str, str]:
     """Return the text for a checkpoint; {} if targets are not fields."""
     if fields is None:
         return {}
-    facts = {
+    values = {
         "inputs": list(fields.inputs),
         "input_units": list(fields.input_units),
         "outputs": fields.names,
@@ -113,7 +113,7 @@ def field_texts(fields: FieldMetadata | None) -> dict[str, str]:
         "step": fields.step,
         "order": list(fields.order),
     }
-    return {TEXT_NAME: json.dumps(facts)}
+    return {TEXT_NAME: json.dumps(values)}
 
 
 def restore_fields(texts: Mapping[str, str], fields: FieldMetadata) -> FieldMetadata:
@@ -124,10 +124,10 @@ def restore_fields(texts: Mapping[str, str], fields: FieldMetadata) -> FieldMeta
     ValueError
         Its channels differ, with the first name that differs, or are not recorded.
     """
-    facts = FieldFacts.from_texts(texts)
-    facts.check_compatible(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
-    _require_same("outputs", facts.output_names, fields.names)
-    return replace(fields, mean=facts.mean, std=facts.std)
+    values = CheckpointFields.from_texts(texts)
+    values.check_compatible(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
+    _require_same("outputs", values.output_names, fields.names)
+    return replace(fields, mean=values.mean, std=values.std)
 
 
 def restore_dataset_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
@@ -154,13 +154,13 @@ def _require_same(kind: str, trained: Sequence[str], actual: Sequence[str]) -> N
             )
 
 
-def _require_names(facts: dict[str, Any], name: str) -> list[str]:
-    names = require_json_type(f"'{name}'", facts.get(name), list)
+def _require_names(recorded: dict[str, Any], name: str) -> list[str]:
+    names = require_json_type(f"'{name}'", recorded.get(name), list)
     return [require_json_type(f"a name of '{name}'", item, str) for item in names]
 
 
-def _require_numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
-    values = require_json_type(f"'{name}'", facts.get(name), list)
+def _require_numbers(recorded: dict[str, Any], name: str, count: int) -> np.ndarray:
+    values = require_json_type(f"'{name}'", recorded.get(name), list)
     if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
         raise ValueError(f"'{name}' are not {count} numbers")
     return np.array(values, np.float64)

@@ -8,14 +8,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_times_by_kind_of_event(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    import loss_rounds
+    import failure_rounds
 
     rounds = [
         {"events": ["rank", "stop+daemon"], "first_steps": [1.0, 4.0], "load": 1.5},
         {"events": ["rank", "rank, growth"], "first_steps": [2.0, 9.0], "load": 0.5},
         {"events": ["mpirun"], "first_steps": [], "load": 1.0},  # the job ended before
     ]
-    first, *lines, load = loss_rounds.summarise(rounds).splitlines()
+    first, *lines, load = failure_rounds.summarise(rounds).splitlines()
     assert "beyond its lease of 2 s" in first
     assert [line.split() for line in lines] == [
         f"{event} {count} times median {median} maximum {maximum}".split()

@@ -11,69 +11,70 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...geometry import DimRequest, Range, Transfer
 from ...halo.fusion import Fusion
 from ...plan.planner import TRAINING_COST_FACTOR, cheapest_ranges
-from ...system.machine import MachineFigures
+from ...system.machine import MachineProfile
 from ..exchange.schemes import policy_of
 from ..ir.graph import Value
-from .blocked import at_least_one
-from .in_blocks import AxisRanges, ids_of
-from .program_lowering import OperatorRecord, laid, ranges_at
-from .segments import OperatorSegment, Search
+from .block_lowering import AxisRanges, value_ids
+from .program_lowering import OperatorRecord, even_layout, ranges_at
+from .recomputed_blocks import nonempty_ranges
+from .segments import OperatorSegment, SegmentSearch
 
 
-def segments_of(search: Search) -> list[OperatorSegment]:
+def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
     """Return the segments; those under a scheme with a planner are cut at the least cost."""
     segments, starts = search.segments(), set[int]()
     for segment in segments:
         first = next(iter(segment.records.values()))
         policy = policy_of(first.where.module, search.schemes)
-        figures = policy.planner_figures(search.mesh.size) if isinstance(policy, Fusion) else None
+        figures = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
-            starts |= _SegmentCuts(search, segment, figures).starts
+            starts |= _SegmentPlanner(search, segment, figures).segment_starts
     return search.segments(starts) if starts else segments
 
 
-class _SegmentCuts:
+class _SegmentPlanner:
     """The cheapest cuts of one potential segment."""
 
-    def __init__(self, search: Search, segment: OperatorSegment, figures: MachineFigures) -> None:
-        self.search, self.figures, self.numbers = search, figures, list(segment.records)
-        self.windows = [at for at, number in enumerate(self.numbers) if segment.records[number].windows]
-        self.flops = {number: _flops(record, search.program.values) for number, record in segment.records.items()}
+    def __init__(self, search: SegmentSearch, segment: OperatorSegment, figures: MachineProfile) -> None:
+        self.search, self.figures, self.operators = search, figures, list(segment.records)
+        self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].has_windows]
+        self.flops = {number: _count_flops(record, search.program.values) for number, record in segment.records.items()}
         self.middle = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
-        self.seconds: dict[tuple[int, int], float] = {}
+        self.seconds_of: dict[tuple[int, int], float] = {}
 
     @property
-    def starts(self) -> set[int]:
+    def segment_starts(self) -> set[int]:
         """Operators at which segments begin."""
-        return {self.numbers[self.windows[first]] for first, _ in cheapest_ranges(self._cost, len(self.windows))}
+        return {self.operators[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))}
 
-    def _cost(self, first: int, last: int) -> float:
+    def _seconds(self, first: int, last: int) -> float:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
 
         Called for increasingly long segments with the same end, whose redundant computation only grows: once that
         costs more than separate exchanges, no longer segment is better.
         """
         longer, shorter = (first, last), (first + 1, last)
-        if self.seconds.get(shorter) == inf:
-            self.seconds[longer] = inf
+        if self.seconds_of.get(shorter) == inf:
+            self.seconds_of[longer] = inf
             return inf
-        sending, redundant = self._costs(first, last)
-        separate = sum(self.seconds[at, at] for at in range(first, last)) + self.seconds.get((last, last), inf)
-        self.seconds[longer] = inf if redundant > separate else sending + redundant
-        return self.seconds[longer]
+        sending, redundant = self._exchange_and_redundant_seconds(first, last)
+        separate = sum(self.seconds_of[at, at] for at in range(first, last)) + self.seconds_of.get((last, last), inf)
+        self.seconds_of[longer] = inf if redundant > separate else sending + redundant
+        return self.seconds_of[longer]
 
-    def _costs(self, first: int, last: int) -> tuple[float, float]:
+    def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of exchanges and of redundant computation."""
-        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.numbers)]
-        segment = search.segment_of(self.numbers[ends[first] : ends[last + 1]])
-        own = ranges_at([laid(out, search.mesh) for out in segment.traced.outputs], dict(enumerate(self.middle)))
-        outputs = at_least_one(own, own)
+        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operators)]
+        segment = search.segment_of(self.operators[ends[first] : ends[last + 1]])
+        layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
+        own = ranges_at(layouts, dict(enumerate(self.middle)))
+        outputs = nonempty_ranges(own, own)
         sending = sum(
-            self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.images))
-            for value, ranges in zip(segment.inputs, segment.traced.sources(outputs), strict=True)
+            self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.image_ids))
+            for value, ranges in zip(segment.inputs, segment.traced.source_ranges(outputs), strict=True)
             if value in values
         )
-        results = {number: values[ids_of(record.result)[0]] for number, record in segment.records.items()}
+        results = {number: values[value_ids(record.result)[0]] for number, record in segment.records.items()}
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
@@ -91,7 +92,7 @@ class _SegmentCuts:
 
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
         """Return the share of a value that the middle rank computes beyond its own cells."""
-        needs, own, needed = segment.traced.needs(outputs), 1.0, 1.0
+        needs, own, needed = segment.traced.cut_ranges(outputs), 1.0, 1.0
         for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
                 origin, factor = block.origin
@@ -101,7 +102,7 @@ class _SegmentCuts:
         return max(0.0, needed - own)
 
 
-def _flops(record: OperatorRecord, values: dict[int, Value]) -> float:
+def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     """Return the forward FLOPs of an operator on the whole image, at least one per element."""
 
     def empty(leaf: object) -> object:
@@ -110,7 +111,7 @@ def _flops(record: OperatorRecord, values: dict[int, Value]) -> float:
         value = values[leaf.id]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    least = prod(values[ids_of(record.result)[0]].shape)
+    least = prod(values[value_ids(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             record.target(*pytree.tree_map(empty, list(record.args)), **pytree.tree_map(empty, dict(record.kwargs)))

@@ -1,4 +1,4 @@
-"""Figures of the whole job in the records of a run with servers."""
+"""Statistics of the whole job in the records of a run with servers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ...services.training import WorkerAssignment
 
 JOB_KEY = "job"
-"""Key of the figures in a record."""
+"""Key of the statistics in a record."""
 
 
-class JobFigures(Hook):
+class JobStatistics(Hook):
     """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
 
     The other numbers of the record are those of the worker that writes it. A restarting master is not waited for.
@@ -29,10 +29,10 @@ class JobFigures(Hook):
         self._worker = worker
 
     def after_epoch(self, run: TrainState) -> None:
-        """Add the figures to the record."""
-        figures = self._query_master() if run.first_rank else None
-        if figures := run.grid.world.bcast(figures):
-            run.history[-1][JOB_KEY] = figures
+        """Add the statistics to the record."""
+        statistics = self._query_master() if run.first_rank else None
+        if statistics := run.grid.world.bcast(statistics):
+            run.history[-1][JOB_KEY] = statistics
 
     def _query_master(self) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC

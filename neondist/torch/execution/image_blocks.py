@@ -16,11 +16,11 @@ from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
 from ..ir.layout import Shape, axes_of
 from ..lowering.plan import TorchPlan
-from .in_blocks import AxisRanges, BlockLowering, Traced, part_of_block
-from .run import Runner
+from .block_lowering import AxisRanges, BlockLowering, TracedPart, part_of_block
+from .runner import Runner
 
 
-class TracedImage(Traced):
+class TracedImage(TracedPart):
     """Captured module that can be computed in blocks of its first output, an image.
 
     Parameters
@@ -40,7 +40,7 @@ class TracedImage(Traced):
 
     def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
         first = BlockLowering(len(shape) - 2, remedy)
-        plan, _ = lower_program(program, first.mesh, 0, [first.mesh.image(shape)], gather_at, lowering=first)
+        plan, _ = lower_program(program, first.mesh, 0, [first.mesh.image_layout(shape)], gather_at, lowering=first)
         output = first.values[next(out for out in plan.outputs if isinstance(out, int))]
         layout = output.layout
         if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
@@ -50,7 +50,7 @@ class TracedImage(Traced):
         if [value.id for value in self.inputs[:1]] != plan.inputs:
             first.refuse("the output does not depend on the image")
         #: names of the parameters and buffers among the inputs, in their order
-        self.names = [named[value.id] for value in self.inputs[1:]]
+        self.state_names = [named[value.id] for value in self.inputs[1:]]
 
     @property
     def extent(self) -> Shape:
@@ -61,7 +61,7 @@ class TracedImage(Traced):
         """Return the blocks of a size."""
         return ModuleBlocks(self, size, beyond)
 
-    def ranges_of(self, box: Box) -> AxisRanges:
+    def output_box_ranges(self, box: Box) -> AxisRanges:
         """Return the ranges of a box of the output."""
         return ((*((0, n) for n in self.outputs[0].shape[:2]), *box.axes()),)
 
@@ -83,38 +83,38 @@ class ModuleBlocks(OutputBlocks):
         self.traced = traced
         self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
 
-    def image(self, number: int) -> Box:
+    def image_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
-        return Box.from_ranges(self.traced.sources(self.traced.ranges_of(self.output(number)))[0][2:])
+        return Box.from_ranges(self.traced.source_ranges(self.traced.output_box_ranges(self.output_box(number)))[0][2:])
 
     def run(
         self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return a block of the output (1, C, *block) from the cells of the image that it depends on."""
-        ranges = self.traced.ranges_of(self.output(number))
-        plan = self.traced.plan(ranges)
+        ranges = self.traced.output_box_ranges(self.output_box(number))
+        plan = self.traced.plan_for(ranges)
         state = {**parameters, **buffers}
-        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.names)], {}, {})
-        return part_of_block(y, _output(plan).layout, ranges[0])
+        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.state_names)], {}, {})
+        return part_of_block(y, _first_output(plan).layout, ranges[0])
 
     @cached_property
-    def largest(self) -> int:
+    def largest_block_size(self) -> int:
         """Most bytes that a block needs: values of the module, the image and the output."""
-        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._costs)
+        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._memory_costs)
 
-    def layer_needing_most(self) -> str:
+    def layer_with_largest_arrays(self) -> str:
         """Return the step at which memory use peaks."""
-        return max(self._costs)[2]
+        return max(self._memory_costs)[2]
 
     @cached_property
-    def _costs(self) -> list[tuple[int, int, str]]:
+    def _memory_costs(self) -> list[tuple[int, int, str]]:
         costs = []
-        for number in self.candidates:
-            plan = self.traced.plan(self.traced.ranges_of(self.output(number)))
-            ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _output(plan).id))
+        for number in self.candidate_blocks:
+            plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))
+            ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
             costs.append((*plan.peak(), ends))
         return [(peak, ends, name) for peak, name, ends in costs]
 
 
-def _output(plan: TorchPlan) -> Value:
+def _first_output(plan: TorchPlan) -> Value:
     return plan.values[plan.outputs[0]]

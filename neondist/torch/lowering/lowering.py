@@ -14,49 +14,49 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..ir.functionalize import is_simple, written_values
+from ..ir.functionalize import can_replace_writes, written_values
 from ..ir.graph import Value, axes_of_values
-from ..ir.layout import Mesh, NeededRanges, axes_of, whole
-from ..ir.registry import POINTWISE, RULES, TRACING
-from .building import Builder
-from .steps import Where
+from ..ir.layout import Mesh, NeededRanges, axes_of, replicated
+from ..ir.registry import POINTWISE_OPS, RULES, TRACING
+from .builder import PlanBuilder
+from .steps import OperatorPosition
 
 
-class Lowering(Builder):
+class Lowering(PlanBuilder):
     """Context of a rule: the plan being built, and the current operator.
 
     Attributes
     ----------
     target : the current operator
-    out : its results, as fake tensors of the global shape
-    draws : int
+    fake_out : its results, as fake tensors of the global shape
+    draw_number : int
         Key of the next random numbers; determined by the position of the operator in the program.
-    functions : sequence of UserFunction
+    autograd_functions : sequence of FunctionCall
         The autograd.Functions that the program calls, by number.
-    in_parts : bool
+    computes_in_parts : bool
         Whether some of it is computed in parts of a tile, on one rank too.
-    note : str
+    group_description : str
         Description of the operators that are executed as a group.
-    overlaps : sequence of NeededRanges
+    widened_ranges : sequence of NeededRanges
         Ranges of the inputs passed to each rank, where they exceed its tiles.
     """
 
-    in_parts = False
-    note = ""
-    overlaps: Sequence[NeededRanges] = ()
+    computes_in_parts = False
+    group_description = ""
+    widened_ranges: Sequence[NeededRanges] = ()
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
-        self.out: Any = None
+        self.fake_out: Any = None
         self.target: Any = None
-        self.key: Value | None = None
-        self.draws = 0
-        self.functions: Sequence[Any] = ()
-        self._call: Any = None
-        self._gradients: dict[Any, list[bool]] = {}
-        self._faking = FakeTensorMode(allow_non_fake_inputs=True)
+        self.seed: Value | None = None
+        self.draw_number = 0
+        self.autograd_functions: Sequence[Any] = ()
+        self._current_call: Any = None
+        self._differentiable_results: dict[Any, list[bool]] = {}
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
         if target is operator.getitem:
             return args[0][args[1]]
@@ -70,52 +70,52 @@ class Lowering(Builder):
         """Record the operator that the last step computes."""
         first = result[0] if isinstance(result, tuple) and result else result
         if self.steps and isinstance(first, Value) and first.id == self.steps[-1].outputs[0]:
-            self.steps[-1].op = name
+            self.steps[-1].op_name = name
 
     def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
-            self.refuse("is not an ATen operator")
+            self.refuse("it is not an ATen operator")
         bound = _bind_arguments(target, args, kwargs)
         values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
         name = str(target)
-        self.target, self._call = target, (target, args, kwargs)
+        self.target, self._current_call = target, (target, args, kwargs)
         rule = RULES.get(name)
         always = rule is not None and rule.always
         random = _is_random(target, bound)  # each rank would draw different numbers
         if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient for it")
         if not (always or random or axes_of_values(values)):
-            return self.alike()
+            return self.compute_replicated()
         if rule is not None:
             values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
             return rule.function(self, **bound | {name: self.gathered(value) for name, value in values_by_name.items()})
-        if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
-            return self.pointwise(target, args, kwargs)
-        inner = self.apart()
+        if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE_OPS):
+            return self.lower_pointwise(target, args, kwargs)
+        inner = self.decompose()
         if inner is not None:
             return inner
         if not self.mesh.axes:
-            return self.alike()
+            return self.compute_replicated()
         return self.refuse("each rank would draw its own random numbers" if random else "")
 
     @property
-    def parts_of_gradients(self) -> bool:
+    def has_partial_gradients(self) -> bool:
         """Whether the gradient of a value may arrive in parts, which are summed further back."""
         return False
 
-    def alike(self) -> Any:
+    def compute_replicated(self) -> Any:
         """Return the results of the current operator, computed by every rank from all of its arguments."""
-        values, run = self.tensors()
+        values, run = self.values_and_function()
         values = [self.gathered(value) for value in values]
-        out = self.out
+        out = self.fake_out
         if isinstance(out, (tuple, list)):
-            return self.locals(run, values, out)
+            return self.local_results(run, values, out)
         if not isinstance(out, torch.Tensor):
-            self.refuse("depends on the values of a tensor")
-        (result,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
+            self.refuse("it depends on the values of a tensor")
+        (result,) = self._add_local(run, values, [replicated(out.shape)], [out.dtype], frozenset())
         return result
 
-    def tensors(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
+    def values_and_function(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
         """Return the values among the arguments of the current operator, and it as a function of their tensors.
 
         Parameters
@@ -123,35 +123,36 @@ class Lowering(Builder):
         target : callable, optional
             Called with these arguments instead of the operator.
         """
-        return _tensor_call(target or self._call[0], *self._call[1:])
+        return _tensor_call(target or self._current_call[0], *self._current_call[1:])
 
-    def apart(self, own: bool = False) -> Any:
+    def decompose(self, builtin_only: bool = False) -> Any:
         """Lower the current operator by its decomposition into simpler ones; None: it has none.
 
         Parameters
         ----------
-        own : bool
+        builtin_only : bool
             Whether to use PyTorch's own implementation only; entries of the decomposition table may lack gradients.
         """
-        target, args, kwargs = self._call
-        runs = [None if own else decomposition_table.get(target), target.decompose if target._can_decompose() else None]
+        target, args, kwargs = self._current_call
+        entry = None if builtin_only else decomposition_table.get(target)
+        runs = [entry, target.decompose if target._can_decompose() else None]
         # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
-        results = (self.traced(*_tensor_call(run, args, kwargs)) for run in runs if run is not None)
+        results = (self.trace_and_lower(*_tensor_call(run, args, kwargs)) for run in runs if run is not None)
         return next((result for result in results if result is not None), None)
 
-    def traced(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
+    def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
         """Trace a function of tensors and lower it operator by operator; None: it cannot be traced."""
         try:
             with TRACING:
-                fakes = [self.fake(value) for value in values]
+                fakes = [self.fake_tensor(value) for value in values]
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
-                if not is_simple(graph.graph):
+                if not can_replace_writes(graph.graph):
                     graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
                     if any(map(written_values, graph.graph.nodes)):  # inside of composite operators
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # untraceable functions cannot be decomposed
             return None
-        return self.inline(graph, values)
+        return self.lower_inline(graph, values)
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument whose node has been lowered."""
@@ -160,7 +161,7 @@ class Lowering(Builder):
         one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
         if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
             producer: Any = arg.args[0]
-            self.where = Where(str(producer.target), self.where.module, self.where.source)
+            self.where = OperatorPosition(str(producer.target), self.where.module, self.where.source)
             self.refuse(f"its result {arg.args[1]} is used, and only others have a rule")
         return env[arg]
 
@@ -169,58 +170,58 @@ class Lowering(Builder):
 
         Both are the same on every rank of every grid, independent of the steps of the plan.
         """
-        if self.key is None:
-            self.key = self._value((), frozenset(), torch.int64, "constant", ())
-        self.draws += 1
-        return self.key, self.draws - 1
+        if self.seed is None:
+            self.seed = self._new_value((), frozenset(), torch.int64, "constant", ())
+        self.draw_number += 1
+        return self.seed, self.draw_number - 1
 
-    def inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
+    def lower_inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
         """Lower another graph in place of the current operator."""
         env: dict[torch.fx.Node, Any] = {}
-        waiting, outer = list(inputs)[::-1], self.out
+        waiting, outer = list(inputs)[::-1], self.fake_out
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 env[node] = waiting.pop()
             elif node.op == "get_attr":
-                env[node] = self.constant(getattr(graph, node.target))
+                env[node] = self.add_constant(getattr(graph, node.target))
             elif node.op == "output":
-                self.out = outer
+                self.fake_out = outer
                 return pytree.tree_map(partial(self.read, env), node.args[0])
             else:
                 args, kwargs = pytree.tree_map(partial(self.read, env), (node.args, dict(node.kwargs)))
-                self.out = node.meta.get("val")
-                env[node] = result = self.call(node.meta.get("twin", node.target), args, kwargs)
-                if "twin" in node.meta:  # later reads of these nodes see the written values
+                self.fake_out = node.meta.get("val")
+                env[node] = result = self.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
+                if "out_of_place" in node.meta:  # later reads of these nodes see the written values
                     env.update((old, result) for old in written_values(node))
         return None
 
-    def pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower an operation each of whose results depends on one index of each argument."""
         values, run = _tensor_call(target, args, kwargs)
-        layout = self.common([value.layout for value in values])
-        context = axes_of(layout)
-        aligned = [self.aligned(value, layout, context) for value in values]
-        outs = self.out if isinstance(self.out, (tuple, list)) else [self.out]
-        several = self.out is outs
-        results = self.locals(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
-        self.trained(results, self._differentiable(target, run, values))
+        layout = self.common_layout([value.layout for value in values])
+        cut_axes = axes_of(layout)
+        aligned = [self.align_to(value, layout, cut_axes) for value in values]
+        outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
+        several = self.fake_out is outs
+        results = self.local_results(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
+        self.mark_constants(results, self._differentiable(target, run, values))
         return results if several else results[0]
 
     def _differentiable(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
         """Return whether each result of an operator has a gradient: some, such as Bessel functions, have none."""
         key = target, *((value.dtype, value.kind == "constant") for value in values)
-        if key not in self._gradients:
+        if key not in self._differentiable_results:
             samples = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
             for sample, value in zip(samples, values, strict=True):
                 sample.requires_grad_(value.kind != "constant" and (sample.is_floating_point() or sample.is_complex()))
             with torch.enable_grad():  # clones, since it may write into its arguments
                 result = run(*(sample.clone() for sample in samples))
-            self._gradients[key] = [y.requires_grad for y in pytree.tree_leaves(result)]
-        return self._gradients[key]
+            self._differentiable_results[key] = [y.requires_grad for y in pytree.tree_leaves(result)]
+        return self._differentiable_results[key]
 
-    def fake(self, value: Value) -> Any:
+    def fake_tensor(self, value: Value) -> torch.Tensor:
         """Return a fake tensor of a value's global shape."""
-        with self._faking:
+        with self._fake_mode:
             return torch.empty(value.shape, dtype=value.dtype)
 
 

@@ -21,12 +21,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             result = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # no create_graph
             return result
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: _End.apply(tensor.detach().requires_grad_()), result)
+        return pytree.tree_map_only(torch.Tensor, lambda x: _NoSecondGrad.apply(x.detach().requires_grad_()), result)
 
     return call
 
 
-class _End(torch.autograd.Function):
+class _NoSecondGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)

@@ -1,4 +1,4 @@
-"""Conversion of nodes to the types of fields."""
+"""Conversion of YAML nodes to annotated field types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
 
 
 class TypeMismatch(ConfigError):
-    """The value's type does not match; another member of a union may."""
+    """The value's type does not match; another member of a union may still match."""
 
     path: str = ""
 
@@ -33,14 +33,14 @@ def convert_node(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
         If the value does not match; states place, path, the expected type and the value.
     """
     value = (
-        _convert_object(node, hint, path, build) if node.tag is not None else _convert_plain(node, hint, path, build)
+        _convert_object(node, hint, path, build) if node.tag is not None else _convert_untagged(node, hint, path, build)
     )
     if not in_range_of_hint(value, hint):
         raise _mismatch_error(node, hint, path)
     return value
 
 
-def _convert_plain(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
+def _convert_untagged(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     if isinstance(node.value, str) and ":" in node.value and accepts_functions(hint):
         return build(node, path, hint)
     choices = union_members(hint)
@@ -53,7 +53,7 @@ def _convert_plain(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
         except TypeMismatch as error:
             if error.path != path:
                 inner_errors.append(error)
-    if len(inner_errors) == 1:  # from the only list type of the union: name the wrong item
+    if len(inner_errors) == 1:  # from the only list type of the union: report the item that does not match
         raise inner_errors[0]
     raise _mismatch_error(node, hint, path)
 
@@ -120,7 +120,7 @@ def _accepts_type(kind: Any, value_type: type) -> bool:
 
 
 def _matches_plain(value: Any, hint: Any) -> bool:
-    """Return whether a plain value matches; True is not a number, and text not a list of letters."""
+    """Return whether a plain value matches; True is not a number, and a str does not match a sequence type."""
     if isinstance(value, bool):
         return hint is bool
     kind = typing.get_origin(hint) or hint
@@ -138,7 +138,7 @@ def _matches_hint(value: Any, hint: Any) -> bool:
         return callable(value)
     try:
         return isinstance(value, kind)
-    except TypeError:  # a protocol or a special form: left to the class itself
+    except TypeError:  # a protocol or a special form: validated by the class
         return True
 
 

@@ -13,15 +13,15 @@ from ..capture.capture import lower_program
 from ..capture.checks import check_gather_at
 from ..exchange.schemes import Schemes, parse_schemes
 from ..ir.layout import Layout, Mesh
-from ..lowering.lower import Lowering
+from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
-from .fused import fused
+from .fused_lowering import create_fused_lowering
 from .segments import Strips
-from .trunk import fitted
+from .trunk import create_trunk_lowering
 
 
 @dataclass(frozen=True)
-class Execution:
+class ExecutionOptions:
     """Execution options of a module; see `distribute`.
 
     Attributes
@@ -49,14 +49,14 @@ class Execution:
         scheme: Schemes,
         strips: Strips,
         memory: int | None,
-    ) -> Execution:
+    ) -> ExecutionOptions:
         """Return the options for a module; raise ConfigError unless `gather_at` names its parts."""
         check_gather_at(module, gather_at)
         schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
         return cls(tuple(gather_at), recompute, schemes, strips, memory)
 
     @property
-    def reads_wide(self) -> bool:
+    def tiles_have_margins(self) -> bool:
         """Whether tiles of images may include a margin."""
         return any(isinstance(policy, Fusion) and policy.reads_wide for policy in self.schemes.values())
 
@@ -73,7 +73,7 @@ class Execution:
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None
         if self.memory is not None:
-            lowering = fitted(*args, self.recompute, self.memory, module)
+            lowering = create_trunk_lowering(*args, self.recompute, self.memory, module)
         else:
-            lowering = fused(*args, self.schemes, self.strips)
+            lowering = create_fused_lowering(*args, self.schemes, self.strips)
         return *lower_program(*args, self.schemes, self.recompute, lowering), lowering

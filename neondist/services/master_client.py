@@ -1,4 +1,4 @@
-"""Client side of the master: the tasks of a worker, and reports of their progress."""
+"""Client of the master: the tasks of a worker, and reports of their progress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .progress import MinibatchId
 from .queue import Task
 from .wire import ServiceClient
 
-PATIENCE = 60.0
+RETRY_SECONDS = 60.0
 """Seconds for which workers retry calls to unavailable services, such as while these are restarted."""
 
 
-class WorkerTasks:
-    """Tasks of a worker, whose first rank communicates with the master.
+class MasterClient:
+    """Client of the master: gets and reports the tasks of a worker, whose first rank communicates.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class WorkerTasks:
         self._blank_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
             if world.rank == 0:
-                self._master = ServiceClient(address, Master.name, token, patience=PATIENCE)
+                self._master = ServiceClient(address, Master.name, token, patience=RETRY_SECONDS)
                 self._master.check_version()
                 reply = self._master.call("report_training_params", parameters)
                 self._records_per_task = reply.integer("records_per_task", 1)

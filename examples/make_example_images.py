@@ -1,7 +1,7 @@
 """Synthetic images for the examples segmentation.yaml and volumes.yaml, in the file formats of their fields.
 
-python examples/images_of_the_field.py slides|volumes [DIR] [SIDE]               writes training images and a new one
-python examples/images_of_the_field.py picture OUT.png IMAGE RESULT [TRUTH]      plots them side by side
+python examples/make_example_images.py slides|volumes [DIR] [SIDE]               writes training images and a new one
+python examples/make_example_images.py picture OUT.png IMAGE RESULT [TRUTH]      plots them side by side
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Lowering of a captured module for blocks, each computed from all cells that it depends on, without messages.
 
 The rules that distribute the module lower it once, for a single rank that has only a block of every value. The cells of
-a block follow from the reaches that the rules declare (`ir/trace.py`); steps are bound to its place. Zeros are padded
-only at the true borders of the image, and the results equal those of the whole image.
+a block follow from the reaches that the rules declare (`ir/range_tracing.py`); steps are bound to its place. Zeros are
+padded only at the true borders of the image, and the results equal those of the whole image.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ...geometry import Atom, Place, Range
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value
-from ..ir.layout import Layout, Mesh, Shape, axes_of, is_box, local_shape, shape_of, whole
+from ..ir.layout import Layout, Mesh, Shape, axes_of, is_box, local_shape, replicated, shape_of
+from ..ir.range_tracing import CutRanges, Dependence, extend_cut, trace_ranges
 from ..ir.reach import Reach
-from ..ir.trace import CutRanges, Dependence, extend, trace
-from ..lowering.building import Reaches
-from ..lowering.lower import Lowering
+from ..lowering.builder import ReachByDim
+from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
-from ..lowering.steps import empty_shapes
+from ..lowering.steps import shapes_if_empty
 
 AxisRanges = tuple[tuple[Range, ...], ...]
 """For each of several values, the range along each dimension."""
-_REASONS = {
+_REFUSAL_REASONS = {
     "gather": "it sees the whole image",
     "ring": "it sees the whole image",
     "sum": "it sums over the whole image",
@@ -46,24 +46,24 @@ class BlockMesh(Mesh):
 
     Attributes
     ----------
-    cuts : iterator of int
+    cut_ids : iterator of int
         Numbers of the cuts that rules request.
     """
 
-    blocked: frozenset[int]
-    cuts: Iterator[int] = field(default_factory=count)
+    blocked_axes: frozenset[int]
+    cut_ids: Iterator[int] = field(default_factory=count)
 
     @property
     def axes(self) -> frozenset[int]:
         """Axes along which a block has only some of the indices; no rank has the others."""
-        return self.blocked
+        return self.blocked_axes
 
-    def atom(self, extent: int, axis: int | None) -> Atom:
+    def even_atom(self, extent: int, axis: int | None) -> Atom:
         """Return a new cut for each value, whose range may be smaller than its arguments'."""
-        return Atom(extent, axis, (0, extent), (next(self.cuts), 1)) if axis in self.axes else Atom(extent)
+        return Atom(extent, axis, (0, extent), (next(self.cut_ids), 1)) if axis in self.axes else Atom(extent)
 
 
-class Statistics(NamedTuple):
+class LiveNorm(NamedTuple):
     """Live norm: its input and result, statistics (N·groups,) or (C,), and the method."""
 
     x: Value
@@ -84,32 +84,32 @@ class _BlockView(NamedTuple):
         """Return the shape of the view at a place."""
         shape = list(local_shape(self.layout, place))
         for dim, reach, atom in self.dims:
-            view = reach.view(*reach.out.range(place), atom.extent)
+            view = reach.view(*reach.out_atom.range(place), atom.extent)
             shape[dim] = sum(hi - lo for lo, hi in view.ranges) + sum(view.pads)
         return tuple(shape)
 
-    def bind(self, place: Place) -> Callable[..., Any]:
+    def function_at(self, place: Place) -> Callable[..., Any]:
         """Return the function from a value to its view."""
         narrowed, padding = [], [0] * (2 * len(self.layout))
         for dim, reach, atom in self.dims:
             first, last = atom.range(place)
-            view, at = reach.view(*reach.out.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
+            view, at = reach.view(*reach.out_atom.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
             if view.ranges != ((first, last),):
                 narrowed.append((dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges]))
             padding[at : at + 2] = view.pads
         if not narrowed and not any(padding):
-            return unchanged
+            return identity_view
 
         def run(a: torch.Tensor) -> tuple[torch.Tensor]:
             for dim, parts in narrowed:
-                seen = [_part(a, dim, *part) for part in parts]
+                seen = [_narrow_checked(a, dim, *part) for part in parts]
                 a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
             return (F.pad(a, padding, value=self.fill) if any(padding) else a,)
 
         return run
 
 
-def unchanged(a: torch.Tensor) -> tuple[torch.Tensor]:
+def identity_view(a: torch.Tensor) -> tuple[torch.Tensor]:
     """Return a view of the whole value."""
     return (a,)
 
@@ -127,54 +127,55 @@ class BlockLowering(Lowering):
 
     def __init__(self, spatial: int, remedy: str = "", axes: frozenset[int] | None = None) -> None:
         self.remedy, self.spatial, self.block_axes = remedy, spatial, axes
-        blocked = frozenset(range(1, spatial + 1)) if axes is None else axes
-        super().__init__(BlockMesh((1,) * (spatial + 1), blocked), 0)
-        self.dependences, self.statistics, self._first = list[Dependence](), list[Statistics](), 0
+        blocked_axes = frozenset(range(1, spatial + 1)) if axes is None else axes
+        super().__init__(BlockMesh((1,) * (spatial + 1), blocked_axes), 0)
+        self.dependences, self.live_norms, self._first_cut = list[Dependence](), list[LiveNorm](), 0
 
     @property
-    def parts_of_gradients(self) -> bool:
+    def has_partial_gradients(self) -> bool:
         """Whether cells may be in several blocks of one pass, each of which computes a part of their gradients."""
         return self.block_axes is not None
 
     @property
-    def takes_norms(self) -> bool:
+    def accepts_norm(self) -> bool:
         """Whether another norm may receive its statistics as inputs."""
         return False
 
-    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
-        self._first = next(self.mesh.cuts)
-        return super().call(target, args, kwargs)
+        self._first_cut = next(self.mesh.cut_ids)
+        return super().lower_call(target, args, kwargs)
 
     def view(
         self,
         value: Value,
-        reaches: Reaches,
-        context: Iterable[int] | None = None,
+        reaches: ReachByDim,
+        cut_axes: Iterable[int] | None = None,
         fill: float = 0.0,
-        window: bool = False,
+        sliding: bool = False,
     ) -> Value:
         """Return the view that a block needs of a value, and record the reaches."""
-        axes = axes_of((reach.out,) for reach in reaches.values())
-        inside = value.axes | axes if context is None else frozenset(context)
-        dims = [(dim, reach, self.atom(value, dim)) for dim, reach in sorted(reaches.items())]
-        if axes_of(value.layout) - inside or any(a.axis is not None and r.out.axis is None for _, r, a in dims):
-            self.refuse(_REASONS["gather"])
+        axes = axes_of((reach.out_atom,) for reach in reaches.values())
+        inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
+        dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
+        if axes_of(value.layout) - inside or any(a.axis is not None and r.out_atom.axis is None for _, r, a in dims):
+            self.refuse(_REFUSAL_REASONS["gather"])
         dims = [(dim, reach, atom) for dim, reach, atom in dims if not reach.is_whole(atom)]
         if not dims:
             return value
         view = _BlockView(value.layout, dims, fill)
-        result = self._value(view.shape(self.place), inside, value.dtype, value.kind, shape_at=view.shape)
-        self._step("local", [value], [result], run=view.bind(self.place), bind=view.bind)
+        result = self._new_value(view.shape(self._place), inside, value.dtype, value.kind, shape_at=view.shape)
+        self._add_step("local", [value], [result], run=view.function_at(self._place), bind_to_place=view.function_at)
         moved = ((reach, atom) for _, reach, atom in dims if atom.origin is not None)
-        self.dependences += (Dependence(self._first, result.id, *each) for each in moved)
+        self.dependences += (Dependence(self._first_cut, result.id, *each) for each in moved)
         return result
 
-    def common(self, layouts: Sequence[Layout]) -> Layout:
+    def common_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return new cuts for results, whose ranges may be smaller than those of all arguments."""
-        return tuple(tuple(self.mesh.atom(atom.extent, atom.axis) for atom in dim) for dim in super().common(layouts))
+        layout = super().common_layout(layouts)
+        return tuple(tuple(self.mesh.even_atom(atom.extent, atom.axis) for atom in dim) for dim in layout)
 
-    def enter(self, value: Value, context: Iterable[int]) -> Value:
+    def sum_gradient(self, value: Value, cut_axes: Iterable[int]) -> Value:
         """Return the value unchanged: gradients are summed over blocks."""
         return value
 
@@ -182,10 +183,10 @@ class BlockLowering(Lowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised with statistics that are inputs of the block, and the statistics."""
-        if not (self.takes_norms and is_box(x.layout, self.mesh.axes)):
-            self.refuse(_REASONS["norm"])
-        shape, atom = shape_of(groups), self.atom(x, 0)
-        mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
+        if not (self.accepts_norm and is_box(x.layout, self.mesh.axes)):
+            self.refuse(_REFUSAL_REASONS["norm"])
+        shape, atom = shape_of(groups), self.single_atom(x, 0)
+        mean, variance = (self._new_value(shape, frozenset(), x.dtype, "value", replicated(shape)) for _ in range(2))
 
         def run(place: Place, a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: Any, b: Any) -> Any:
             std = torch.rsqrt(v + moments.eps)
@@ -199,7 +200,7 @@ class BlockLowering(Lowering):
 
         args = [x, mean, variance, weight, bias]
         y = self.local(run, args, x.layout, at=lambda place: place)
-        self.statistics.append(Statistics(x, mean, variance, moments, y))
+        self.live_norms.append(LiveNorm(x, mean, variance, moments, y))
         return y, mean, variance
 
     def random_key(self) -> Any:
@@ -208,15 +209,15 @@ class BlockLowering(Lowering):
 
     def refuse(self, why: str = "") -> Any:
         """Raise UnsupportedOperator for the current operator."""
-        raise UnsupportedOperator(self.where, why, cannot="be computed block by block", remedy=self.remedy)
+        raise UnsupportedOperator(self.where, why, action="be computed block by block", remedy=self.remedy)
 
-    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
+    def _add_step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         if kind != "local":
-            self.refuse(_REASONS[kind])
-        super()._step(kind, inputs, outputs, **fields)
+            self.refuse(_REFUSAL_REASONS[kind])
+        super()._add_step(kind, inputs, outputs, **fields)
 
 
-class Traced:
+class TracedPart:
     """Part of a captured module that can be computed in blocks of some of its values.
 
     Parameters
@@ -236,66 +237,66 @@ class Traced:
 
     def __init__(self, lowering: BlockLowering, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         self.spatial, self.mesh, self.outputs = lowering.spatial, lowering.mesh, outputs
-        plan = _plan(lowering.mesh, lowering.steps, lowering.values, inputs, outputs)
+        plan = _single_rank_plan(lowering.mesh, lowering.steps, lowering.values, inputs, outputs)
         needed = {value for step in plan.steps for value in step.outputs}  # only steps that the outputs depend on
         self.steps = [step for step in lowering.steps if not needed.isdisjoint(step.outputs)]
         self.values = lowering.values
-        self.dependences = [each for each in lowering.dependences if each.view in needed]
+        self.dependences = [each for each in lowering.dependences if each.view_id in needed]
         read = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
         self.inputs = [value for value in inputs if value.id in read]
-        self.needs = lru_cache(8)(self._needs)
+        self.cut_ranges = lru_cache(8)(self._find_cut_ranges)
 
-    def sources(self, ranges: AxisRanges) -> AxisRanges:
+    def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
         """Return the indices of the inputs that ranges of the outputs depend on, along each dimension."""
-        needed = self.needs(ranges)
+        needed = self.cut_ranges(ranges)
         return tuple(
             tuple((0, a.extent) if a.origin is None else needed.get(a.origin[0], (0, 0)) for (a,) in value.layout)
             for value in self.inputs
         )
 
-    def at(self, ranges: AxisRanges) -> tuple[list[Step], list[Value]]:
+    def steps_for(self, ranges: AxisRanges) -> tuple[list[Step], list[Value]]:
         """Return the steps that compute at least these ranges of the outputs from their sources, and all values."""
-        place, values, steps = self.needs(ranges), list(self.values), list[Step]()
+        place, values, steps = self.cut_ranges(ranges), list(self.values), list[Step]()
         for value in self.inputs:
             values[value.id] = value.at(place)
         for step in self.steps:
             results = [values[out].at(place) for out in step.outputs]
             for value in results:
                 values[value.id] = value
-            run = step.run if step.bind is None else step.bind(place)
-            steps.append(replace(step, run=run, bind=None, key=empty_shapes(results)))
+            run = step.run if step.bind_to_place is None else step.bind_to_place(place)
+            steps.append(replace(step, run=run, bind_to_place=None, kind_args=shapes_if_empty(results)))
         return steps, values
 
-    def plan(self, ranges: AxisRanges) -> TorchPlan:
+    def plan_for(self, ranges: AxisRanges) -> TorchPlan:
         """Return the plan that computes at least these ranges of the outputs from their sources."""
-        steps, values = self.at(ranges)
+        steps, values = self.steps_for(ranges)
         same, moved = dict[int, int](), list[Step]()
         for step in steps:
             inputs = tuple(same.get(value, value) for value in step.inputs)
-            if step.run is unchanged:
+            if step.run is identity_view:
                 same[step.outputs[0]] = inputs[0]
             else:
                 moved.append(replace(step, inputs=inputs))
-        return _plan(self.mesh, moved, values, self.inputs, self.outputs)
+        return _single_rank_plan(self.mesh, moved, values, self.inputs, self.outputs)
 
-    def _needs(self, ranges: AxisRanges) -> CutRanges:
+    def _find_cut_ranges(self, ranges: AxisRanges) -> CutRanges:
         """Return the range of each cut that ranges of the outputs depend on."""
         ends: CutRanges = {}
         for output, box in zip(self.outputs, ranges, strict=True):
             for (atom,), indices in zip(output.layout, box, strict=True):
-                extend(ends, atom, *indices)
-        return trace(self.dependences, ends)
+                extend_cut(ends, atom, *indices)
+        return trace_ranges(self.dependences, ends)
 
 
-def _plan(
+def _single_rank_plan(
     mesh: Mesh, steps: list[Step], values: list[Value], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> TorchPlan:
-    return TorchPlan(mesh, 0, steps, values, {}, {}, ids_of(inputs), ids_of(outputs), {})
+    return TorchPlan(mesh, 0, steps, values, {}, {}, value_ids(inputs), value_ids(outputs), {})
 
 
 def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
     """Return these ranges of an output of a block, which may be larger."""
-    return narrowed(y, ranges, first_indices(layout))
+    return narrow_to_ranges(y, ranges, first_indices(layout))
 
 
 def first_indices(layout: Layout) -> list[int]:
@@ -303,26 +304,26 @@ def first_indices(layout: Layout) -> list[int]:
     return [0 if atom.bounds is None else atom.bounds[0] for (atom,) in layout]
 
 
-def narrowed(tensor: torch.Tensor, ranges: Iterable[Range], first: Iterable[int]) -> torch.Tensor:
+def narrow_to_ranges(tensor: torch.Tensor, ranges: Iterable[Range], first: Iterable[int]) -> torch.Tensor:
     """Return ranges of a tensor whose indices start at `first`."""
     for dim, ((lo, hi), start) in enumerate(zip(ranges, first, strict=True)):
-        tensor = _part(tensor, dim, lo - start if lo < hi else 0, hi - lo)
+        tensor = _narrow_checked(tensor, dim, lo - start if lo < hi else 0, hi - lo)
     return tensor
 
 
-def _part(a: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+def _narrow_checked(a: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     if start < 0 or start + length > a.shape[dim]:
         raise RuntimeError("a block lacks cells that it depends on; this is a bug in neondist")
     return a.narrow(dim, start, length)
 
 
-def paired(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
+def pair_values(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
     """Yield the ids of the old values, and the corresponding new leaves."""
     for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
         if isinstance(before, Value):
             yield before.id, after
 
 
-def ids_of(values: Any) -> list[int]:
+def value_ids(values: Any) -> list[int]:
     """Return the ids of the values in a tree."""
     return [value.id for value in pytree.tree_leaves(values) if isinstance(value, Value)]

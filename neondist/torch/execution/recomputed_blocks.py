@@ -14,37 +14,37 @@ from ...comm import ProcessGrid
 from ...geometry import Range, part_range
 from ..exchange.functions import Moments
 from ..exchange.mesh_comm import MeshComm
-from ..ir.graph import has_gradients
+from ..ir.graph import supports_gradients
 from ..ir.layout import Shape
-from ..ir.once import once_differentiable
+from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
-from .in_blocks import AxisRanges, Traced, narrowed, part_of_block
-from .run import Runner
+from .block_lowering import AxisRanges, TracedPart, narrow_to_ranges, part_of_block
+from .runner import Runner
 
 
 class _Block(NamedTuple):
     number: int
     runner: Runner
-    sources: AxisRanges
-    own: AxisRanges
+    input_ranges: AxisRanges
+    output_ranges: AxisRanges
 
 
-class Blocks:
+class RecomputedBlocks:
     """Computation of a rank's blocks of a group of steps.
 
     Parameters
     ----------
-    tiles : for each output, this rank's range along each dimension
+    output_ranges : for each output, this rank's range along each dimension
     parts : tuple of int
         Number of blocks along each axis of the mesh.
-    first : the first index passed along each dimension of the partitioned inputs, by their ids
+    starts : the first index passed along each dimension of the partitioned inputs, by their ids
     """
 
     def __init__(
-        self, traced: Traced, tiles: AxisRanges, parts: Sequence[int], first: Mapping[int, Sequence[int]]
+        self, traced: TracedPart, output_ranges: AxisRanges, parts: Sequence[int], starts: Mapping[int, Sequence[int]]
     ) -> None:
-        self.traced, self.tiles, self.parts = traced, tiles, parts
-        self.first = [first.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
+        self.traced, self.output_ranges, self.parts = traced, output_ranges, parts
+        self.starts = [starts.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -52,68 +52,68 @@ class Blocks:
         outputs: tuple[torch.Tensor, ...] = _BlockedFunction.apply(self, *tensors)
         return outputs
 
-    def extents(self) -> list[int]:
+    def max_extents(self) -> list[int]:
         """Return the largest number of this rank's indices along each axis of the mesh."""
         extents = [1] * len(self.parts)
-        for ranges, out in zip(self.tiles, self.traced.outputs, strict=True):
+        for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True):
             for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True):
                 if atom.axis is not None:
                     extents[atom.axis] = max(extents[atom.axis], hi - lo)
         return extents
 
-    def plan(self, place: Sequence[int]) -> tuple[TorchPlan, AxisRanges]:
+    def block_plan(self, place: Sequence[int]) -> tuple[TorchPlan, AxisRanges]:
         """Return the plan of one block, and its ranges of the outputs."""
         own = tuple(
             tuple(
-                _part_of(lo, hi, self.parts, place, atom.axis)
+                _block_range(lo, hi, self.parts, place, atom.axis)
                 for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True)
             )
-            for ranges, out in zip(self.tiles, self.traced.outputs, strict=True)
+            for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True)
         )
-        return self.traced.plan(at_least_one(own, self.tiles)), own
+        return self.traced.plan_for(nonempty_ranges(own, self.output_ranges)), own
 
     @cached_property
-    def blocks(self) -> list[_Block]:
+    def nonempty_blocks(self) -> list[_Block]:
         """Non-empty blocks."""
         blocks: list[_Block] = []
         for place in product(*map(range, self.parts)):
-            plan, own = self.plan(place)
+            plan, own = self.block_plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                sources = self.traced.sources(at_least_one(own, self.tiles))
+                sources = self.traced.source_ranges(nonempty_ranges(own, self.output_ranges))
                 blocks.append(_Block(len(blocks), Runner(self.comm, plan), sources, own))
         return blocks
 
-    def run(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return a block of each output from its views of the inputs."""
         plan, outputs = block.runner.plan, block.runner(tensors, {}, {})
         return [
             part_of_block(y, plan.values[out].layout, ranges)
-            for y, out, ranges in zip(outputs, plan.outputs, block.own, strict=True)
+            for y, out, ranges in zip(outputs, plan.outputs, block.output_ranges, strict=True)
         ]
 
-    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
+    def empty_outputs(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return uninitialised tiles of the outputs."""
-        outputs = zip(self.tiles, self.traced.outputs, strict=True)
+        outputs = zip(self.output_ranges, self.traced.outputs, strict=True)
         return [like.new_empty([hi - lo for lo, hi in ranges], dtype=out.dtype) for ranges, out in outputs]
 
-    def views(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
+    def block_inputs(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
         """Return a block's views of this rank's views of the inputs."""
         return [
-            None if tensor is None else narrowed(tensor, ranges, first)
-            for tensor, ranges, first in zip(tensors, block.sources, self.first, strict=True)
+            None if tensor is None else narrow_to_ranges(tensor, ranges, first)
+            for tensor, ranges, first in zip(tensors, block.input_ranges, self.starts, strict=True)
         ]
 
-    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def block_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return a block's parts of tiles of the outputs."""
         return [
             None
             if tile is None
             else tile[tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(own, ranges, strict=True))]
-            for tile, own, ranges in zip(tiles, block.own, self.tiles, strict=True)
+            for tile, own, ranges in zip(tiles, block.output_ranges, self.output_ranges, strict=True)
         ]
 
 
-class Sums(Blocks):
+class BlockMoments(RecomputedBlocks):
     """Means of groups, and sums of squares about them, for each block of the input of a norm.
 
     (blocks, 2, N, groups), zeros for other samples, or (blocks, 2, 1, C).
@@ -123,32 +123,32 @@ class Sums(Blocks):
         super().__init__(*args)
         self.groups = moments.groups
 
-    def total(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all blocks from the means that `run` returns."""
-        return (rows[:, 0] * self._counts(rows)).sum(0).view(-1)
+    def summed_means(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all blocks from the means that `run_block` returns."""
+        return (rows[:, 0] * self._element_counts(rows)).sum(0).view(-1)
 
-    def squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def summed_squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares about a mean."""
         difference = rows[:, 0] - mean.view(rows.shape[2:])
-        return (rows[:, 1] + difference**2 * self._counts(rows)).sum(0).view(-1)
+        return (rows[:, 1] + difference**2 * self._element_counts(rows)).sum(0).view(-1)
 
-    def _counts(self, rows: torch.Tensor) -> torch.Tensor:
+    def _element_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the number of elements of each mean."""
         counts = rows.new_zeros(len(rows), *rows.shape[2:])
-        for block in self.blocks:
-            samples, channels, *cells = (hi - lo for lo, hi in block.own[0])
+        for block in self.nonempty_blocks:
+            samples, channels, *cells = (hi - lo for lo, hi in block.output_ranges[0])
             number = prod(cells) * (samples if self.groups is None else channels // self.groups)
-            self.own(block, [counts])[0].fill_(number)
+            self.block_outputs(block, [counts])[0].fill_(number)
         return counts
 
-    def run(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the means and sums of squares of one block."""
-        (y,) = super().run(block, *tensors)
+        (y,) = super().run_block(block, *tensors)
         y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
         variance, mean = torch.var_mean(y, -1, correction=0)
         return [torch.stack([mean, variance * y.shape[-1]])]
 
-    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
+    def empty_outputs(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return zeros for the means and sums of squares of all blocks."""
         return [like.new_zeros(self.shape, dtype=self.traced.outputs[0].dtype)]
 
@@ -158,9 +158,9 @@ class Sums(Blocks):
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 
-    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def block_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return the rows of one block."""
-        samples = slice(None) if self.groups is None else slice(*block.own[0][0])
+        samples = slice(None) if self.groups is None else slice(*block.output_ranges[0][0])
         return [None if tile is None else tile[block.number][..., samples, :] for tile in tiles]
 
 
@@ -168,14 +168,15 @@ class _BlockedFunction(torch.autograd.Function):
     """Tiles of the outputs; each block is recomputed in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Blocks, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, blocks: RecomputedBlocks, *tensors: torch.Tensor) -> Any:
         ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
         ctx.save_for_backward(*tensors)
-        tiles = blocks.empty(tensors[0])
-        for block in blocks.blocks:
-            for part, y in zip(blocks.own(block, tiles), blocks.run(block, *blocks.views(block, tensors)), strict=True):
+        tiles = blocks.empty_outputs(tensors[0])
+        for block in blocks.nonempty_blocks:
+            outputs = blocks.run_block(block, *blocks.block_inputs(block, tensors))
+            for part, y in zip(blocks.block_outputs(block, tiles), outputs, strict=True):
                 part.copy_(y)
-        ctx.mark_non_differentiable(*(tile for tile in tiles if not has_gradients(tile.dtype)))
+        ctx.mark_non_differentiable(*(tile for tile in tiles if not supports_gradients(tile.dtype)))
         return tuple(tiles)
 
     @staticmethod
@@ -183,24 +184,24 @@ class _BlockedFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: Any) -> Any:
         blocks, needed, tensors = ctx.blocks, ctx.needs_input_grad[1:], ctx.saved_tensors
         sums = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=True)]
-        for block in blocks.blocks:
-            views = blocks.views(block, tensors)
+        for block in blocks.nonempty_blocks:
+            views = blocks.block_inputs(block, tensors)
             leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needed, strict=True)]
             with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
-                outputs = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
+                outputs = zip(blocks.run_block(block, *leaves), blocks.block_outputs(block, dys), strict=True)
             pairs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad and dy is not None]
             if not pairs:
                 continue
             ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
             ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total for total in blocks.views(block, sums) if total is not None]
+            into = [total for total in blocks.block_inputs(block, sums) if total is not None]
             for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
                 if grad is not None:
                     total.add_(grad)
         return None, *sums
 
 
-def at_least_one(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
+def nonempty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
     """Return the ranges, with empty ones extended to one index, since operators need not support empty tensors."""
     return tuple(
         tuple(
@@ -210,7 +211,7 @@ def at_least_one(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
     )
 
 
-def _part_of(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
+def _block_range(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
     if axis is None:
         return lo, hi
     a, b = part_range(hi - lo, parts[axis], place[axis])

@@ -1,0 +1,32 @@
+"""User-defined autograd.Functions, executed as written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir.custom_gradients import FUNCTION_OPERATOR
+from ..ir.graph import Value, axes_of_values
+from ..ir.layout import axes_of
+from ..ir.registry import rule
+from ..lowering.lowering import Lowering
+from ..lowering.steps import OperatorPosition
+
+
+@rule(FUNCTION_OPERATOR, always=True)
+def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
+    """Local, if forward and backward of an autograd.Function are elementwise."""
+    function, here, outs = lowering.autograd_functions[number], lowering.where, lowering.fake_out
+    lowering.where = OperatorPosition(function.name, here.module, here.source)
+    if lowering.has_partial_gradients:
+        lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
+    if not axes_of_values(tensors):
+        return lowering.local_results(function, tensors, outs)
+    layout = lowering.common_layout([value.layout for value in tensors])
+    partitioned_dims = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
+    has_gradient = function.gradients_if_pointwise([lowering.fake_tensor(value) for value in tensors], partitioned_dims)
+    if has_gradient is None:
+        lowering.refuse("its forward and backward do not read one index each")
+    aligned = [lowering.align_to(value, layout, axes_of(layout)) for value in tensors]
+    return lowering.mark_constants(
+        lowering.local_results(function, aligned, outs, [layout for _ in outs]), has_gradient
+    )
