@@ -199,6 +199,24 @@ def test_partial_output_of_another_job(network_folder, tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(network_folder / "y.npy"), rtol=1e-12, atol=1e-12)
 
 
+def test_job_killed_before_its_first_block_replaces_the_journal_of_another(network_folder, tmp_path, monkeypatch):
+    def create_and_die(*arguments, resume, **options):
+        sink = nd.create_sink(*arguments, resume=resume, **options)
+        if resume:
+            sink.close()
+            raise Killed
+        return sink
+
+    with interrupt_after_part(), pytest.raises(Killed):
+        predict_on_ranks(1, network_folder, tmp_path / "y.npy", block=16)
+    monkeypatch.setattr(sys.modules[OutputWriter.__module__], "create_sink", create_and_die)
+    with pytest.raises(Killed):
+        predict_on_ranks(1, network_folder, tmp_path / "y.npy", block=8, overwrite=True)
+    monkeypatch.undo()
+    predict_on_ranks(1, network_folder, tmp_path / "y.npy")
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(network_folder / "y.npy"), rtol=1e-12, atol=1e-12)
+
+
 def test_one_job_at_a_time(network_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.io.lock.TIMEOUT_SECONDS", 0)
     write, refused = OutputWriter.write, []

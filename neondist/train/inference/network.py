@@ -49,7 +49,7 @@ def open_network(
         with closing(images):
             with all_or_none(world), _check_extents(model, images):
                 method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)
-                identities = {"checkpoint": _file_hash(path), "network": _text_hash(_settings_text(model))}
+                identities = {"checkpoint": _file_hash(path), "network": _short_hash(_settings_text(model).encode())}
             load_inference_weights(file, model)
             yield method, images, identities
 
@@ -105,11 +105,11 @@ def _require_numbers(name: str, numbers: list[Any]) -> list[float]:
 def _file_hash(path: Path) -> str:
     """Return a hash of a checkpoint's first block, which contains its checksum."""
     with read_errors(path), open_regular(path) as file:
-        return hashlib.sha256(file.read(USER_BLOCK_SIZE)).hexdigest()[:16]
+        return _short_hash(file.read(USER_BLOCK_SIZE))
 
 
-def _text_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _settings_text(value: Any) -> str:

@@ -154,8 +154,10 @@ def _write_outputs(
             if journal is not None:
                 done = journal.completed_parts(job, overwrite)
         done = grid.world.bcast(done)
-        paths = results.output_paths(kinds, target)
-        with _open_sinks(paths, method, images, grid, overwrite, done, journal, job) as sinks:
+        with all_or_none(grid.world):  # first: the journal of another job must not describe new outputs
+            if journal is not None and not done:
+                journal.start_job(job)
+        with _open_sinks(results.output_paths(kinds, target), method, images, grid, overwrite, done, journal) as sinks:
             remaining = [part for part in range(method.num_parts) if part not in done]
             if progress is not None:
                 progress.expect(method.num_parts, len(done))
@@ -263,9 +265,8 @@ def _open_sinks(
     overwrite: bool,
     done: set[int],
     journal: Journal | None,
-    job: dict[str, Any],
 ) -> Iterator[dict[str, TileSink]]:
-    """Begin the journal, and yield the incomplete output files by kind, resuming those of an earlier process.
+    """Yield the incomplete output files by kind, resuming those of an earlier process.
 
     If all ranks fail before any part is done, all of them are removed.
     """
@@ -298,9 +299,6 @@ def _open_sinks(
                     f"{path}: the partial output of the earlier job is missing; start again with overwrite"
                 )
             sinks[kind] = sink
-        with all_or_none(grid.world):
-            if journal is not None and not done:
-                journal.start_job(job)
         if grid.size > 1 and not method.collective:  # from now on ranks may fail separately
             factories.clear()
         yield sinks
@@ -324,9 +322,8 @@ def _remove_if_empty(factories: Sequence[Callable[..., TileSink]], grid: Process
     """Remove unfinished outputs and their journal if no part is done; collective."""
     with all_or_none(grid.world):
         empty = journal is not None and Journal(journal.path).is_empty
+        if journal is not None and empty:
+            journal.delete_file()
     if grid.world.bcast(empty):
         for make in factories:
             make(resume=False).close()
-        with all_or_none(grid.world):
-            if journal is not None and journal.path.exists():
-                journal.delete_file()
