@@ -1,7 +1,8 @@
 """Calibration on this machine: messages between two ranks, and slowdowns of ranks that share resources.
 
-Every round measures everything once, and the fastest turn of each counts, so that short disturbances do not matter.
-Idle ranks sleep.
+Every round measures everything once, and medians over the rounds count. A slowdown is the median of the ratios within
+a round: the speed of cores changes by up to a half from one second to the next (frequency, other guests of a host), and
+the fastest turn with one busy core may belong to a fast second in which no turn had all cores busy. Idle ranks sleep.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -30,7 +31,7 @@ from .rank_profile import profile_rank
 from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-CALIBRATION_ROUNDS, TURN_SECONDS = 8, 0.1
+CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS = "mnist", "separable", "lcn"
 """networks whose predicted steps are compared with measured ones"""
 MEETING_INTERVALS = (2e-3, 3e-2)
@@ -69,13 +70,13 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
             )
         if progress is not None:
             progress.add(1)
-    best = {name: min(taken) for name, taken in turns.seconds_by_name.items()}
+    typical = {name: median(taken) for name, taken in turns.seconds_by_name.items()}
     noise = max(
-        median(turns.seconds_by_name["product", sharing]) / best["product", sharing] - 1
+        typical["product", sharing] / min(turns.seconds_by_name["product", sharing]) - 1
         for sharing in ("alone", "shared")
     )
-    slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
-    link = _fit_link({size: best[size] for size in MESSAGE_SIZES})
+    slowdown, at_memory = (max(1.0, turns.median_slowdown(name)) for name in ("product", "copy"))
+    link = _fit_link({size: typical[size] for size in MESSAGE_SIZES})
     machine = Machine(
         cores,
         link,
@@ -83,15 +84,13 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         nodes=1,
         slowdown=slowdown,
         memory_slowdown=max(slowdown, at_memory),
-        memory_bandwidth=copy.amount / best["copy", "alone"],
-        speed=convolving.operations / best["convolving"],
+        memory_bandwidth=copy.amount / typical["copy", "alone"],
+        speed=convolving.operations / typical["convolving"],
         host=platform.node(),
     )
     if world.size < 2 * cores:
         return machine, noise
-    fair = 2 * best["product", "shared"]
-    factor = max(1.0, (best["shared", many] - best["shared", few]) / (fair * (many - few)))
-    latency = max(0.0, best["shared", few] - factor * fair * few)
+    factor, latency = _fit_sharing(turns.seconds_by_name, few, many)
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 
@@ -128,6 +127,18 @@ def _fit_link(times: dict[int, float]) -> Link:
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(taken)), rcond=None)
     return Link(max(float(latency), taken.min() / 2), 1 / max(float(per_byte), 1e-13))
+
+
+def _fit_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
+    """Return the slowdown of ranks that share cores, and their waiting in seconds at each meeting, by rounds."""
+    rounds = [
+        (2 * product, after_few, after_many)
+        for product, after_few, after_many in zip(
+            seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True
+        )
+    ]
+    factor = max(1.0, median((b - a) / (fair * (many - few)) for fair, a, b in rounds))
+    return factor, max(0.0, median(a - factor * fair * few for fair, a, _ in rounds))
 
 
 def _pair_exchange(world: Transport, size: int) -> Callable[[], None]:
@@ -169,3 +180,8 @@ class _Timings:
         sleeping_barrier(self.world)
         self.seconds_by_name[name].append(max(self.world.allgather(taken)) / count)
         return self.seconds_by_name[name][-1]
+
+    def median_slowdown(self, name: str) -> float:
+        """Return the time of a workload with all cores busy relative to one, the median over the rounds."""
+        pairs = zip(self.seconds_by_name[name, "alone"], self.seconds_by_name[name, "shared"], strict=True)
+        return median(shared / alone for alone, shared in pairs)
