@@ -274,6 +274,17 @@ def test_fullest_tile():
     assert boxes[rank_profile.fullest_tile(GridShape(1, 64, 1), (28, 28))].size == 28
 
 
+@pytest.mark.parametrize("speeds", [(1, 1, 1, 1, 1), (1, 2, 1, 1, 2), (0.5, 1, 2, 1, 1)])
+def test_calibrate_on_cores_of_changing_speed(speeds):
+    """Rounds at another speed, and one turn in a fast moment of a single core, change nothing."""
+    seconds = {("product", "alone"): [0.2 * s for s in speeds], ("product", "shared"): [0.25 * s for s in speeds]}
+    seconds["product", "alone"][0] /= 3
+    assert calibrate._fit_slowdown(seconds, "product") == pytest.approx(1.25)
+    for count in (2, 30):
+        seconds["shared", count] = [1.1 * 0.5 * s * count + 0.01 for s in speeds]
+    assert calibrate._fit_sharing(seconds, 2, 30) == pytest.approx((1.1, 0.01))
+
+
 def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "CALIBRATION_ROUNDS", 1)
     monkeypatch.setattr(calibrate, "TURN_SECONDS", 1e-3)

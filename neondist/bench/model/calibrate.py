@@ -75,7 +75,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         typical["product", sharing] / min(turns.seconds_by_name["product", sharing]) - 1
         for sharing in ("alone", "shared")
     )
-    slowdown, at_memory = (max(1.0, turns.median_slowdown(name)) for name in ("product", "copy"))
+    slowdown, at_memory = (_fit_slowdown(turns.seconds_by_name, name) for name in ("product", "copy"))
     link = _fit_link({size: typical[size] for size in MESSAGE_SIZES})
     machine = Machine(
         cores,
@@ -129,16 +129,18 @@ def _fit_link(times: dict[int, float]) -> Link:
     return Link(max(float(latency), taken.min() / 2), 1 / max(float(per_byte), 1e-13))
 
 
+def _fit_slowdown(seconds: Mapping[Hashable, Sequence[float]], name: str) -> float:
+    """Return the time of a workload with all cores busy relative to one, at least 1, by rounds."""
+    pairs = zip(seconds[name, "alone"], seconds[name, "shared"], strict=True)
+    return max(1.0, median(shared / alone for alone, shared in pairs))
+
+
 def _fit_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
     """Return the slowdown of ranks that share cores, and their waiting in seconds at each meeting, by rounds."""
-    rounds = [
-        (2 * product, after_few, after_many)
-        for product, after_few, after_many in zip(
-            seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True
-        )
-    ]
-    factor = max(1.0, median((b - a) / (fair * (many - few)) for fair, a, b in rounds))
-    return factor, max(0.0, median(a - factor * fair * few for fair, a, _ in rounds))
+    rounds = list(zip(seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True))
+    # two ranks take turns on a core
+    factor = max(1.0, median((b - a) / (2 * product * (many - few)) for product, a, b in rounds))
+    return factor, max(0.0, median(a - factor * 2 * product * few for product, a, _ in rounds))
 
 
 def _pair_exchange(world: Transport, size: int) -> Callable[[], None]:
@@ -180,8 +182,3 @@ class _Timings:
         sleeping_barrier(self.world)
         self.seconds_by_name[name].append(max(self.world.allgather(taken)) / count)
         return self.seconds_by_name[name][-1]
-
-    def median_slowdown(self, name: str) -> float:
-        """Return the time of a workload with all cores busy relative to one, the median over the rounds."""
-        pairs = zip(self.seconds_by_name[name, "alone"], self.seconds_by_name[name, "shared"], strict=True)
-        return median(shared / alone for alone, shared in pairs)

@@ -54,11 +54,11 @@ def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICT
         Seconds to compute, in a few turns, whose median is used.
     """
     model: TrainableModel = experiment.model
-    step, message_log, samples = _prepare_step(experiment, shape)
+    step, message_log, samples = prepare_step(experiment, shape)
     step()
-    turns = [_time_step(step, min_seconds / MAX_TURNS), _time_step(step, min_seconds / MAX_TURNS)]
+    turns = [time_step(step, min_seconds / MAX_TURNS), time_step(step, min_seconds / MAX_TURNS)]
     while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # long steps need no more turns
-        turns.append(_time_step(step, min_seconds / MAX_TURNS))
+        turns.append(time_step(step, min_seconds / MAX_TURNS))
     clock, count = Clock(), max(1, round(min_seconds / MAX_TURNS / min(turns)))
     with model.grid.observers.watched_by(clock):
         for _ in range(count):
@@ -104,7 +104,7 @@ def fullest_tile(shape: GridShape, extent: Sequence[int]) -> int:
     return max(range(len(boxes)), key=order)
 
 
-def _prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
+def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
     """Return a training step of the fullest rank, its record of messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     message_log = MessageLog()
@@ -124,7 +124,7 @@ def _prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None]
     return step, message_log, len(x)
 
 
-def _time_step(step: Callable[[], None], min_seconds: float) -> float:
+def time_step(step: Callable[[], None], min_seconds: float) -> float:
     """Return the mean seconds of a step, over at least `min_seconds`."""
     count, begin = 0, time.perf_counter()
     while True:
