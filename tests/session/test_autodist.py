@@ -83,7 +83,7 @@ def train_with_several_losses(scope, function):
 
 
 def train_with_accumulation(scope, function):
-    """Gradients accumulated over two batches and clipped by value; two param groups."""
+    """Gradients accumulated over two batches and clipped by value; two param groups; bounded weights."""
     with scope:
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 35, 4))
     groups = [{"params": model[0].parameters(), "weight_decay": 0.01}, {"params": model[2].parameters(), "lr": 0.02}]
@@ -100,6 +100,7 @@ def train_with_accumulation(scope, function):
             nn.utils.clip_grad_value_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
+            model[0].weight.data = model[0].weight.data.clamp(-0.1, 0.1)
         return loss.item()
 
     def train(*batch):

@@ -110,14 +110,21 @@ class ModuleParameters(Parameters):
         shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
-        self._views: dict[str, torch.Tensor] = {}
+        self._views, self._values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         arrays = zip(self.trained, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True)
         for shard, share, value, gradient in arrays:
             tensor = self.tensors[shard.name] = tensors[shard.name]
             value[...] = as_array(tensor)
-            tensor.data, tensor.grad = torch.from_numpy(value), None
-            self._views[shard.name] = torch.from_numpy(gradient)
-            self.updated[shard.name] = tensor if share is None else nn.Parameter(self.part(share, tensor.data))
+            self._values[shard.name], self._views[shard.name] = torch.from_numpy(value), torch.from_numpy(gradient)
+            earlier, tensor.grad = tensor.grad, None
+            tensor.data = self._values[shard.name]
+            if earlier is not None:  # of earlier passes, summed over the ranks
+                tensor.grad = self._views[shard.name].copy_(earlier.to_dense())
+            self.updated[shard.name] = tensor
+            if share is not None:
+                self.updated[shard.name] = own = nn.Parameter(self.part(share, tensor.data))
+                if earlier is not None:
+                    own.grad, tensor.grad = self.part(share, self._views[shard.name]), None
         self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
         spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
         self._hooks = [
@@ -168,11 +175,44 @@ class ModuleParameters(Parameters):
         """Context in which an optimiser updates what this rank owns; on exit receives the rest; collective.
 
         Of sparse parameters only changed rows are sent.
+
+        Raises
+        ------
+        ConfigError
+            The dtype, shape or device of a parameter has changed.
         """
+        self.adopt_assigned_data()
         before = self.owners.copy_sparse_rows(self.values[self.owned_start :])
         yield
         self.version += 1
         self.owners.broadcast_from_owners(self.values[self.owned_start :], before)
+
+    def adopt_assigned_data(self) -> None:
+        """Move values that were assigned to `data`, as initialisers and averages do, into the flat buffer.
+
+        Raises
+        ------
+        ConfigError
+            The dtype, shape or device of a parameter has changed.
+        """
+        for name, tensor in self.tensors.items():
+            value = self._values[name]
+            self._check_unconverted(name)
+            if tensor.data_ptr() != value.data_ptr():
+                value.copy_(tensor.data)
+                tensor.data = value
+
+    def _check_unconverted(self, name: str) -> None:
+        """Raise ConfigError if a parameter has another shape, dtype or device than its part of the flat buffer."""
+        now, before = (
+            f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+            for tensor in (self.tensors[name], self._values[name])
+        )
+        if now != before:
+            raise ConfigError(
+                f"model: parameter '{name}' is {now}, but was {before} when its optimizer was created; convert the"
+                " module before that"
+            )
 
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state of `updated` as arrays: parts of parameter shape, and others whole."""
@@ -195,6 +235,7 @@ class ModuleParameters(Parameters):
     def _move_gradient(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
+            self._check_unconverted(name)
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 

@@ -37,8 +37,11 @@ class OwnerSteps:
 
     def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, planned: ParameterPlan) -> None:
         self.grid, self.strategy = grid, planned.strategy.builder
+        earlier = {name: tensor.grad for name, tensor in tensors.items()}
         self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
         self.parameters.close()
+        for name, tensor in tensors.items():
+            tensor.grad = earlier[name]
         pairs = [(tensor, self.parameters.updated[name]) for name, tensor in self.parameters.tensors.items()]
         self._parts = {id(tensor): part for tensor, part in pairs}
         self._wholes = {id(part): tensor for tensor, part in pairs}
@@ -59,6 +62,7 @@ class OwnerSteps:
             ).on_all_ranks()
         self._adopt(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
+        self.parameters.adopt_assigned_data()
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 gradient = self.parameters.tensors[name].grad

@@ -23,6 +23,15 @@ import neondist.torch as ndt  # noqa: E402
 SEED, ROUNDS = int(os.environ["NEONDIST_SEED"]), int(os.environ.get("NEONDIST_ROUNDS", "8"))
 SHAPE = (2, 2, 7, 6)
 WINDOW, KERNEL = nd.Window(3, padding=1), torch.arange(18.0, dtype=torch.float64).view(1, 2, 3, 3)
+STRATEGIES = (
+    "AllReduce",
+    "ShardedOptimizer",
+    "PS",
+    "PSLoadBalancing",
+    "PartitionedPS",
+    "PartitionedAllReduce",
+    "UnevenPartitionedPS",
+)
 GRIDS = {"cols": 2}, {"rows": 3}, {"rows": 2, "cols": 2}, {"replicas": 2, "rows": 2}, {"replicas": 2}, {"cols": 1}
 
 
@@ -40,6 +49,10 @@ def build_classifier():
     return nn.Sequential(nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(60, 4 + np.random.randint(1))).double()
 
 
+def sum_of_squares(y, target):
+    return (y * target).square().sum()
+
+
 class Interpreter:
     """Interpreter of random calls, in one process or on the ranks of a grid."""
 
@@ -50,9 +63,13 @@ class Interpreter:
 
     def distribute(self, number):
         self.net = (build_seeded, build_unseeded, build_classifier, lambda: copy.deepcopy(SHARED))[number % 4]()
-        self.model = SerialModel(self.net) if self.grid is None else ndt.distribute(self.net, SHAPE, self.grid)
+        options = ({}, {"recompute": True}, {"strips": 2})[number // 4 % 3]
+        self.model = (
+            SerialModel(self.net) if self.grid is None else ndt.distribute(self.net, SHAPE, self.grid, **options)
+        )
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.5)
-        self.saved = None
+        self.saved = self.schedule = None
+        self.partitioned = False
 
     def images(self, seed):
         torch.manual_seed(seed)
@@ -82,6 +99,103 @@ class Interpreter:
         loss.backward()
         self.optimizer.step()
         return loss.item()
+
+    def accumulate(self, number):
+        """Accumulate gradients of batches of different sizes, clip them, and update."""
+        for size in (2, 1 + number % 2, 1):
+            x = self.x[:size]
+            y = self.model(self.model.scatter(x))
+            ones = torch.ones((size, *self.output_shape(y)[1:]), dtype=torch.float64)
+            self.model.loss(F.mse_loss, y, self.model.scatter_target(ones)).backward()
+        if isinstance(self.optimizer, ndt.DistributedOptimizer):
+            norm = self.optimizer.clip_grad_norm_(0.1)
+        elif self.partitioned or number % 2:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        else:
+            norm = nn.utils.clip_grad_value_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=number % 3 == 0)
+        return None if norm is None else norm.item()
+
+    def resize(self, number):
+        """Evaluate images of another size."""
+        if isinstance(self.net[-1], nn.Linear):
+            return None
+        x = self.x.repeat(1, 1, 2, 2)[..., : 9 + number % 3, : 6 + number % 4]
+        self.model.eval()
+        with torch.no_grad():
+            y = self.model.gather(self.model(self.model.scatter(x)))
+        self.model.train()
+        return y
+
+    def change_optimizer(self, number):
+        """Train with another optimiser, with two groups of parameters and a schedule."""
+        if self.partitioned:
+            self.distribute(number)
+        weights = [p for p in self.net.parameters() if p.dim() > 1]
+        others = [p for p in self.net.parameters() if p.dim() <= 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+        kind = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam)[number % 4]
+        # a bias before a norm has a gradient of rounding errors, which a small eps would amplify
+        self.optimizer = kind([group for group in groups if group["params"]], lr=0.05, eps=1e-2)
+        self.partitioned = False
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def partition_optimizer(self, number):
+        """Train with an optimiser that is partitioned over the ranks; a module has at most one."""
+        if self.partitioned:
+            self.distribute(number)
+        kind, options = (torch.optim.Adam, torch.optim.SGD)[number % 2], {"lr": 0.03}
+        options |= {"momentum": 0.5} if number % 2 else {"eps": 1e-2}
+        self.schedule, self.partitioned = None, True
+        if not any(p.requires_grad for p in self.net.parameters()):
+            self.net.requires_grad_()
+        if self.grid is None:
+            self.optimizer = kind([p for p in self.net.parameters() if p.requires_grad], **options)
+        else:
+            strategy = STRATEGIES[number % len(STRATEGIES)]
+            self.optimizer = ndt.DistributedOptimizer(self.model, kind, strategy, **options)
+
+    def schedule_step(self, _):
+        if self.schedule is not None:
+            self.schedule.step()
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def reload_optimizer(self, _):
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer.load_state_dict(state)
+        return len(state["state"])
+
+    def freeze(self, number):
+        for p in list(self.net.parameters())[number % 3 :: 3]:
+            p.requires_grad_(number % 2 == 0)
+
+    def edit_parameters(self, number):
+        """Edit parameters in place, as moving averages and initialisers do."""
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.mul_(0.9).add_(0.01 * (number % 3))
+            for name, p in self.model.named_parameters():
+                if name.endswith("bias"):
+                    p.data = torch.zeros_like(p)
+
+    def set_momentum(self, number):
+        """Change attributes of submodules."""
+        for layer in self.net.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.momentum = (None, 0.3)[number % 2]
+
+    def freeze_statistics(self, number):
+        for layer in self.net.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.train(number % 2 == 0)
+
+    def input_gradient(self, _):
+        x = self.model.scatter(self.x).requires_grad_()
+        y = self.model(x)
+        loss = self.model.loss(sum_of_squares, y, self.model.scatter_target(torch.ones(self.output_shape(y))))
+        (dx,) = torch.autograd.grad(loss, [x])
+        return self.model.gather(dx)
 
     def output_shape(self, y):
         return tuple(y.shape) if self.grid is None else self.model.output_shapes[0]

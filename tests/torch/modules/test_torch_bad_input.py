@@ -300,3 +300,20 @@ def test_without_torch(tmp_path):
             "neondist.errors.MissingPackageError: neondist.torch needs PyTorch: pip install 'neondist[torch]'"
             in process.stderr
         )
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "PS"])
+def test_module_converted_after_its_optimizer_was_created(strategy):
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(nn.Linear(3, 2).double(), (4, 3), grid)
+            optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1)
+            model.module.float()
+            y = model(model.scatter(torch.ones(4, 3)))
+            with pytest.raises(nd.ConfigError, match=r"'(weight|bias)' is .*float32 on cpu, but was .*float64 on cpu"):
+                model.loss(nn.MSELoss(), y, model.scatter_target(torch.zeros(4, 2))).backward()
+            with pytest.raises(nd.ConfigError, match="convert the module before that"):
+                optimizer.step()
+        return True
+
+    assert nd.loopback.run(2, body) == [True, True]
