@@ -140,7 +140,7 @@ def convolution(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, dilation: Size,
     transposed: bool, output_padding: Size, groups: int,
 ) -> Value:  # fmt: skip
-    """Convolve, or apply the transposed convolution, after a halo exchange."""
+    """Apply a convolution, or a transposed one, after a halo exchange."""
     if transposed:
         return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
     return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
