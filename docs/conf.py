@@ -85,7 +85,7 @@ def torch_operators():
         from neondist.torch.ir.registry import rule_table
     except ImportError:
         return "Built without PyTorch: the table is left out."
-    return operator_table("Kind | How", rule_table())
+    return operator_table("Kind | Distribution", rule_table())
 
 
 def torch_layers():

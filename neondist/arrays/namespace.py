@@ -47,7 +47,7 @@ class HostStagingBuffer:
         memory = self._cuda.alloc_pinned_memory(array.nbytes)  # as much, or more
         self.host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
         self._stream = self._cuda.Stream(non_blocking=True)
-        # the memory may be reused by another twin: wait for a copy in progress
+        # the memory may be reused by another buffer: wait for a copy in progress
         weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def copy_to_host(self) -> np.ndarray:

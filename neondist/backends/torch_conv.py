@@ -31,11 +31,12 @@ def forward(
 ) -> np.ndarray:
     """Return the convolution plus bias (N, *out, C_out); the bias costs no pass of its own."""
     x, padding = _remove_zero_padding(x, weights.shape[:-2], stride, dilation, zeros)
-    seen, kernel, none = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
+    seen, kernel, output_padding = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
     added = None if bias is None else to_tensor(bias)
     if onednn_supports(x):
         return to_channels_last(x, torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
-    return to_channels_last(x, _aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
+    y = _aten.convolution(seen, kernel, added, stride, padding, dilation, False, output_padding, groups)
+    return to_channels_last(x, y)
 
 
 def backward_input(
@@ -54,8 +55,8 @@ def backward_input(
         dx = transposed(gradient, kernel, None, cut, unseen, stride, dilation, groups, "none", [], "")
     else:
         dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
-    left = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
-    return crop_sides(to_channels_last(dy, dx), left)
+    remaining_crop = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
+    return crop_sides(to_channels_last(dy, dx), remaining_crop)
 
 
 def backward_weights(
@@ -77,11 +78,11 @@ def backward_weights(
         x, padding = _remove_zero_padding(x, kernel, stride, dilation, sides)
         if axis:
             x, dy = _split_in_halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
-    none, only = (0,) * len(stride), (False, True, False)
+    output_padding, output_mask = (0,) * len(stride), (False, True, False)
     seen = to_channels_first(x)
     like = seen.new_empty((dy.shape[-1], x.shape[-1] // groups, *kernel))
     _, gradient, _ = _aten.convolution_backward(
-        to_channels_first(dy), seen, like, None, stride, padding, dilation, False, none, groups, only
+        to_channels_first(dy), seen, like, None, stride, padding, dilation, False, output_padding, groups, output_mask
     )
     return array_like(x, gradient.movedim((0, 1), (-1, -2)))
 

@@ -35,10 +35,10 @@ def forward(
     dtype: str, x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None
 ) -> np.ndarray:
     """Return the valid convolution plus bias (N, *out, C_out)."""
-    kind, none = getattr(torch, dtype), (0,) * len(stride)
+    kind, zeros = getattr(torch, dtype), (0,) * len(stride)
     added = None if bias is None else to_tensor(bias).to(kind)
     seen, kernel = to_channels_first(x).to(kind), weights_to_tensor(weights).to(kind)
-    y = _aten.convolution(seen, kernel, added, stride, none, dilation, False, none, groups)
+    y = _aten.convolution(seen, kernel, added, stride, zeros, dilation, False, zeros, groups)
     return to_channels_last(x, y.float())
 
 
@@ -53,8 +53,8 @@ def backward_input(
     crop: Sides | None,
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution."""
-    kind, none = getattr(torch, dtype), (0,) * len(stride)
+    kind, zeros = getattr(torch, dtype), (0,) * len(stride)
     unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
     gradient, kernel = to_channels_first(dy).to(kind), weights_to_tensor(weights).to(kind)
-    dx = _aten.convolution(gradient, kernel, None, stride, none, dilation, True, unseen, groups)
+    dx = _aten.convolution(gradient, kernel, None, stride, zeros, dilation, True, unseen, groups)
     return crop_sides(to_channels_last(dy, dx.float()), crop)

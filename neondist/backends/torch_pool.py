@@ -17,10 +17,10 @@ _aten = torch.ops.aten
 
 
 def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, torch.Tensor]:
-    """Return the maxima, and torch's indices of each first maximum in its channel's image."""
+    """Return the maxima, and PyTorch's flat index of the first maximum in each window."""
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
-    y, place = pool(to_channels_first(x), kernel, stride)
-    return to_channels_last(x, y), place
+    y, max_positions = pool(to_channels_first(x), kernel, stride)
+    return to_channels_last(x, y), max_positions
 
 
 def max_backward(dy: np.ndarray, max_positions: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
@@ -34,9 +34,9 @@ def max_backward_into(dx: np.ndarray, dy: np.ndarray, max_positions: torch.Tenso
     """Write the gradient of x into a contiguous array."""
     gradient, target = to_channels_first(dy), to_channels_first(dx)
     back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
-    none, ones = (0,) * len(kernel), (1,) * len(kernel)
+    zeros, ones = (0,) * len(kernel), (1,) * len(kernel)
     # only the shape of x is used
-    back.grad_input(gradient, target, kernel, stride, none, ones, False, max_positions, grad_input=target)
+    back.grad_input(gradient, target, kernel, stride, zeros, ones, False, max_positions, grad_input=target)
 
 
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
@@ -77,9 +77,9 @@ def separable_filter_adjoint(dy: np.ndarray, taps: Taps) -> np.ndarray:
 
 def _convolve_channels(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
     """Return the convolution, or its adjoint, of every channel with the same weights (*kernel)."""
-    channels, none, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
+    channels, zeros, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
     repeated = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
-    return _aten.convolution(x, repeated, None, stride, none, ones, transposed, none, channels)
+    return _aten.convolution(x, repeated, None, stride, zeros, ones, transposed, zeros, channels)
 
 
 def _kernel_of_ones(box: Ints) -> torch.Tensor:

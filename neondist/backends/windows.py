@@ -41,9 +41,7 @@ def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
     """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), read-only."""
     out = output_extent(x.shape[1:-1], kernel, stride, dilation)
     spatial = x.strides[1:-1]
-    steps = [b * s for b, s in zip(spatial, stride, strict=True)] + [
-        b * d for b, d in zip(spatial, dilation, strict=True)
-    ]
+    steps = [b * step for factors in (stride, dilation) for b, step in zip(spatial, factors, strict=True)]
     shape = (len(x), *out, *kernel, x.shape[-1])
     return namespace(x).lib.stride_tricks.as_strided(x, shape, (x.strides[0], *steps, x.strides[-1]))
 

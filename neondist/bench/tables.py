@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..plan.report import Column, LayerTable
 from ..runtime.observers.clock import WORK_KINDS
 
-_MAX_SHOWN_SHARE = 3.0  # caches alone do not exceed a limit by more
+_MAX_SHOWN_SHARE = 3.0  # larger ratios cannot be explained by caches
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,7 +61,7 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
         f"step    {seconds_text(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
-        f"memory  {bytes_text(max(results['peak_bytes']))} at most on a rank, above the process before it had data",
+        f"memory  {bytes_text(max(results['peak_bytes']))} peak per rank, excluding the process before data was loaded",
     ]
     if "machine" in results:
         machine = results["machine"]
@@ -84,7 +84,7 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
             f"ratio   {baseline['ratio']:.3f}  ({min(baseline['ratios']):.3f} to {max(baseline['ratios']):.3f} in"
             f" {len(baseline['ratios'])} rounds; {baseline['ratio_of_fastest']:.3f} of the fastest);"
             f" memory {max(results['peak_bytes']) / max(1, baseline['peak_bytes']):.3f}",
-            f"losses {baseline['loss'][0]:.7g} and {baseline['loss'][1]:.7g}, gradients to"
+            f"losses {baseline['loss'][0]:.7g} and {baseline['loss'][1]:.7g}, largest gradient difference"
             f" {baseline['gradients_worst']:.1e} ({baseline['worst_at']}): they {agree}",
         ]
     return lines

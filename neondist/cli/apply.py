@@ -28,7 +28,7 @@ DEFAULT_POLL_SECONDS = 30.0
 _WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser(
         "evaluate",

@@ -52,7 +52,7 @@ def create_parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, top, doctor, data, files, zoo):
-        command.add(commands)
+        command.add_parser(commands)
     return root
 
 

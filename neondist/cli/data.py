@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     group = commands.add_parser("data", help="download a data set, or convert images to HDF5")
     parts = group.add_subparsers(required=True, metavar="WHAT")

@@ -36,7 +36,7 @@ MODULES_BY_PACKAGE = {
 """Modules to import, by package."""
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the command."""
     cmd = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
     cmd.set_defaults(command=doctor)

@@ -19,7 +19,7 @@ from . import options
 _MASK_FOLDERS = ("masks", "labels")
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
     cmd.add_argument(

@@ -11,7 +11,7 @@ from ..errors import LaunchError
 from . import options, run
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command's arguments: a resource file, then those of `run`."""
     cmd = commands.add_parser(
         "launch", help="check several machines, then run an experiment or a script on them", allow_abbrev=False,

@@ -19,7 +19,7 @@ UNKNOWN_ERROR_TEXT = (
 )
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command's parser."""
     cmd = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
     options.add_experiment_options(

@@ -30,7 +30,7 @@ _OPTIONS_WITH_FILE_VALUES = ("--import", "--set", "--hosts-from", "--init-from",
 _SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser(
         "run", help="train an experiment from a YAML file, or run a script on all ranks", allow_abbrev=False,

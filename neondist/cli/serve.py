@@ -14,7 +14,7 @@ from ..terminal.console import say
 from . import options
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command and its services."""
     cmd = commands.add_parser(
         "serve", help="run a service of a job: a parameter server, or the master", allow_abbrev=False

@@ -19,7 +19,7 @@ from .run import parse_rank_bounds
 DEFAULT_IMAGE = f"neondist:{__version__}"
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command's parser."""
     cmd = commands.add_parser(
         "submit", help="write, and optionally submit, a job for Slurm or Kubernetes", allow_abbrev=False

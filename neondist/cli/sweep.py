@@ -51,7 +51,7 @@ _MAX_COMBINATIONS = 10_000  # limit of values or combinations for an exhaustive 
 _SPACE_SYNTAX = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the command."""
     cmd = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
     options.add_experiment_options(cmd, "ranks of each run (default 1)")

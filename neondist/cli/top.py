@@ -15,7 +15,7 @@ STALE_SECONDS = 10.0
 """Seconds without a new state until a warning."""
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command."""
     cmd = commands.add_parser(
         "top", help="show the workers, tasks and servers of a run, live", allow_abbrev=False,

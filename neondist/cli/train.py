@@ -35,7 +35,7 @@ MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "che
 """Commands for experiments or model-definition files, and their parser names for the latter."""
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
     _add_file_arguments(cmd)

@@ -27,7 +27,7 @@ _README = """\
 """
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Register the commands."""
     group = commands.add_parser("zoo", help="write a model-definition project")
     parts = group.add_subparsers(required=True, metavar="WHAT")

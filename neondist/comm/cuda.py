@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_MPIX_GPU_SUPPORT_CUDA = 0
+_MPICH_GPU_SUPPORT_CUDA = 0
 """MPIX_GPU_SUPPORT_CUDA of MPICH"""
 
 
@@ -20,7 +20,7 @@ def reports_cuda_support(mpi: Any) -> bool | None:
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):
-        return not library.MPIX_GPU_query_support(_MPIX_GPU_SUPPORT_CUDA, ctypes.byref(answer)) and bool(answer.value)
+        return not library.MPIX_GPU_query_support(_MPICH_GPU_SUPPORT_CUDA, ctypes.byref(answer)) and bool(answer.value)
     return None
 
 

@@ -43,13 +43,13 @@ class _StagedRequest(Request):
     """A nonblocking sum of a device array, staged on the host."""
 
     def __init__(self, transport: Transport, array: Any) -> None:
-        self.twin = HostStagingBuffer(array)
-        self.request = transport.iallreduce(self.twin.copy_to_host())
+        self.buffer = HostStagingBuffer(array)
+        self.request = transport.iallreduce(self.buffer.copy_to_host())
 
     def wait(self) -> None:
         """Wait until the array holds the sum."""
         self.request.wait()
-        self.twin.copy_to_device()
+        self.buffer.copy_to_device()
 
 
 class Reductions:
@@ -81,9 +81,9 @@ class Reductions:
             if transport.size == 1 or _accepts_array(transport, array):
                 transport.allreduce(array, op)
             else:
-                twin = HostStagingBuffer(array)
-                transport.allreduce(twin.copy_to_host(), op)
-                twin.copy_to_device()
+                buffer = HostStagingBuffer(array)
+                transport.allreduce(buffer.copy_to_host(), op)
+                buffer.copy_to_device()
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:

@@ -62,8 +62,8 @@ class Exchange(ABC):
         self._device_arrays = [
             m.array for m in (*sends, *receives) if m.nbytes and transport.accepts_device_array(m.array)
         ]
-        self.sends, self._outgoing_twins = self._stage_on_host([message for message in sends if message.nbytes])
-        self.receives, self._incoming_twins = self._stage_on_host([message for message in receives if message.nbytes])
+        self.sends, self._outgoing_buffers = self._stage_on_host([message for message in sends if message.nbytes])
+        self.receives, self._incoming_buffers = self._stage_on_host([message for message in receives if message.nbytes])
         self.bytes_sent = sum(message.nbytes for message in self.sends)
         self.run_count, self.is_running = 0, False
         self.observers = Observers()
@@ -78,10 +78,10 @@ class Exchange(ABC):
         if self.transport.closed:
             raise closed_error()
         self.run_count, self.is_running = self.run_count + 1, True
-        for twin in self._incoming_twins:
-            twin.wait_until_reusable()
-        for twin in self._outgoing_twins:
-            twin.copy_to_host()
+        for buffer in self._incoming_buffers:
+            buffer.wait_until_reusable()
+        for buffer in self._outgoing_buffers:
+            buffer.copy_to_host()
         for array in self._device_arrays[:1]:
             synchronize_stream(array)
         self._run_observed(self._start)
@@ -91,15 +91,15 @@ class Exchange(ABC):
         if self.is_running:
             self._run_observed(self._finish)
             self.is_running = False
-            for twin in self._incoming_twins:
-                twin.copy_to_device()
+            for buffer in self._incoming_buffers:
+                buffer.copy_to_device()
 
     def _stage_on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostStagingBuffer]]:
-        """Return messages of arrays that the transport accepts, with host twins in place of those it does not.
+        """Return messages of arrays that the transport accepts, with host buffers in place of those it does not.
 
-        An array covered by its messages has one twin, copied as a whole.
+        An array covered by its messages has one buffer, copied as a whole.
         """
-        accepted, twins, twin_of = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
+        accepted, buffers, buffer_of = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
         covered = Counter[int]()
         for message in messages:
             covered[id(message.array)] += message.nbytes
@@ -108,15 +108,15 @@ class Exchange(ABC):
             if self.transport.accepts_array(array):
                 accepted.append(message)
             elif covered[key] == array.nbytes:
-                if key not in twin_of:
-                    twin_of[key] = HostStagingBuffer(array)
-                    twins.append(twin_of[key])
-                accepted.append(Message(message.peer, twin_of[key].host, message.box))
+                if key not in buffer_of:
+                    buffer_of[key] = HostStagingBuffer(array)
+                    buffers.append(buffer_of[key])
+                accepted.append(Message(message.peer, buffer_of[key].host, message.box))
             else:
-                twins.append(HostStagingBuffer(message.cells))
-                box = tuple(slice(0, n) for n in twins[-1].host.shape)
-                accepted.append(Message(message.peer, twins[-1].host, box))
-        return accepted, twins
+                buffers.append(HostStagingBuffer(message.cells))
+                box = tuple(slice(0, n) for n in buffers[-1].host.shape)
+                accepted.append(Message(message.peer, buffers[-1].host, box))
+        return accepted, buffers
 
     def _run_observed(self, work: Callable[[], None]) -> None:
         if not self.observers:

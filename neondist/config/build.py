@@ -48,7 +48,7 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
 
 
 class ObjectBuilder:
-    """Builds objects, each class replaced by its distributed or its serial twin.
+    """Builds objects, each class replaced by its distributed or its serial counterpart.
 
     Parameters
     ----------

@@ -103,7 +103,7 @@ class ElasticSlots:
                 return None
             if int(waited / _REPORT_INTERVAL) > reports:
                 reports = int(waited / _REPORT_INTERVAL)
-                report(f"waiting for slots: {self.describe()}; giving up in {limit - waited:.0f} s")
+                report(f"waiting for slots: {self.describe_slot_users()}; giving up in {limit - waited:.0f} s")
             sleep(CHECK_INTERVAL)
         return None
 
@@ -145,12 +145,12 @@ class ElasticSlots:
         remedy = "start it again later, or lower --num-workers"
         if excluded := self._excluded_hosts():
             remedy = f"correct the list, or the error shown by `ssh {next(iter(excluded))}`"
-        say(f"error: gave up after {self.wait_limit:g} s: {self.describe()}; {remedy}", sys.stderr)
+        say(f"error: gave up after {self.wait_limit:g} s: {self.describe_slot_users()}; {remedy}", sys.stderr)
 
-    def describe(self) -> str:
+    def describe_slot_users(self) -> str:
         """Describe the users of the slots, and the excluded hosts."""
         texts = [f"{host} is left out for {seconds:.0f} s" for host, seconds in self._excluded_hosts().items()]
-        return "; ".join([self._table.describe(self._read_hosts()), *texts])
+        return "; ".join([self._table.describe_users(self._read_hosts()), *texts])
 
 
 @contextmanager

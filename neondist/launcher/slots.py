@@ -196,7 +196,7 @@ class SlotTable:
                 return 0
             return max(0, self.workers - max(self.demand.low, self._fair_share(hosts, others)))
 
-    def describe(self, hosts: Mapping[str, int]) -> str:
+    def describe_users(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
         with self._update_entries() as others:
             used = sum(entry.held.total() * entry.demand.width for entry in others or [])

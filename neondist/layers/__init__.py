@@ -1,4 +1,4 @@
-"""Layers, one concept per file, each serial class with its distributed twin."""
+"""Layers, one concept per file, each serial class with its distributed counterpart."""
 
 from .activation import ActivationLayer, ActivationLayerDist
 from .avg_pooling import AvgPoolingLayer, AvgPoolingLayerDist

@@ -18,7 +18,7 @@ class BatchNormLayer(NormLayer):
 
     In training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cell
     counts; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
-    'var' (C,), the latter unbiased. Input and output (N, *spatial, C), local.
+    'var' (C,), the latter unbiased. Input and output (N, *spatial, C) per tile.
 
     Parameters
     ----------

@@ -29,15 +29,15 @@ class Container(Node):
         for layer, shape in self.members_with_shapes(input_shape):
             yield from layer.chains_with_shapes(shape)
 
-    def give_names(self, prefix: str, counts: dict[str, int]) -> None:
+    def assign_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and its members with the container's name as prefix."""
         self._set_default_name(prefix, counts)
         inner_counts: dict[str, int] = {}
         for layer in self.layers:
-            layer.give_names(f"{self.name}.", inner_counts)
+            layer.assign_names(f"{self.name}.", inner_counts)
 
     def distributed_counterpart(self) -> Node:
-        """Return the container of the twins."""
+        """Return the container of the distributed counterparts."""
         container: Node = type(self)([layer.distributed_counterpart() for layer in self.layers], name=self.name)
         return container
 

@@ -13,7 +13,7 @@ from .context import StepContext
 
 
 class PadLayer(Layer):
-    """Adds `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C), local.
+    """Adds `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C) per tile.
 
     Parameters
     ----------
@@ -55,11 +55,11 @@ class PadLayer(Layer):
 
 
 class PadLayerDist(Dist, PadLayer):
-    """Padding over tiles; tiles are rebalanced."""
+    """Padding over tiles; the output is repartitioned evenly."""
 
 
 class CropLayer(PadLayer):
-    """Removes `cropping` cells from the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C), local.
+    """Removes `cropping` cells from the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C) per tile.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class CropLayer(PadLayer):
 
 
 class CropLayerDist(Dist, CropLayer):
-    """Cropping over tiles; tiles are rebalanced."""
+    """Cropping over tiles; the output is repartitioned evenly."""
 
 
 def _as_negative_padding(cropping: int | Sequence[Any]) -> Any:

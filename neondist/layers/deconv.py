@@ -22,7 +22,7 @@ class DeconvLayer(Layer):
 
     The window slides over the OUTPUT, so the halo is added in fprop and gathered in bprop. Input (N, *spatial, C),
     output (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 +
-    output_padding, both local; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels)
+    output_padding, both per tile; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels)
     and 'bias'.
 
     Parameters

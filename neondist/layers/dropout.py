@@ -13,7 +13,7 @@ class DropoutLayer(Layer):
     """Zeroes cells with probability `rate` in training; scales the others by 1 / (1 - rate) (Srivastava et al. 2014).
 
     The mask is a function of seed, layer, step and the cell's GLOBAL index, so it is the same on every grid. Input and
-    output (N, *spatial, C), local.
+    output (N, *spatial, C) per tile.
     """
 
     saves_input = saves_output = False

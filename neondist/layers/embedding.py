@@ -15,9 +15,9 @@ from .context import StepContext
 class EmbeddingLayer(Layer):
     """Lookup of rows of the table 'weights' (num_embeddings, dim) by integer ids from 0.
 
-    Input (N, *spatial, C) ids, local; output (N, *spatial, C * dim), local. For vectors (N, L) of ids at L positions
-    the output is (N, L, dim), this rank's tile of the positions. The gradient is sparse: only nonzero rows are sent,
-    with their ids.
+    Input: ids (N, *spatial, C) per tile; output (N, *spatial, C * dim) per tile. For vectors (N, L) of ids at L
+    positions the output is (N, L, dim), this rank's tile of the positions. The gradient is sparse: only nonzero rows
+    are sent, with their ids.
 
     Parameters
     ----------

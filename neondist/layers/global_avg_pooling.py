@@ -33,7 +33,7 @@ class GlobalAvgPoolingLayer(Layer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the sum of the channels."""
-        return [Reduction("forward", "tiles", elements_per_sample=input_shape[-1])]
+        return [Reduction("forward", "tiles", result_elements_per_sample=input_shape[-1])]
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return the sums over this rank's cells."""

@@ -22,7 +22,7 @@ class SampleNormLayer(NormLayer):
 
     Mean and (biased) variance are those of the whole image; moments of tiles are combined without cancellation.
     Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if `affine`. Input and output
-    (N, *spatial, C), local.
+    (N, *spatial, C) per tile.
     """
 
     fusible_activations = "is_relu"
@@ -47,8 +47,8 @@ class SampleNormLayer(NormLayer):
         """Return the moments of all groups, and the sums of the gradients."""
         group, groups = reduction_group(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
         return [
-            Reduction("forward", group, elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
-            Reduction("backward", group, elements_per_sample=2 * groups),
+            Reduction("forward", group, result_elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
+            Reduction("backward", group, result_elements_per_sample=2 * groups),
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:

@@ -31,7 +31,7 @@ class LCNLayer(Layer):
     """v = x - local mean of x, y = v / max(c, local deviation) (Jarrett et al. 2009, Le et al. 2012).
 
     The mean is weighted over a window and all channels together, weights summing to 1; the deviation is the root of
-    the same mean of v². Input and output (N, *spatial, C), local.
+    the same mean of v². Input and output (N, *spatial, C) per tile.
 
     A cell depends on its neighbours only through their channel means, of x and then of v². So two halos of one channel
     each suffice ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
@@ -115,7 +115,7 @@ class LCNLayer(Layer):
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
         directions = ("forward", "backward") if self.reduces_over_image else ()
-        return [Reduction(direction, "tiles", elements_per_sample=1) for direction in directions]
+        return [Reduction(direction, "tiles", result_elements_per_sample=1) for direction in directions]
 
     def prepare_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""

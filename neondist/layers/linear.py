@@ -71,8 +71,8 @@ class FCLayer(Layer):
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reduction of the outputs, or of the input gradients."""
         if self.splits_outputs:
-            return [Reduction("backward", "tiles", elements_per_sample=prod(input_shape))]
-        return [Reduction("forward", "tiles", elements_per_sample=self.out_features)]
+            return [Reduction("backward", "tiles", result_elements_per_sample=prod(input_shape))]
+        return [Reduction("forward", "tiles", result_elements_per_sample=self.out_features)]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""

@@ -14,7 +14,7 @@ class LRNLayer(Layer):
     """y = x / (k + alpha / depth * sum of squares over `depth` neighbouring channels) ^ beta (Krizhevsky et al. 2012).
 
     Channels beyond the first and the last count as zeros, as in torch.nn.LocalResponseNorm. The layer is pointwise in
-    space, so nothing is exchanged. Input and output (N, *spatial, C), local.
+    space, so nothing is exchanged. Input and output (N, *spatial, C) per tile.
 
     Parameters
     ----------

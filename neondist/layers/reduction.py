@@ -14,8 +14,9 @@ class Reduction(NamedTuple):
         Whether `reduce` or `reduce_backward` returns this rank's partial result.
     group : str or None
         One of `comm.GROUP_NAMES`; None: no other rank contributes.
-    elements_per_sample, fixed_elements : int
-        Number of elements of the partial result per sample of this rank's replica, and independent of the samples.
+    result_elements_per_sample, fixed_elements : int
+        Size of the partial result: per sample of this rank's replica, and independent of the samples. Without elements
+        per sample, the reduction spans the batch.
     combine : 'sum' or 'moments'
         'moments': a flat array (count, means, sums of squared deviations), combined without cancellation, in rank order
         (Chan, Golub and LeVeque 1983).
@@ -23,11 +24,15 @@ class Reduction(NamedTuple):
 
     direction: str
     group: str | None
-    elements_per_sample: int = 0
+    result_elements_per_sample: int = 0
     fixed_elements: int = 0
     combine: str = "sum"
+
+    def result_elements(self, samples: int, calls: int = 1) -> int:
+        """Return the number of elements of the partial results of all calls, which have `samples` samples together."""
+        return self.result_elements_per_sample * samples + self.fixed_elements * (1 if self.spans_batch else calls)
 
     @property
     def spans_batch(self) -> bool:
         """Whether all samples of a batch are reduced to one result."""
-        return not self.elements_per_sample
+        return not self.result_elements_per_sample

@@ -16,7 +16,7 @@ MODES = ("nearest", "bilinear")
 
 
 class UpsampleLayer(Layer):
-    """Upsamples every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C), local.
+    """Upsamples every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C) per tile.
 
     As torch.nn.Upsample with align_corners=False.
 

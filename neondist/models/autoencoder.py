@@ -73,7 +73,7 @@ class Autoencoder:
         """Release the memory of the optimiser's slots."""
         self.slots = {}
 
-    # The passes.
+    # Passes.
 
     def stage_input(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""

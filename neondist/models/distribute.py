@@ -1,4 +1,4 @@
-"""Conversion of a serial model to its distributed twin."""
+"""Conversion of a serial model to its distributed counterpart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def distribute(model: Model) -> Model:
         If a layer or the model has no distributed class; the message names it and explains how to write one.
     """
     layers = [layer.distributed_counterpart() for layer in model.layers]
-    twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
+    distributed: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
     state = model.pending_state if model.parameters is None else model.state()
     if state is not None:
-        twin.load_state(state)
-    return twin
+        distributed.load_state(state)
+    return distributed

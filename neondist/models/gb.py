@@ -62,7 +62,7 @@ class GB(Convnet):
         Available after `build`.
     """
 
-    no_strips_reason = "trains its stages one by one"
+    strips_blocker = "trains its stages one by one"
 
     def __init__(
         self,

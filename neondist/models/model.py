@@ -69,8 +69,8 @@ class Model(LayerModel):
         Whether gradients are reduced over ranks after the backward pass, or in buckets, most of which overlap with the
         computation of other gradients.
     recompute : bool
-        Store only the inputs of sections of several layers, and recompute each section in the backward pass: about the
-        square root of the memory, for a third more time. Results are identical.
+        Store only the inputs of sections of several layers, and recompute each section in the backward pass. This
+        reduces activation memory to about its square root, and takes about a third longer. Results are identical.
     strips : int or 'auto', optional
         Execute consecutive layers without reductions between them together, this many rows of their output at a time
         ('auto': as many as fit in the cache), without storing the activations between them. Results are those of whole
@@ -107,7 +107,7 @@ class Model(LayerModel):
     sync : GradientSync
         Reduces the gradients over ranks, and carries flags from one rank to all.
     stages : sequence
-        Stages that `nd.pretrain` trains first; empty except for GB.
+        Stages that `nd.pretrain` trains first; empty except for GB (sparse autoencoder) models.
     """
 
     trained_parameters: LayerParameters | TrainedSubset
@@ -116,7 +116,7 @@ class Model(LayerModel):
     distributed = False
     trial_batch = random_batch
     #: reason why its layers cannot be executed in strips, if any
-    no_strips_reason = ""
+    strips_blocker = ""
     vector_parallel = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -184,8 +184,8 @@ class Model(LayerModel):
             The model, or the scheme of a layer, does not allow it.
         """
         for field, value in (("strips", strips), ("memory", memory)):
-            if value is not None and self.no_strips_reason:
-                raise ConfigError(f"{field}: {type(self).__name__} {self.no_strips_reason}; leave out {field}")
+            if value is not None and self.strips_blocker:
+                raise ConfigError(f"{field}: {type(self).__name__} {self.strips_blocker}; leave out {field}")
         self.accumulate = self.accumulate if accumulate is None else accumulate
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
@@ -227,10 +227,10 @@ class Model(LayerModel):
             layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else network_bytes_per_rank(self.memory, grid.size)
         execution = self.accumulate, self.recompute, self.strips, memory
-        options: Any = {"may_halve_memory": not self.no_strips_reason, "strategy": self.strategy}
+        options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
         training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
-        available, fixed = self.available_bytes, bool(memory is not None or self.no_strips_reason)
+        available, fixed = self.available_bytes, bool(memory is not None or self.strips_blocker)
         if available is None or fixed or plan.needed_bytes <= available:
             return plan
         training = replace(training, memory=max(1, available - PROCESS_OVERHEAD_BYTES))
@@ -290,7 +290,7 @@ class Model(LayerModel):
         if isinstance(self.cost, Cost):
             self.cost = self.cost.restrict_to_box(self.output.extent, self.output.own, fields)
 
-    # The passes.
+    # Passes.
 
     def forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> ModelPass:
         """Run a forward pass on this rank's tile; returns `run` with `run.output` and `run.backward(dy)`.
@@ -381,7 +381,7 @@ class Model(LayerModel):
         """
         self.last_pass = None
         batch = self._global_batch_size(x, batch_size)
-        # a single sample of several replicas may be a part
+        # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
             self.grid.record_replicated("the targets passed to train_batch", to_host(targets))
         self._compare_call("train_batch", {"batch_size": batch})
@@ -415,7 +415,7 @@ class Model(LayerModel):
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
         return local_targets(targets, self.output, batch_size, self.input)
 
-    # Values to keep.
+    # Saving and loading.
 
     def state(self) -> dict[str, Any]:
         """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
@@ -458,31 +458,30 @@ class Model(LayerModel):
         """The model itself; for a stage of pretraining, the model that the stage belongs to."""
         return self
 
-    # Inside.
+    # Private methods.
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}
         for layer in self.layers:
-            layer.give_names("", counts)
+            layer.assign_names("", counts)
         names = [layer.name for layer in self.leaves]
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; names must be unique")
 
     def _check_grid(self, batch_size: int) -> None:
-        if not self.distributed and self.grid.size > 1:
-            name = type(self).__name__
-            size = self.grid.size
-            raise GridError(f"{name} is serial, but the grid has {size} ranks; use {name}Dist or nd.distribute")
-        if batch_size < self.grid.replicas:
+        grid, name = self.grid, type(self).__name__
+        if not self.distributed and grid.size > 1:
+            raise GridError(f"{name} is serial, but the grid has {grid.size} ranks; use {name}Dist or nd.distribute")
+        if batch_size < grid.replicas:
             raise ConfigError(
-                f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each at least one sample"
+                f"batch_size {batch_size} is less than replicas {grid.replicas}; give each replica at least one sample"
             )
         for layer in self.leaves:
             if layer.distributed != self.distributed:
                 kind = "serial" if self.distributed else "distributed"
                 raise ConfigError(
-                    f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {type(self).__name__} is not;"
+                    f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {name} is not;"
                     f" use the {'distributed' if self.distributed else 'serial'} class of the layer, or nd.distribute"
                 )
 

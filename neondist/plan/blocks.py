@@ -55,13 +55,13 @@ class OutputBlocks(ABC):
         return self.blocks.box(number)
 
     @abstractmethod
-    def image_box(self, number: int) -> Box:
+    def input_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
 
     @property
-    def largest_image_box(self) -> Box:
-        """The most cells of the image that a block depends on."""
-        return max(map(self.image_box, self.candidate_blocks), key=lambda box: box.size)
+    def largest_input_box(self) -> Box:
+        """The largest `input_box` of a block."""
+        return max(map(self.input_box, self.candidate_blocks), key=lambda box: box.size)
 
     @cached_property
     def candidate_blocks(self) -> list[int]:
@@ -103,8 +103,8 @@ class BlockPlan(OutputBlocks):
             graph, self.blocks, lambda layer, outputs, value: needed_cells(layer, outputs, shapes[value])
         )
 
-    def image_box(self, number: int) -> Box:
-        """Return the cells of the image that a block depends on."""
+    def input_box(self, number: int) -> Box:
+        """Return the cells of the image that a block depends on, including its margins."""
         return self.cells[0].box(number)
 
     @cached_property

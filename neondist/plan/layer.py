@@ -299,7 +299,7 @@ class LayerPlan:
             Number of micro-batches.
         """
         return sum(
-            (sums.elements_per_sample * samples + sums.fixed_elements * (1 if sums.spans_batch else calls)) * itemsize
+            sums.result_elements(samples, calls) * itemsize
             for sums in self.reductions
             if sums.group and ranks[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
         )

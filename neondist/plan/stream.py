@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from operator import ge
+from operator import ge, lt
 
 from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hull_partition
 from ..layers import Layer, declared_with
@@ -304,11 +304,11 @@ class Stream:
         below = self.stream_below_cut
         return [image if below is None else hull_partition(image, below.tiles[0]), *others]
 
-    def _union_over_strips(self, cells: Partition, last: int | None = None) -> Overlapping:
-        """Return the union of the cells of each tile's strips, or of its `last` ones."""
+    def _union_over_strips(self, cells: Partition, num_last: int | None = None) -> Overlapping:
+        """Return the union of the cells of each tile's strips, or of the last `num_last` of them."""
         ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
-        parts = [ranges[0][at + count - (last or count) : at + count] for at in range(0, len(ranges[0]), count)]
+        parts = [ranges[0][at + count - (num_last or count) : at + count] for at in range(0, len(ranges[0]), count)]
         filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
         ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
         whole = self.grid.whole
@@ -321,11 +321,7 @@ class Stream:
         node_ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
         node_ends += [] if self.output_is_vector else [self.outputs]
         numbers = self._first_axis_parts(tile)
-        strips = [
-            at
-            for at, part in numbers.items()
-            if any(lo < hi for lo, hi in (cells.range(0, part) for cells in node_ends))
-        ]
+        strips = [at for at, part in numbers.items() if any(lt(*cells.range(0, part)) for cells in node_ends)]
         return strips or list(numbers)[:1]
 
     def _first_axis_parts(self, tile: int) -> dict[int, int]:
@@ -363,9 +359,8 @@ class Stream:
         """Return the bytes per sample of the largest strip, including its image as read and normalised."""
         totals, channels = [], self.graph.shapes[0][-1]
         for at in self._distinct_strips(tile, largest=True):
-            added = sum(
-                cells.buffer.size * width for cells, width in self.section.output_halo_plan(at)
-            )  # and its gradient
+            halos = self.section.output_halo_plan(at)
+            added = sum(cells.buffer.size * width for cells, width in halos)  # and its gradient
             elements = self.section.memory_plan(at).num_elements + 2 * (self.cells[0].box(at).size * channels + added)
             saved = self.section.saved_bytes(at, itemsize)
             totals.append(elements * itemsize + sum(saved) + max(saved))  # scratch of the largest
@@ -379,13 +374,11 @@ class Stream:
     @property
     def tile_class_keys(self) -> list[Kinds]:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
-        strips = [
-            kind for part in self.parts for plan in part.section.placed.values() for kind in plan.tile_class_keys("all")
-        ]
-        strips += [axis_part_keys(cells) for part in self.parts for cells in part.cells]
-        extended_output = [
-            axis_part_keys(part.extended_output) for part in self.parts if part.extended_output is not None
-        ]
+        parts = self.parts
+        plans = [plan for part in parts for plan in part.section.placed.values()]
+        strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
+        strips += [axis_part_keys(cells) for part in parts for cells in part.cells]
+        extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
         return [*(keys_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *extended_output]
 
     def kept_elements(self, tile: int) -> int:

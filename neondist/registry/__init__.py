@@ -82,14 +82,14 @@ def registered_classes(base: type = Registered) -> dict[str, type]:
 
 
 def serial_class(cls: type) -> type:
-    """Return the serial twin of a distributed class; a serial class is its own."""
+    """Return the serial counterpart of a distributed class; a serial class is its own."""
     if not issubclass(cls, DistributedMixin):
         return cls
     return next(base for base in cls.__mro__ if not issubclass(base, DistributedMixin) and base is not cls)
 
 
 def dist_class(cls: type) -> type:
-    """Return the distributed twin of a serial class; ConfigError with instructions if there is none."""
+    """Return the distributed counterpart of a serial class; ConfigError with instructions if there is none."""
     if issubclass(cls, DistributedMixin):
         return cls
     for candidate in registered_classes().values():

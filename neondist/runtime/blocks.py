@@ -37,7 +37,7 @@ class BlockwiseExecutor:
         Parameters
         ----------
         x : array (n, *cells, C)
-            Cells of the image in `planned.image_box(number)`.
+            Cells of the image in `planned.input_box(number)`.
         """
         section = self._section(number)
         (run,) = section.forward([x], [Phase(False, 0, 0)])

@@ -262,7 +262,7 @@ class LayerTask(Task):
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanError if the sizes of partial results differ from the layer's declaration."""
         for partial_result, samples in zip(partials, counts, strict=True):
-            declared = reduction.elements_per_sample * samples + reduction.fixed_elements
+            declared = reduction.result_elements(samples)
             if partial_result is not None and partial_result.size != declared:
                 raise PlanError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces {partial_result.size} elements"

@@ -132,12 +132,12 @@ class StreamSection:
             )
         passes = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):
-            done = 0
-            for at in self.planned.reduction_steps("forward"):
-                self._run_to_reduction(passes, at, done)
-                done = at
+            first_new_step = 0
+            for step in self.planned.reduction_steps("forward"):
+                self._run_to_reduction(passes, step, first_new_step)
+                first_new_step = step
             if self._output_box is not None:
-                self._write_output(passes, done)
+                self._write_output(passes, first_new_step)
         return passes
 
     def backward(
@@ -169,20 +169,20 @@ class StreamSection:
                     done(layer)
         return dxs
 
-    def _run_to_reduction(self, passes: Sequence[StreamPass], at: int, done: int) -> None:
-        """Run all strips up to a step's `reduce`, and combine; the steps before `done` have been run before.
+    def _run_to_reduction(self, passes: Sequence[StreamPass], reduction_step: int, first_new_step: int) -> None:
+        """Run all strips up to the `reduce` of a step, and combine; steps before `first_new_step` have already run.
 
         The last step of the stream is run as well.
         """
-        is_last = at == self.steps - 1 and self._output_box is None
+        is_last = reduction_step == self.steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in passes]
         for number in self.strip_numbers:
             section = self._section(number)
             for place, (run, partials) in enumerate(zip(passes, parts, strict=True)):
-                first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
-                inner = self._new_strip_pass(section, run, first_new_step)
+                is_first = number == self.strip_numbers[0] and not place
+                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.steps)
                 inner.keeps_states = is_last and run.phase.training and number in self._checkpointed
-                ctx, view, part = section.run_to_partial(inner, self._image_part(run.x, number), at)
+                ctx, view, part = section.run_to_partial(inner, self._image_part(run.x, number), reduction_step)
                 partials.append(part)
                 if inner.keeps_states:
                     run.saved[number] = section.saved_states(inner, self.planned.recomputed)
@@ -192,11 +192,12 @@ class StreamSection:
                     inner.close()
             if not is_last and all(partials[0] is None for partials in parts):
                 break  # no reduction in this pass
-        self._combine_reductions("forward", at, passes, parts)
+        self._combine_reductions("forward", reduction_step, passes, parts)
         for run in passes if is_last else ():
             ctx, view = run.output
-            ctx.reduced = run.reduced["forward"][at]
-            run.output = self._section(self.strip_numbers[-1]).tasks[at].finish_forward(ctx, view)  # type: ignore[attr-defined]
+            ctx.reduced = run.reduced["forward"][reduction_step]
+            task: Any = self._section(self.strip_numbers[-1]).tasks[reduction_step]
+            run.output = task.finish_forward(ctx, view)
 
     def _run_back_to_reduction(
         self,
@@ -226,7 +227,7 @@ class StreamSection:
                 keep = below.last, partial(self._add_cut_gradient, number, below, total)
             partials.append(section.run_back_to_partial(inner, self._gradient_part(dy, number), at, need_dx, keep))
             inner.close()
-        self._release_current()
+        self._release_scatter_buffers()
         return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
 
     def output_zeros(self, samples: int) -> Any:
@@ -251,7 +252,7 @@ class StreamSection:
             if dx is not None:
                 dx[self._image_cells(number)] += gradient
             inner.close()
-        self._release_current()
+        self._release_scatter_buffers()
 
     def _backward_order(
         self, strip_numbers: Sequence[int], passes: Sequence[StreamPass], *items: Sequence[Any]
@@ -270,16 +271,16 @@ class StreamSection:
         for run, reduced in zip(passes, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _write_output(self, passes: Sequence[StreamPass], done: int) -> None:
-        """Write the output, strip by strip."""
+    def _write_output(self, passes: Sequence[StreamPass], first_new_step: int) -> None:
+        """Write the output, strip by strip; steps before `first_new_step` have already run."""
         for run in passes:
             shape = run.samples, *self._output_shape
             run.output = self.context.backend.xp.empty(shape, self.context.dtype)
         for number in self.strip_numbers:
             section = self._section(number)
             for place, run in enumerate(passes):
-                first_new_step = done if number == self.strip_numbers[0] and not place else self.steps
-                inner = self._new_strip_pass(section, run, first_new_step)
+                is_first = number == self.strip_numbers[0] and not place
+                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.steps)
                 inner.keeps_states = run.phase.training and number in self._checkpointed
                 section.run(inner, self._image_part(run.x, number))
                 if inner.keeps_states:
@@ -312,15 +313,15 @@ class StreamSection:
 
     def _section(self, number: int) -> Section:
         if number != self._current:
-            self._release_current()
+            self._release_scatter_buffers()
         self._current = number
         if number not in self._sections:
             args = self.planned.section, self.context, number, self.blocks, self.layer_task
             self._sections[number] = section_on_part(*args)
         return self._sections[number]
 
-    def _release_current(self) -> None:
-        """Release the last strip's buffers to which layers have added."""
+    def _release_scatter_buffers(self) -> None:
+        """Release the buffers to which layers of the current strip have added results."""
         section = self._sections.get(self._current)
         for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
             if layer.scattered_output_array is not None:

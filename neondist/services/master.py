@@ -78,7 +78,7 @@ class Master(Service):
             "heartbeat": self.extend_lease,
             "lost": self.report_lost_worker,
             "progress": self.get_progress,
-            "check": self.compare_with_server,
+            "check": self.verify_server_gradients,
         }
 
     def report_training_params(self, request: Message) -> Message:
@@ -148,8 +148,8 @@ class Master(Service):
         todo = self.counts()["todo"] if self.is_configured else 1
         return Message({"todo": todo, "workers": self.workers})
 
-    def compare_with_server(self, request: Message) -> Message:
-        """Compare the applied gradients of a server with the tasks; see `verify_applied_gradients`."""
+    def verify_server_gradients(self, request: Message) -> Message:
+        """Verify the gradients that a server has applied, as `verify_applied_gradients`."""
         minibatches = AppliedMinibatches.parse(request.mapping("credits"))
         return Message({"text": self.verify_applied_gradients(request.number("samples"), minibatches)})
 

@@ -17,7 +17,7 @@ MAGIC = b"NDMS"
 PROTOCOL_VERSION = 1
 """Protocol version, incremented with each incompatible change of the format."""
 HEADER = struct.Struct("<4sHHIQ")
-"""Magic, protocol, 0, size of the description in bytes, size of the arrays in bytes."""
+"""Fields: magic, protocol version, 0, bytes of the description, bytes of the arrays."""
 CHUNK_BYTES = 1 << 20
 """Largest chunk of a message; gRPC is slower with larger ones."""
 MAX_DESCRIPTION_BYTES = 64 << 20

@@ -84,7 +84,7 @@ class CheckpointFollower:
         self._seen_files: set[tuple[int, int]] = set()
 
     def wait_for_next(self) -> PendingCheckpoint | None:
-        """Wait for the next checkpoint; None once the job is complete and all have been evaluated, or time is over."""
+        """Wait for the next checkpoint; None once all of a complete job are evaluated, or the time limit is reached."""
         while True:
             result: tuple[PendingCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
@@ -121,7 +121,7 @@ class CheckpointFollower:
         return True
 
     def _find_next(self) -> PendingCheckpoint | None:
-        """Return the next checkpoint, if any; those named by their step, where the job keeps several."""
+        """Return the next checkpoint, if any, preferring files named by step, if the job keeps several."""
         path = self.folder / CHECKPOINT
         kept = {step: file for file in kept_files(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):

@@ -37,7 +37,7 @@ class ParameterStrategy:
         The owner of each part. Several owners without a partition hold even slices of the flat buffer of all
         parameters; no owner: every replica updates the whole.
     group : int
-        Gradients of one group are summed together.
+        Number of its reduction group: the gradients of a group are summed in one call.
     compressor : str or None
     sync : bool
     staleness : int

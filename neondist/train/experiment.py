@@ -44,9 +44,9 @@ from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, open_hooks
-from .callbacks.job_statistics import JobStatistics
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import MetricLogger
+from .callbacks.master_statistics import MasterStatistics
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
@@ -340,7 +340,7 @@ def _run_locked(
     if folder is not None:
         _init_folder(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
-        statistics = [JobStatistics(worker)] if worker is not None and worker.index == 0 else []
+        statistics = [MasterStatistics(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
         writers = [*statistics, *_writer_hooks(folder, last, store, snapshot, pictures)]
     with (

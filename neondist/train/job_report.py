@@ -10,7 +10,7 @@ from ..errors import DataError
 from ..io.output import SERVER_FOLDER
 from ..services.job_status import STATUS_FILE, TASK_STATES, JobStatus
 from ..system.memory import format_bytes
-from .callbacks.job_statistics import JOB_KEY
+from .callbacks.master_statistics import JOB_KEY
 from .page import escape_text, format_value, is_finite, table_tag
 from .state import Record
 from .svg_plot import line_plot_svg

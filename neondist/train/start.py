@@ -42,7 +42,7 @@ def initialise_run(
     Raises
     ------
     DataError
-        On every rank: a file is missing, damaged or does not fit.
+        On every rank: a file is missing, damaged or does not match the model.
     """
     if resume and folder is not None:
         stage = find_pretraining_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0

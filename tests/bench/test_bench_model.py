@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.model import calibrate, predict, workload
-from neondist.bench.model import rank_profile as rank_profile
+from neondist.bench.model import calibrate, predict, rank_profile, workload
 from neondist.bench.model.dry_run import MessageLog, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.bench.model.table import (
@@ -61,8 +60,8 @@ def test_calibration_by_measured_steps():
     guess = machine.Machine(4, NODE, NET, compute_factor=0.1, jitter=0.2)
 
     def predict_rows(cluster):
-        notes = MessageLog([(2, 1000)], [(32, 10**6)])
-        return [predict.predict_step(GridShape(n, 2, 2), cluster, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
+        message_log = MessageLog([(2, 1000)], [(32, 10**6)])
+        return [predict.predict_step(GridShape(n, 2, 2), cluster, RankProfile(1.0, message_log)) for n in (1, 2, 4, 8)]
 
     expected = {row["ranks"]: row["seconds_per_step"] for row in predict_rows(target)}
     estimate = predict.fit_machine(guess, predict_rows(guess), {4: expected[4], 16: expected[16]})

@@ -72,15 +72,16 @@ def test_skipped_steps_stay_uncounted(tmp_path):
     assert record_counts(tmp_path, 4, 2, **fields) + record_counts(tmp_path, 4, 4, resume=True, **fields) == expected
 
 
-def test_uncounted_steps_cannot_exceed_all_steps(tmp_path):
+@pytest.mark.parametrize(("part", "total"), [("uncounted", "step"), ("seen", "samples")])
+def test_counts_cannot_exceed_their_totals(tmp_path, part, total):
     def increase_count(file):
         position = json.loads(file["position"][()])
         del file["position"]
-        file["position"] = np.bytes_(json.dumps(position | {"uncounted": position["step"] + 1}))
+        file["position"] = np.bytes_(json.dumps(position | {part: position[total] + 1}))
 
     record_counts(tmp_path, 8, 1)
     forge_checkpoint(tmp_path / "checkpoint.h5", increase_count).replace(tmp_path / "checkpoint.h5")
-    with pytest.raises(DataError, match="'uncounted' exceeds 'step'"):
+    with pytest.raises(DataError, match=rf"'{part}' \([0-9]+\) exceeds '{total}' \([0-9]+\)"):
         record_counts(tmp_path, 8, 2, resume=True)
 
 

@@ -73,7 +73,7 @@ def test_sums_wait_for_the_device():
     np.testing.assert_array_equal(loopback.run(2, sum_over_ranks), [[2, 6, 10]] * 2)
 
 
-def test_twins_wait_for_pending_work():
+def test_staging_buffers_wait_for_pending_work():
     device = Device()
     array, current = device.xp.array(np.zeros(3)), device.xp.cuda.get_current_stream()
     twin = HostStagingBuffer(array)

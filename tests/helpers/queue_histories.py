@@ -12,27 +12,27 @@ class Weights:
     """Number of updates of the weights by each record, and the minibatches that were applied."""
 
     counts: dict = field(default_factory=dict)
-    credits: set = field(default_factory=set)
+    applied: set = field(default_factory=set)
 
-    def push(self, task, first, upto, records):
+    def push(self, task, first, stop, records):
         """Apply a minibatch once; return whether it was the first time."""
-        key = task.epoch, first, upto
-        if key in self.credits:
+        key = task.epoch, first, stop
+        if key in self.applied:
             return False
-        self.credits.add(key)
+        self.applied.add(key)
         for record in map(int, records):
             self.counts[task.epoch, record] = self.counts.get((task.epoch, record), 0) + 1
         return True
 
     def copy(self):
-        return Weights(dict(self.counts), set(self.credits))
+        return Weights(dict(self.counts), set(self.applied))
 
 
 class Worker:
     """Worker that can be suspended between any two of its calls."""
 
     def __init__(self, name):
-        self.name, self.task, self.left, self.credit = name, None, [], None
+        self.name, self.task, self.remaining, self.unreported_stop = name, None, [], None
 
     def take(self, queue, batch):
         """Request a task; return whether the queue has no more work."""
@@ -40,25 +40,25 @@ class Worker:
         if self.task is nd.WAIT or self.task is None:
             done, self.task = self.task is None, None
             return done
-        self.left, self.credit = list(self.task.minibatches(batch)), None
+        self.remaining, self.unreported_stop = list(self.task.minibatches(batch)), None
         return False
 
     def step(self, queue, weights, batch, bad, rng):
         """Make the next call; return whether the queue has no more work."""
         if self.task is None:
             return self.take(queue, batch)
-        if self.credit is not None:
-            if not queue.applied(self.task.id, self.credit):
+        if self.unreported_stop is not None:
+            if not queue.applied(self.task.id, self.unreported_stop):
                 self.task = None
-            self.credit = None
-        elif self.left:
-            first, upto, records = self.left.pop(0)
+            self.unreported_stop = None
+        elif self.remaining:
+            first, stop, records = self.remaining.pop(0)
             if unreadable := bad & {int(record) for record in records}:
                 queue.report(self.task.id, ok=False, error="unreadable", record=min(unreadable))
                 self.task = None
             else:
-                weights.push(self.task, first, upto, records)
-                self.credit = upto
+                weights.push(self.task, first, stop, records)
+                self.unreported_stop = stop
         else:
             queue.report(self.task.id)
             if rng.random() < 0.2:
@@ -112,7 +112,7 @@ def run_history(seed: int, folder: Path) -> dict:
             saved = weights.copy()
         elif event < 0.18:  # the servers are lost and restored from their checkpoint
             weights = saved.copy()
-            queue.restore(weights.credits)
+            queue.restore(weights.applied)
             events["restored"] += 1
         elif event < 0.22:
             queue.heartbeat(worker.name)
@@ -125,7 +125,7 @@ def run_history(seed: int, folder: Path) -> dict:
         if last_worker.step(queue, weights, batch, bad, rng):
             break
     else:
-        raise AssertionError("the queue does not end")
+        raise AssertionError("the queue did not finish")
     skipped = {record for record, _ in queue.skipped}
     assert skipped <= bad
     expected = {(epoch, record): 1 for epoch in range(epochs) for record in range(records) if record not in bad}

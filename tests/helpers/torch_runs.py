@@ -204,7 +204,7 @@ def run_in_blocks(module, x, size):
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
         output = torch.full_like(expected, torch.nan)
         for number in range(len(blocks)):
-            block = blocks.run(number, x[(..., *blocks.image_box(number).slices)].clone(), *tensors)
+            block = blocks.run(number, x[(..., *blocks.input_box(number).slices)].clone(), *tensors)
             output[(..., *blocks.output_box(number).slices)] = block
     return output, expected, blocks
 

@@ -70,7 +70,8 @@ def test_jobs_share_and_return_slots(tmp_path):
                 assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
                 first.free_slots("localhost")
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
-                assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in third.describe(hosts)
+                users = third.describe_users(hosts)
+                assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in users
             first.free_slots("localhost", permanently=True)
             assert (first.demand, first.take_slots(hosts)) == (Demand(1, 1), [])
         assert first.take_slots(hosts) == []

@@ -47,7 +47,7 @@ class Sums(nd.Layer):
     """Layer that reduces two values per sample and declares one."""
 
     def reductions_for(self, input_shape):
-        return [Reduction("forward", "tiles", elements_per_sample=1)]
+        return [Reduction("forward", "tiles", result_elements_per_sample=1)]
 
     def reduce(self, ctx, view):
         return np.ones((len(view), 2))

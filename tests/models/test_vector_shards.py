@@ -56,7 +56,7 @@ class Doubling(nd.Layer):
     layout = nd.Shard
 
     def reductions_for(self, input_shape):
-        return [nd.Reduction("forward", "tiles", elements_per_sample=input_shape[0])]
+        return [nd.Reduction("forward", "tiles", result_elements_per_sample=input_shape[0])]
 
     def reduce(self, ctx, view):
         full, (lo, hi) = np.zeros((len(view), *self.input_shape)), self.range

@@ -17,7 +17,7 @@ def run_in_blocks(model, x, size):
     plan = BlockPlan(model.compiled.graph, size)
     blockwise, y = BlockwiseExecutor(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
     for number in range(len(plan)):
-        cells, image = plan.output_box(number).slices, plan.image_box(number).slices
+        cells, image = plan.output_box(number).slices, plan.input_box(number).slices
         assert np.isnan(y[(slice(None), *cells)]).all()
         y[(slice(None), *cells)] = blockwise.run(number, x[(slice(None), *image)])
     return y, len({plan.position_independent_key(number) for number in range(len(plan))}), len(plan)

@@ -1,4 +1,4 @@
-"""One step of linear regression to ten digits under every builder: AutoDist's integration case c0."""
+"""One step of linear regression under every builder matches AutoDist's integration case c0."""
 
 import numpy as np
 import pytest

@@ -22,7 +22,7 @@ from ..experiment import load_and_validate
 from . import modules, scaling, schemes, suite
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command and everything below it."""
     group = commands.add_parser(
         "bench", help="benchmark steps, halo exchanges, scaling and schemes; predict step times"
@@ -51,10 +51,10 @@ def add(commands: Any) -> None:
     cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
     cmd.set_defaults(command=halo)
 
-    suite.add(benches)
-    modules.add(benches)
-    scaling.add(benches)
-    schemes.add(benches)
+    suite.add_parser(benches)
+    modules.add_parser(benches)
+    scaling.add_parser(benches)
+    schemes.add_parser(benches)
 
 
 def step(arguments: argparse.Namespace) -> int:

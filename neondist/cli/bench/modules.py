@@ -30,7 +30,7 @@ MODEL_NAMES_HELP = (
 )
 
 
-def add(benches: Any) -> None:
+def add_parser(benches: Any) -> None:
     """Register the command."""
     about = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
     cmd = benches.add_parser("torch", help=about, allow_abbrev=False)

@@ -25,7 +25,7 @@ from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 
 
-def add(benches: Any) -> None:
+def add_parser(benches: Any) -> None:
     """Register the commands."""
     cmd = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
     options.add_experiment_options(cmd)

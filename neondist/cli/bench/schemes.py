@@ -20,7 +20,7 @@ DEFAULT_SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quanti
 DEFAULT_SEAM_SCHEMES = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
-def add(benches: Any) -> None:
+def add_parser(benches: Any) -> None:
     """Register the commands."""
     cmd = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.add_experiment_options(cmd)

@@ -25,7 +25,7 @@ from .scaling import run_step_bench
 NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
 
 
-def add(benches: Any) -> None:
+def add_parser(benches: Any) -> None:
     """Register the command."""
     about = "training steps of several networks, against PyTorch's best"
     cmd = benches.add_parser("suite", help=about, allow_abbrev=False)

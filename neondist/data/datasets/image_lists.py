@@ -158,8 +158,8 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], rank: int) -> list[Ima
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:
-            samples = f"{len(group)} masks of {_describe(group[0])}, but its image {name} has {counts[name]} samples"
-            raise DataError(f"{group[0].name}: has {samples}; give a mask for each slice, page or time")
+            problem = f"{len(group)} masks of {_describe(group[0])}, but its image {name} has {counts[name]} samples"
+            raise DataError(f"{group[0].name}: has {problem}; give a mask for each slice, page or time")
     all_masks = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, all_masks, strict=True):
         if mask.extents != item.extents:

@@ -19,7 +19,7 @@ from .keep import keep_copies
 from .pieces import ArrayPart, Slices
 from .stream import gather_to_root
 
-METADATA_BYTES = 1 << 16  # bytes for HDF5's own tables, plus SPARE_PER_ARRAY for each array
+METADATA_BYTES = 1 << 16  # bytes for HDF5's own tables, plus METADATA_BYTES_PER_ARRAY for each array
 METADATA_BYTES_PER_ARRAY = 2048
 
 

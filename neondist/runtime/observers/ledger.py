@@ -1,4 +1,4 @@
-"""Byte ledger: every halo message sent by this rank, and every reduction and redistribution that it took part in."""
+"""Message log: every halo message sent by this rank, and every reduction and redistribution that it took part in."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .holder import MISSING
 from .module_state import ReachableState, content_key, plain_key
 
 
-class WatchedState:
+class StateSnapshot:
     """Snapshot of the values, usable as a key; `numbers` are the contents of tensors that were read."""
 
     def __init__(self, leaves: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
@@ -25,7 +25,7 @@ class WatchedState:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, WatchedState) and self.leaves == other.leaves and self.numbers == other.numbers
+        return isinstance(other, StateSnapshot) and self.leaves == other.leaves and self.numbers == other.numbers
 
     def __hash__(self) -> int:
         return hash(tuple(self.leaves))
@@ -44,10 +44,9 @@ class StateWatch:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._last: list[Any] = []
-        self._known_kinds: list[Any] = []
         self._names: set[str] = set()
         self._excluded: set[str] = set()
-        self._reads: dict[WatchedState, ValueReads] = {}
+        self._reads: dict[StateSnapshot, ValueReads] = {}
         self._inspect()
 
     def retarget(self, root: Any) -> None:
@@ -55,7 +54,7 @@ class StateWatch:
         self._root = root
         self._inspect()
 
-    def key(self) -> WatchedState:
+    def key(self) -> StateSnapshot:
         """Return the current values of a function's closure, of containers and objects, and dtypes of tensors.
 
         Keys are equal if nothing has changed, including the values of tensors from which a forward has read numbers.
@@ -66,9 +65,9 @@ class StateWatch:
             return state
         buffers = self.tensors()[1]
         read = (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)
-        return WatchedState(state.leaves, tuple(map(_tensor_bytes, read)))
+        return StateSnapshot(state.leaves, tuple(map(_tensor_bytes, read)))
 
-    def _state(self) -> WatchedState:
+    def _state(self) -> StateSnapshot:
         try:
             same = self._is_same()
         except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
@@ -82,7 +81,7 @@ class StateWatch:
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def key_after_forward(self, before: WatchedState, reads: ValueReads | None = None) -> WatchedState:
+    def key_after_forward(self, before: StateSnapshot, reads: ValueReads | None = None) -> StateSnapshot:
         """Return the key after a forward, without the values that it has changed itself, such as a call counter.
 
         Parameters
@@ -101,7 +100,7 @@ class StateWatch:
 
     def _is_same(self) -> bool:
         """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
-        if list(map(len, self._sized_stores)) != self._sizes or self._kinds() != self._known_kinds:
+        if (list(map(len, self._sized_stores)), self._tensor_properties()) != self._known_sizes_and_properties:
             return False
         values = self._values()
         if len(values) != len(self._last):
@@ -116,15 +115,16 @@ class StateWatch:
     def _values(self) -> list[Any]:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
-    def _kinds(self) -> list[Any]:
+    def _tensor_properties(self) -> list[Any]:
+        """Return the dtypes and devices of the tensors and, where it matters, `requires_grad`."""
         tensors = [where[at] for _, where, at in self._registered_tensors]
         tensors += self._plain_tensors
-        kinds: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
-        return [*kinds, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else kinds
+        properties: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
+        return [*properties, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else properties
 
     def _inspect(self) -> None:
         reach = ReachableState(self._root, self._names, self._excluded)
-        self._key, self._arrays = WatchedState(reach.leaves), list(reach.arrays.values())
+        self._key, self._arrays = StateSnapshot(reach.leaves), list(reach.arrays.values())
         self._contents = [content_key(array) for array in self._arrays]
         self._plain_tensors, self._depends_on_grad_mode = reach.tensors, reach.asks_for_gradients
         self._views: list[Any] = []
@@ -146,7 +146,6 @@ class StateWatch:
             store = vars(holder.store) if isinstance(holder.store, type) else holder.store
             if holder.get is None or isinstance(store, (dict, MappingProxyType)):
                 self._sized_stores.append(store)
-        self._sizes = list(map(len, self._sized_stores))
         self._last = self._values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
@@ -156,7 +155,7 @@ class StateWatch:
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
-        self._known_kinds = self._kinds()
+        self._known_sizes_and_properties = list(map(len, self._sized_stores)), self._tensor_properties()
 
 
 def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:

@@ -19,7 +19,7 @@ from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
-from .functions import save_recompute_marker, trigger_recompute
+from .functions import save_recompute_trigger, trigger_recompute
 from .mesh_comm import Channel, MeshComm, format_of
 
 _SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
@@ -143,7 +143,7 @@ def _(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) ->
 def _save_halo_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     x, *ctx.window_args = inputs
     ctx.shape = x.shape
-    save_recompute_marker(ctx)
+    save_recompute_trigger(ctx)
 
 
 def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -174,7 +174,7 @@ def _save_reduce_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     if ctx.op == "max":
         ctx.save_for_backward(x, output)
     else:
-        save_recompute_marker(ctx)
+        save_recompute_trigger(ctx)
 
 
 def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:

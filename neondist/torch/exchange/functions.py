@@ -19,12 +19,12 @@ from ..ir.graph import GRADIENTS
 from ..ir.once_differentiable import once_differentiable
 from .mesh_comm import Channel, MeshComm, format_of
 
-_MARKER = torch.empty(0)
+_TRIGGER = torch.empty(0)
 
 
-def save_recompute_marker(ctx: Any) -> None:
-    """Save a marker that `trigger_recompute` unpacks."""
-    ctx.save_for_backward(_MARKER)
+def save_recompute_trigger(ctx: Any) -> None:
+    """Save the dummy tensor that `trigger_recompute` unpacks."""
+    ctx.save_for_backward(_TRIGGER)
 
 
 def trigger_recompute(ctx: Any) -> Any:
@@ -45,7 +45,7 @@ class View(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, owns_gradient)
-        save_recompute_marker(ctx)
+        save_recompute_trigger(ctx)
         with channel.during("forward"):
             return channel.view(tensor, pads, fill)
 
@@ -64,7 +64,7 @@ class RecomputedResult(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor."""
-        save_recompute_marker(ctx)
+        save_recompute_trigger(ctx)
         return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # not a view: it may be modified in place
 
     @staticmethod
@@ -114,7 +114,7 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, comm: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
         """Return the values."""
         ctx.options = comm, name, axes
-        save_recompute_marker(ctx)
+        save_recompute_trigger(ctx)
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -326,7 +326,7 @@ class Parameters(torch.autograd.Function):
     def forward(ctx: Any, comm: MeshComm, *tensors: torch.Tensor) -> Any:
         """Return the parameters."""
         ctx.comm = comm
-        save_recompute_marker(ctx)
+        save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
         return tensors  # as views of them
 

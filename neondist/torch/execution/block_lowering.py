@@ -137,7 +137,7 @@ class BlockLowering(Lowering):
         return self.block_axes is not None
 
     @property
-    def accepts_norm(self) -> bool:
+    def can_add_norm(self) -> bool:
         """Whether another norm may receive its statistics as inputs."""
         return False
 
@@ -183,7 +183,7 @@ class BlockLowering(Lowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised with statistics that are inputs of the block, and the statistics."""
-        if not (self.accepts_norm and is_box(x.layout, self.mesh.axes)):
+        if not (self.can_add_norm and is_box(x.layout, self.mesh.axes)):
             self.refuse(_REFUSAL_REASONS["norm"])
         shape, atom = shape_of(groups), self.single_atom(x, 0)
         mean, variance = (self._new_value(shape, frozenset(), x.dtype, "value", replicated(shape)) for _ in range(2))

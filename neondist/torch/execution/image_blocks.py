@@ -83,7 +83,7 @@ class ModuleBlocks(OutputBlocks):
         self.traced = traced
         self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
 
-    def image_box(self, number: int) -> Box:
+    def input_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
         return Box.from_ranges(self.traced.source_ranges(self.traced.output_box_ranges(self.output_box(number)))[0][2:])
 

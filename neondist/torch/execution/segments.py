@@ -123,7 +123,7 @@ class SegmentBuilder(BlockLowering):
         return self.local_values[value.id]
 
     @property
-    def accepts_norm(self) -> bool:
+    def can_add_norm(self) -> bool:
         """Whether another norm may have statistics of the whole image."""
         return len(self.live_norms) < self.max_norms
 

@@ -68,6 +68,6 @@ def rule_table() -> list[tuple[str, str, list[str]]]:
     names_by_note: dict[tuple[str, str], list[str]] = {}
     for name, entry in RULES.items():
         names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.description), []).append(name)
-    rows = [(kind, description, names) for (kind, description), names in names_by_note.items()]
-    rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE_OPS - set(RULES))))
-    return sorted(rows)
+    note = "pointwise", "Compute each result locally from one index of each argument."
+    names_by_note[note] = sorted(POINTWISE_OPS - RULES.keys())
+    return sorted((*note, names) for note, names in names_by_note.items())

@@ -106,7 +106,7 @@ class _TrafficCounter:
     def _forward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.transfer is not None:
-            yield message_kind(step), self._message_bytes(step, "forward")
+            yield message_kind(step), self._transfer_bytes(step, "forward")
         elif step.kind == "norm":
             mean = replace(values[step.outputs[1]], dtype=torch.float64)
             yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [mean])
@@ -118,7 +118,7 @@ class _TrafficCounter:
     def _backward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.kind == "view" and step.transfer is not None:
-            yield message_kind(step), self._message_bytes(step, "backward")
+            yield message_kind(step), self._transfer_bytes(step, "backward")
         elif step.kind == "norm":
             yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [values[step.outputs[1]]])
         elif step.kind == "ring":
@@ -126,8 +126,8 @@ class _TrafficCounter:
         elif step.kind == "spread":
             yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
 
-    def _message_bytes(self, step: Step, direction: str) -> np.ndarray:
-        """Return the bytes of messages; for border schemes the mean over many steps."""
+    def _transfer_bytes(self, step: Step, direction: str) -> np.ndarray:
+        """Return the bytes that each rank sends in a step's transfer; for border schemes the mean over many steps."""
         transfer, value = step.transfer, self.plan.values[step.inputs[0]]
         assert transfer is not None
         moved = {request.dim for request in transfer.requests}
@@ -146,7 +146,7 @@ class _TrafficCounter:
         return np.array(sent)
 
     def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
-        """Return the bytes of keys and values, or of these and their gradients, sent around a ring."""
+        """Return the bytes of keys and values, or of these and their gradients, that each rank sends around a ring."""
         _, *passed = (self.plan.values[value] for value in step.inputs[:3])
         keys = ring_key_counts(step.kind_args, direction)[self.ranks.numbers]
         nbytes = (
@@ -157,7 +157,7 @@ class _TrafficCounter:
         return keys * sum(nbytes)
 
     def _sum_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
-        """Return the bytes that ranks contribute to sums of values over axes."""
+        """Return the bytes that each rank contributes to sums of values over axes."""
         total = np.zeros(len(self.ranks.numbers), int)
         for value in values:
             total += self.ranks.nbytes(value, wide=True)

@@ -17,7 +17,7 @@ from ..capture.capture import capture_module, lower_program
 from ..capture.consistency import program_digest
 from ..capture.constants import ValueReads
 from ..capture.tracing import ordinary_tensors, user_frames
-from ..capture.watch import StateWatch, WatchedState
+from ..capture.watch import StateSnapshot, StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.runner import Runner
 from ..ir.errors import UnsupportedOperator, definition_site
@@ -35,9 +35,9 @@ class _CapturedCriterion:
 
     criterion: Any
     watch: StateWatch
-    state: WatchedState
+    state: StateSnapshot
     runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    directly_callable: dict[Any, WatchedState] = field(default_factory=dict)
+    directly_callable: dict[Any, StateSnapshot] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
         """Return self, bound to another criterion of the same code."""

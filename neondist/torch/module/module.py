@@ -335,7 +335,7 @@ class DistributedModule(nn.Module):
         self.backward_check.watch_loss(loss)
         return loss
 
-    # Inner.
+    # Private methods.
 
     def _check_image(self, image: torch.Tensor, index: int) -> tuple[int, ...]:
         """Return the shape of a whole input; raise ShapeError unless it has the axes and channels of the example."""

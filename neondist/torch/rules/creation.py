@@ -13,7 +13,7 @@ from ..lowering.lowering import Lowering
 @rule("aten.new_zeros.default", "aten.new_ones.default", "aten.new_empty.default", "aten.new_full.default",
       always=True)  # fmt: skip
 def new_filled(lowering: Lowering, fill_value: float = 0, **_: object) -> Value:
-    """Replicated on every rank."""
+    """Create the same tensor on every rank."""
     out, name = lowering.fake_out, str(lowering.target)
     value = 1 if "ones" in name else fill_value
     shape, dtype, device = tuple(out.shape), out.dtype, out.device
@@ -23,7 +23,7 @@ def new_filled(lowering: Lowering, fill_value: float = 0, **_: object) -> Value:
 @rule("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
       always=True)  # fmt: skip
 def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object) -> Value:
-    """Local: partitioned like the given tensor."""
+    """Create a tensor that is partitioned like the given one."""
     name, dtype = str(lowering.target), lowering.fake_out.dtype
     value = 1 if "ones" in name else fill_value
     filled = lowering.local(lambda a: torch.full_like(a, value, dtype=dtype), [x], x.layout, dtype)
@@ -33,4 +33,4 @@ def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object
 
 @rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", always=True)
 def drop_assertion(lowering: Lowering, *_: object, **more: object) -> None:
-    """Assertion, dropped: shapes and dtypes are known."""
+    """Drop the assertion: shapes and dtypes are known."""

@@ -19,7 +19,7 @@ from .index import position_of_indexed_dims, slice_dim
 
 @rule("aten.gather.default")
 def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value:
-    """Redistribution: the dimension is gathered for the indices of each rank."""
+    """Gather the dimension for the indices of each rank."""
     dim %= len(x.shape)
     x = _crop_other_dims(lowering, x, dim, index.shape)
     rest = lowering.common_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
@@ -41,7 +41,7 @@ def _crop_other_dims(lowering: Lowering, x: Value, dim: int, shape: Sequence[int
 
 @rule("aten.take.default")
 def take(lowering: Lowering, x: Value, index: Value) -> Value:
-    """Redistribution: the whole tensor is gathered for the indices of each rank."""
+    """Gather the whole tensor for the indices of each rank."""
     flat = lowering.reshape(x, (prod(x.shape),))
     seen = lowering.gather_as(flat, replicated(flat.shape), axes_of(index.layout))
     return lowering.local(torch.take, [seen, index], index.layout)
@@ -52,7 +52,7 @@ def embedding(
     lowering: Lowering, weight: Value, indices: Value, padding_idx: int = -1, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Value:  # fmt: skip
-    """Local: rows of a replicated table."""
+    """Select rows of a replicated table locally."""
     if scale_grad_by_freq:
         lowering.refuse("scale_grad_by_freq needs how often all ranks pick a row")
     rows = lowering.gathered(weight)
@@ -63,7 +63,7 @@ def embedding(
 
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
 def grid_sampler(lowering: Lowering, x: Value, grid: Value, **options: object) -> Value:
-    """Redistribution: images are gathered for the sampling points of each rank."""
+    """Gather images for the sampling points of each rank."""
     n, (batch,) = len(x.shape) - 2, lowering.common_layout([x.layout[:1], grid.layout[:1]])
     cells = tuple(
         dim if not axes_of([dim]) & axes_of([batch]) else replicated_along((dim,), (0,))[0] for dim in grid.layout[1:-1]
@@ -71,8 +71,8 @@ def grid_sampler(lowering: Lowering, x: Value, grid: Value, **options: object) -
     layout = (batch, *replicated(x.shape[1:2]), *cells)
     seen = lowering.gather_as(x, (batch, *replicated(x.shape[1:])), axes_of(layout))
     places = lowering.partition_as(grid, (batch, *cells, *replicated([n])))
-    target, words = lowering.target, list(options.values())
-    return lowering.local(lambda a, g: target(a, g, *words), [seen, places], layout)
+    target, extra_args = lowering.target, list(options.values())
+    return lowering.local(lambda a, g: target(a, g, *extra_args), [seen, places], layout)
 
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter.reduce", "aten.scatter.value_reduce",
@@ -81,12 +81,12 @@ def scatter(
     lowering: Lowering, x: Value, dim: int, index: Value, src: Value | None = None, value: float | None = None,
     **options: object,
 ) -> Value:  # fmt: skip
-    """Redistribution: the dimension is gathered, and partitioned again."""
+    """Gather the dimension, and partition it again."""
     dim %= len(x.shape)
     if src is not None:
         src = _crop_other_dims(lowering, src, -1, index.shape)
-    fewer = [at for at, n in enumerate(index.shape) if n != x.shape[at]]
-    (there, *given), back = lowering.co_align([v for v in (x, index, src) if v is not None], {dim, *fewer})
+    unequal_dims = [at for at, n in enumerate(index.shape) if n != x.shape[at]]
+    (there, *given), back = lowering.co_align([v for v in (x, index, src) if v is not None], {dim, *unequal_dims})
     target = partial(lowering.target, **options)
 
     def run(a: torch.Tensor, i: torch.Tensor, s: torch.Tensor | float | None = value) -> torch.Tensor:
@@ -101,15 +101,15 @@ def index_update(
     lowering: Lowering, x: Value, dim: int, index: Value, source: Value | None = None,
     value: Value | float | None = None, reduce: str = "", **options: object,
 ) -> Value:  # fmt: skip
-    """Redistribution: the dimension is gathered, and partitioned again; the index tensor is replicated."""
+    """Gather the dimension, and partition it again; replicate the index tensor."""
     dim %= len(x.shape)
     (there, *given), back = lowering.co_align([v for v in (x, source) if v is not None], {dim})
     given += [value] if isinstance(value, Value) else []
-    words = ([] if value is None or isinstance(value, Value) else [value]) + ([reduce] if reduce else [])
+    extra_args = ([] if value is None or isinstance(value, Value) else [value]) + ([reduce] if reduce else [])
     target = partial(lowering.target, **options)
 
     def run(a: torch.Tensor, i: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return target(a, dim, i, *rest, *words)
+        return target(a, dim, i, *rest, *extra_args)
 
     args = [there, lowering.gathered(index), *given]
     return lowering.partition_as(lowering.local(run, args, there.layout), back)
@@ -119,7 +119,7 @@ def index_update(
 def index_put(
     lowering: Lowering, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, **_: object
 ) -> Value:
-    """Redistribution: indexed dimensions are gathered, and partitioned again; boolean masks are local."""
+    """Gather indexed dimensions, and partition them again; apply boolean masks locally."""
     given = {dim: value for dim, value in enumerate(indices) if value is not None}
     if any(value.dtype == torch.bool for value in given.values()):
         return _put_masked(lowering, x, given, values, accumulate)
@@ -132,8 +132,8 @@ def index_put(
     at, put = [lowering.gathered(value) for value in given.values()], lowering.target
 
     def run(a: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        which = dict(zip(dims, tensors, strict=True))
-        return put(a, [which.get(dim) for dim in range(a.dim())], v, accumulate)
+        index_by_dim = dict(zip(dims, tensors, strict=True))
+        return put(a, [index_by_dim.get(dim) for dim in range(a.dim())], v, accumulate)
 
     args = [there, lowering.gather_as(values, target, there.axes), *at]
     return lowering.partition_as(lowering.local(run, args, there.layout), back)
@@ -155,7 +155,7 @@ def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], va
 
 @rule("aten.masked_scatter.default")
 def masked_scatter(lowering: Lowering, **_: object) -> None:
-    """Refused: the source of each cell depends on the values of the mask."""
+    """Refuse the operator: the source of each cell depends on the values of the mask."""
     lowering.refuse("the assignment of values to cells depends on the values of the mask; use torch.where")
 
 
@@ -164,7 +164,7 @@ def searchsorted(
     lowering: Lowering, x: Value, sorted_sequence: Value | None = None, boundaries: Value | None = None,
     sorter: Value | None = None, **options: object,
 ) -> Value:  # fmt: skip
-    """Pointwise; the sorted sequence is replicated."""
+    """Search locally in a replicated sorted sequence."""
     sequence = next(value for value in (boundaries, sorted_sequence) if value is not None)
     target, dtype, layout = lowering.target, lowering.fake_out.dtype, x.layout
 

@@ -55,7 +55,7 @@ def _shift_dim(lowering: Lowering, x: Value, dim: int, extent: int, window: Wind
 def slice_dim(
     lowering: Lowering, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Value:
-    """Redistribution: slicing."""
+    """Select a slice, and redistribute it."""
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
@@ -73,7 +73,7 @@ def slice_dim(
 
 @rule("aten.select.int")
 def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
-    """Reduction: one index of a dimension; from a partitioned one, the rank that owns it sends it to all."""
+    """Select an index; of a partitioned dimension, the rank that owns it sends it to all."""
     dim %= len(x.shape)
     x = lowering.as_single_atom(x, dim)
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
@@ -94,14 +94,14 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
 
 @rule("aten.narrow.default")
 def narrow(lowering: Lowering, x: Value, dim: int, start: int, length: int) -> Value:
-    """Redistribution: slicing."""
+    """Select a slice, and redistribute it."""
     return slice_dim(lowering, x, dim, start, start + length)
 
 
 @rule("aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
       "aten.split_with_sizes_copy.default")  # fmt: skip
 def split(lowering: Lowering, x: Value, dim: int = 0, **_: object) -> tuple[Value, ...]:
-    """Redistribution: consecutive slices."""
+    """Select consecutive slices, and redistribute them."""
     parts, at = [], 0
     for out in lowering.fake_out:
         n = out.shape[dim % len(x.shape)]
@@ -112,7 +112,7 @@ def split(lowering: Lowering, x: Value, dim: int = 0, **_: object) -> tuple[Valu
 
 @rule("aten.unbind.int")
 def unbind(lowering: Lowering, x: Value, dim: int = 0) -> tuple[Value, ...]:
-    """Reduction: every index of a dimension."""
+    """Select every index; of a partitioned dimension, the rank that owns it sends it to all."""
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
@@ -121,7 +121,7 @@ def slice_scatter(
     lowering: Lowering, x: Value, src: Value, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
 ) -> Value:  # fmt: skip
-    """Redistribution: new values in a slice."""
+    """Redistribute the new values of a slice to the ranks that own it."""
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
@@ -129,9 +129,8 @@ def slice_scatter(
     rest = lowering.common_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_gather_if_axis_reused(lowering, value, dim, rest) for value in (x, src))
     if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
-        atom = lowering.mesh.even_atom(
-            x.shape[dim], lowering.axis_of(src, dim)
-        )  # zeros to be overwritten are partitioned
+        # zeros to be overwritten are partitioned
+        atom = lowering.mesh.even_atom(x.shape[dim], lowering.axis_of(src, dim))
         x = lowering.partition_as(x, replace_dim(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
         src = lowering.gathered(src, [dim])
@@ -161,7 +160,7 @@ def _with_slice_replaced(a: torch.Tensor, slices: tuple[slice, ...], new: torch.
 
 @rule("aten.flip.default")
 def flip(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
-    """Redistribution: cells in reverse order."""
+    """Reverse the order of cells, and redistribute them."""
     for dim in (d % len(x.shape) for d in dims):
         n = x.shape[dim]
         if lowering.is_whole(x, dim):
@@ -173,7 +172,7 @@ def flip(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
 
 @rule("aten.roll.default")
 def roll(lowering: Lowering, x: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
-    """Redistribution: cyclic shift."""
+    """Shift cells cyclically, and redistribute them."""
     if not dims:
         lowering.refuse("it rolls the flattened tensor; give dims")
     for shift, dim in zip(shifts, (d % len(x.shape) for d in dims), strict=True):
@@ -195,7 +194,7 @@ def pad(
     lowering: Lowering, x: Value, pad: Sequence[int] | None = None, mode: str | None = None, value: float | None = None,
     padding: Sequence[int] = (),
 ) -> Value:  # fmt: skip
-    """Redistribution: padding in every mode; negative amounts crop."""
+    """Pad in any mode, or crop by negative amounts, and redistribute the cells."""
     name = str(lowering.target)
     mode = mode or next((mode for word, mode in _MODE_BY_OPERATOR_WORD.items() if word in name), "constant")
     amounts = list(padding if pad is None else pad)
@@ -227,7 +226,7 @@ def _pad_dim(lowering: Lowering, x: Value, dim: int, before: int, after: int, mo
 
 @rule("aten.cat.default")
 def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Local; redistributed along a partitioned dimension."""
+    """Concatenate locally, or along a partitioned dimension with a redistribution."""
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
@@ -253,13 +252,13 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 def _gather_if_axis_reused(lowering: Lowering, value: Value, dim: int, other_dims: Layout) -> Value:
     """Return the value such that no mesh axis of other dimensions partitions this one, which has one atom."""
-    cut = value.layout[dim]
-    return lowering.gathered(value, [dim] if len(cut) > 1 or axes_of([cut]) & axes_of(other_dims) else [])
+    atoms = value.layout[dim]
+    return lowering.gathered(value, [dim] if len(atoms) > 1 or axes_of([atoms]) & axes_of(other_dims) else [])
 
 
 @rule("aten.stack.default")
 def stack(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Local: concatenation along a new dimension."""
+    """Concatenate along a new dimension locally."""
     dim %= len(tensors[0].shape) + 1
     shape = (*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:])
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
@@ -267,7 +266,7 @@ def stack(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 @rule("aten.select_scatter.default", always=True)
 def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: int) -> Value:
-    """Redistribution: new values at one index of a dimension."""
+    """Send the new values of an index to the rank that owns it."""
     dim, index = dim % len(x.shape), index % x.shape[dim]
     there = lowering.reshape(src, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
     return slice_scatter(lowering, x, there, dim, index, index + 1)
@@ -275,7 +274,7 @@ def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: in
 
 @rule("aten.index_select.default")
 def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
-    """Redistribution: the index tensor is replicated, and the dimension gathered."""
+    """Gather the dimension, and replicate the index tensor."""
     dim %= len(x.shape)
     x, index = lowering.gathered(x, [dim]), lowering.gathered(index)
     layout = replace_dim(x.layout, dim, Atom(lowering.fake_out.shape[dim]))
@@ -284,20 +283,20 @@ def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
 
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Value:
-    """Redistribution: index tensors are replicated, and the indexed dimensions gathered."""
+    """Gather the indexed dimensions, and replicate the index tensors."""
     given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
     if any(value.dtype == torch.bool for _, value in given):
         lowering.refuse("the shape of a selection by a mask depends on values")
     dims = [dim for dim, _ in given]
     x = lowering.gathered(x, dims)
     new = replicated(torch.broadcast_shapes(*(value.shape for _, value in given)))
-    rest = [cut for dim, cut in enumerate(x.layout) if dim not in dims]
+    rest = [atoms for dim, atoms in enumerate(x.layout) if dim not in dims]
     first = position_of_indexed_dims(dims)
     layout = (*rest[:first], *new, *rest[first:])
 
     def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        which = dict(zip(dims, at, strict=True))
-        return a[tuple(which.get(dim, slice(None)) for dim in range(a.dim()))]
+        index_by_dim = dict(zip(dims, at, strict=True))
+        return a[tuple(index_by_dim.get(dim, slice(None)) for dim in range(a.dim()))]
 
     return lowering.local(run, [x, *(value for _, value in given)], layout)
 
@@ -309,7 +308,7 @@ def position_of_indexed_dims(dims: Sequence[int]) -> int:
 
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
 def fill(lowering: Lowering, x: Value, value: Value | float) -> Value:
-    """Local: a constant."""
+    """Create a constant tensor locally."""
     dtype, device, at = x.dtype, lowering.fake_out.device, partial(local_shape, x.layout)
     if isinstance(value, Value):
         run = lambda shape, v: v.to(dtype).expand(shape).clone()  # noqa: E731

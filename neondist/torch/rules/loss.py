@@ -36,7 +36,7 @@ def cross_entropy_loss(
     lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Value:  # fmt: skip
-    """Reduction: sums over cells, and their number or total weight."""
+    """Sum losses over all cells, and divide by their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
@@ -65,7 +65,7 @@ def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Valu
 
 @rule("aten.one_hot.default")
 def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
-    """Local: classes as a new last dimension."""
+    """Compute locally, with the classes as a new last dimension."""
     if num_classes < 0:
         lowering.refuse("the number of classes depends on the values; give num_classes")
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
@@ -73,7 +73,7 @@ def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
 
 @rule("aten.multilabel_margin_loss.default")
 def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
-    """Reduction: sums over samples; PyTorch 2.13's decomposition counts targets after the first -1."""
+    """Sum losses over all samples; PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gathered(x, [-1])
     there = lowering.align_to(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
@@ -85,7 +85,7 @@ def nll_loss(
     lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
     ignore_index: int = -100,
 ) -> Value:  # fmt: skip
-    """Reduction: sums over cells, and their number or total weight."""
+    """Sum losses over all cells, and divide by their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
@@ -100,7 +100,7 @@ def _elementwise_loss_rule(loss_function: Callable[..., torch.Tensor]) -> Callab
     def loss_rule(
         lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1, **more: object
     ) -> Value:
-        """Reduction: sums over cells."""
+        """Sum losses over all cells."""
         values = [x, target, *([] if weight is None else [weight])]
         named = {name: value for name, value in more.items() if isinstance(value, Value)}
         values += named.values()

@@ -32,36 +32,35 @@ _SCALAR_ARGUMENTS = ("atol", "rtol", "tol")
       "aten.linalg_matrix_rank.default", "aten.linalg_matrix_rank.atol_rtol_tensor",
       "aten.linalg_matrix_rank.atol_rtol_float", "aten.linalg_matrix_rank.tol_tensor")  # fmt: skip
 def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | tuple[Value | None, ...] | None:
-    """Redistribution: each matrix is gathered, and the batch is partitioned instead."""
+    """Gather each matrix, and partition the batch instead."""
     values, run = lowering.values_and_function()
     names = {value.id: name for name, value in arguments.items() if isinstance(value, Value)}
     ndims = [_matrix_ndim(names[value.id], value, values[0]) for value in values]
-    batch = lowering.common_layout(
-        [value.layout[: len(value.shape) - n] for value, n in zip(values, ndims, strict=True)]
-    )
+    values_and_ndims = list(zip(values, ndims, strict=True))
+    batch = lowering.common_layout([value.layout[: len(value.shape) - n] for value, n in values_and_ndims])
     there = _batch_layout_with_whole_matrices(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
     args = []
-    for value, n in zip(values, ndims, strict=True):
+    for value, n in values_and_ndims:
         before = len(value.shape) - n
         layout = (*there[len(there) - before :], *replicated(value.shape[before:]))
         args.append(lowering.gather_as(value, layout, axes_of(there)))
-    several = isinstance(lowering.fake_out, (tuple, list))
-    outs = list(lowering.fake_out) if several else [lowering.fake_out]
+    returns_tuple = isinstance(lowering.fake_out, (tuple, list))
+    outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
     is_computed = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # others are empty
 
     def run_computed(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        made = run(*tensors) if several else [run(*tensors)]
-        return [each for each, wanted in zip(made, is_computed, strict=True) if wanted]
+        all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
+        return [each for each, wanted in zip(all_outputs, is_computed, strict=True) if wanted]
 
-    asked = [out for out, one in zip(outs, is_computed, strict=True) if one]
+    computed_outs = [out for out, one in zip(outs, is_computed, strict=True) if one]
     results = lowering.local_results(
-        run_computed, args, asked, [(*there, *replicated(out.shape[len(batch) :])) for out in asked]
+        run_computed, args, computed_outs, [(*there, *replicated(out.shape[len(batch) :])) for out in computed_outs]
     )
     if "linalg_lu.default" in str(lowering.target):
         results[0].kind = "constant"  # an order of rows
     waiting = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
     outputs = tuple(waiting.pop() if one else None for one in is_computed)
-    return outputs if several else outputs[0]
+    return outputs if returns_tuple else outputs[0]
 
 
 def _matrix_ndim(name: str, value: Value, first_argument: Value) -> int:
@@ -91,18 +90,18 @@ def _result_layout(lowering: Lowering, batch: Layout, first_argument: Value, sha
 
 @rule("aten.diagonal.default", "aten.diagonal_copy.default")
 def diagonal(lowering: Lowering, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    """Redistribution: the two dimensions are gathered."""
+    """Gather the two dimensions."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
     (there,), back = lowering.co_align([x], dims)
     last = replicated(lowering.fake_out.shape[-1:])
-    here, target = ((*(dim for at, dim in enumerate(cut) if at not in dims), *last) for cut in (there.layout, back))
+    here, target = ((*(dim for at, dim in enumerate(old) if at not in dims), *last) for old in (there.layout, back))
     run = lambda a: a.diagonal(offset, dim1, dim2)  # noqa: E731
     return lowering.partition_as(lowering.local(run, [there], here), target)
 
 
 @rule("aten.diagonal_scatter.default", always=True)
 def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    """Redistribution: the two dimensions are gathered, and partitioned again afterwards."""
+    """Gather the two dimensions, and partition them again."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
     (there,), back = lowering.co_align([x], dims)
     layout = (*(dim for at, dim in enumerate(there.layout) if at not in dims), *replicated(src.shape[-1:]))
@@ -118,7 +117,7 @@ def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, 
 
 @rule("aten.diag_embed.default")
 def diag_embed(lowering: Lowering, x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
-    """Redistribution: the last dimension is gathered, and becomes two."""
+    """Gather the last dimension, which becomes two."""
     dims = {dim1 % (len(x.shape) + 1), dim2 % (len(x.shape) + 1)}
     (there,), back = lowering.co_align([x], [len(x.shape) - 1])
     new = replicated(lowering.fake_out.shape)
@@ -133,11 +132,11 @@ def diag_embed(lowering: Lowering, x: Value, offset: int = 0, dim1: int = -2, di
 
 @rule("aten.trace.default")
 def trace(lowering: Lowering, x: Value) -> Value:
-    """Reduction: sum of the diagonal."""
+    """Sum the diagonal over all tiles."""
     return lowering.trace_and_lower([x], lambda a: a.diagonal().sum())
 
 
 @rule("aten.addbmm.default")
 def addbmm(lowering: Lowering, x: Value, batch1: Value, batch2: Value, beta: float = 1, alpha: float = 1) -> Value:
-    """Products summed over the batch, by simpler operators."""
+    """Sum products over the batch, by simpler operators."""
     return lowering.trace_and_lower([x, batch1, batch2], lambda a, b, c: beta * a + alpha * (b @ c).sum(0))

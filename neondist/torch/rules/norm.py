@@ -57,7 +57,7 @@ def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Value | tuple[Value, ...]:  # fmt: skip
-    """Reduction in training: moments of each channel, over all tiles and replicas."""
+    """In training, compute moments of each channel over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
     if not training:
         return batch_norm_inference(lowering, *given, momentum, eps)[0]
@@ -72,7 +72,7 @@ def functional_batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
-    """Reduction: moments of each channel, over all tiles and replicas."""
+    """Compute moments of each channel over all tiles and replicas."""
     x = lowering.gathered(x, [1])
     if not training:
         y, *_ = batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
@@ -88,7 +88,7 @@ def batch_norm_with_update(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
-    """Reduction: moments of each channel, over all tiles and replicas."""
+    """Compute moments of each channel over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
     y, _, _, *running_statistics = functional_batch_norm(lowering, *given, True, momentum, eps)
     return y, None, None, None, *running_statistics
@@ -115,7 +115,7 @@ def batch_norm_inference(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, momentum: float, eps: float,
 ) -> tuple[Value, None, None]:  # fmt: skip
-    """Local: uses the running statistics."""
+    """Normalise locally with the running statistics."""
     x = lowering.gathered(x, [1])
     args = [x, running_mean, running_var, weight, bias]
 
@@ -134,7 +134,7 @@ def instance_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Value | tuple[Value, ...]:  # fmt: skip
-    """Reduction: moments of each channel of each sample, averaged over samples for running statistics."""
+    """Compute moments of each channel and sample over all tiles; average them over samples for running statistics."""
     if not use_input_stats:
         return batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if not x.axes and running_mean is None and x.shape[0] > 1:  # PyTorch's gradients of one sample may be wrong
@@ -154,7 +154,7 @@ def group_norm(
     lowering: Lowering, x: Value, num_groups: int, weight: MaybeValue, bias: MaybeValue, eps: float,
     cudnn_enabled: bool,
 ) -> Value:  # fmt: skip
-    """Reduction: moments of each group of channels of each sample."""
+    """Compute moments of each group of channels and sample over all tiles."""
     x = lowering.gathered(x, [1])
     return normalise_groups(lowering, x, num_groups, weight, bias, eps)[0]
 
@@ -164,7 +164,7 @@ def native_group_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, N: int, C: int, HxW: int, group: int,
     eps: float,
 ) -> tuple[Value, None, None]:  # fmt: skip
-    """Reduction: moments of each group of channels of each sample."""
+    """Compute moments of each group of channels and sample over all tiles."""
     return group_norm(lowering, x, group, weight, bias, eps, False), None, None
 
 
@@ -173,16 +173,16 @@ def layer_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float,
     cudnn_enable: bool,
 ) -> Value:  # fmt: skip
-    """Reduction: moments over the last dimensions; local if those are not partitioned."""
+    """Compute moments over the last dimensions, on all ranks among which these are partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if all(lowering.is_whole(x, dim) for dim in dims):
         shape = tuple(normalized_shape)
         return lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
     group_size = prod(x.shape[d] for d in dims)
-    _, squares, apart = mean_and_deviations(lowering, x, dims)
+    _, squares, deviations = mean_and_deviations(lowering, x, dims)
     scale = lowering.local(lambda s: torch.rsqrt(s / group_size + eps), [squares], squares.layout)
-    y = lowering.local(torch.mul, [apart, scale], x.layout)
+    y = lowering.local(torch.mul, [deviations, scale], x.layout)
     return scale_and_shift(lowering, y, weight, bias, dims)
 
 
@@ -190,7 +190,7 @@ def layer_norm(
 def native_layer_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float
 ) -> tuple[Value, None, None]:
-    """Reduction: moments over the last dimensions."""
+    """Compute moments over the last dimensions, on all ranks among which these are partitioned."""
     return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
 
 
@@ -198,12 +198,12 @@ def native_layer_norm(
 def rms_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, eps: float | None
 ) -> Value:
-    """Reduction: squares over the last dimensions; local if those are not partitioned."""
+    """Sum squares over the last dimensions, on all ranks among which these are partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if not all(lowering.is_whole(x, dim) for dim in dims):
-        group_size, least = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
+        group_size, epsilon = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
         squares = sum_over_dims(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
-        scale = lowering.local(lambda s: torch.rsqrt(s / group_size + least), [squares], squares.layout)
+        scale = lowering.local(lambda s: torch.rsqrt(s / group_size + epsilon), [squares], squares.layout)
         return scale_and_shift(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
     return lowering.local(lambda a, w: F.rms_norm(a, tuple(normalized_shape), w, eps), [x, weight], x.layout)

@@ -26,7 +26,7 @@ register_pointwise(
 
 @rule("aten.prelu.default", whole=("weight",))
 def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
-    """Pointwise; one slope per channel."""
+    """Compute locally, with one slope per channel."""
     shape = [1] * len(x.shape)
     if len(shape) > 1:
         shape[1] = prod(weight.shape)
@@ -39,14 +39,14 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
 
 @rule("aten.type_as.default", "aten.to.other", always=True)
 def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
-    """Pointwise; only the dtype of the second argument matters."""
+    """Convert locally to the dtype of the second argument."""
     dtype = lowering.fake_out.dtype
     return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
 
 
 @rule("aten.detach.default", always=True)
 def detach(lowering: Lowering, x: Value) -> Value:
-    """Pointwise; without a gradient, also on ranks without elements."""
+    """Detach locally, also on ranks without elements."""
     detached = lowering.local(torch.Tensor.detach, [x], x.layout)
     detached.kind = "constant"
     return detached
@@ -54,7 +54,7 @@ def detach(lowering: Lowering, x: Value) -> Value:
 
 @rule("aten.copy.default", always=True)
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Value:
-    """Pointwise; values of the second argument in the shape and dtype of the first."""
+    """Copy the second argument, aligned with the first, to its shape and dtype."""
     layout, context, dtype = lowering.common_layout([x.layout]), x.axes, x.dtype
     run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
     there = lowering.align_to(src, layout, context)

@@ -22,7 +22,7 @@ _MAX_POOL_BY_NDIM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 def max_pool(
     lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
 ) -> Value:
-    """Window; padding is -inf."""
+    """Pool after a halo exchange, with padding -inf."""
     values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
     return values
 
@@ -32,15 +32,15 @@ def max_pool(
 def max_pool_with_indices(
     lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
 ) -> tuple[Value, Value]:
-    """Window; padding is -inf, and indices refer to the global image."""
+    """Pool after a halo exchange, with padding -inf; indices refer to the global image."""
     n = spatial_ndim(lowering)
     values = lowering.fake_out[0] if isinstance(lowering.fake_out, (tuple, list)) else lowering.fake_out
     window = window_of(n, kernel_size, stride or kernel_size, padding, dilation)
-    view, left, atoms = window_view(lowering, x, window, values.shape[-n:], fill=-torch.inf)
+    view, remaining_padding, atoms = window_view(lowering, x, window, values.shape[-n:], fill=-torch.inf)
     run = _MAX_POOL_BY_NDIM[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    options = window.kernel, window.stride, left, window.dilation, ceil_mode
-    maxima = lowering.local(lambda a: run(a, *options), [view], layout, values.dtype)
+    pool_args = window.kernel, window.stride, remaining_padding, window.dilation, ceil_mode
+    maxima = lowering.local(lambda a: run(a, *pool_args), [view], layout, values.dtype)
     cells = x.shape[-n:]
 
     def first_cells(place: Place) -> list[int]:
@@ -48,7 +48,7 @@ def max_pool_with_indices(
         return [0 if a.axis is None else a.range(place)[0] * step - before for a, step, (before, _) in axes]
 
     def global_indices(first: Sequence[int], a: torch.Tensor) -> torch.Tensor:
-        _, here = run(a.detach(), *options, return_indices=True)
+        _, here = run(a.detach(), *pool_args, return_indices=True)
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
             at, step = here % a.shape[dim - n] + first[dim], window.dilation[dim]
@@ -61,7 +61,7 @@ def max_pool_with_indices(
 
 @rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
 def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequence[int], **_: object) -> Value:
-    """Redistribution: values and indices are gathered, and each rank scatters those of its own cells."""
+    """Gather values and indices; each rank scatters those of its own cells."""
     n = len(output_size)
     dims = range(len(x.shape) - n, len(x.shape))
     axes = [lowering.axis_of(lowering.as_single_atom(x, dim), dim) for dim in dims]
@@ -89,7 +89,7 @@ def avg_pool(
     lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None = None,
 ) -> Value:  # fmt: skip
-    """Window; sums divided by the number of cells in the global image."""
+    """Pool after a halo exchange; divisors count cells of the global image."""
     n = spatial_ndim(lowering)
     window = window_of(n, kernel_size, stride or kernel_size, padding)
     view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=True)

@@ -18,7 +18,7 @@ from ..lowering.lowering import Lowering
 
 @rule("aten.linear.default", whole=("weight", "bias"))
 def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Value:
-    """Local; over a partitioned dimension, partial products of each rank's columns are summed."""
+    """Multiply locally; over a partitioned dimension, sum the partial products of all ranks."""
     weight, bias = lowering.gathered(weight), None if bias is None else lowering.gathered(bias)
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.fake_out.dtype
@@ -31,7 +31,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
 
 @rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
-    """Local; features are not partitioned."""
+    """Compute locally, with features that are not partitioned."""
     one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
     rest = lowering.common_layout([one.layout[:-1], two.layout[:-1]])
     args = [lowering.partition_as(value, (*rest, value.layout[-1])) for value in (one, two)]
@@ -41,7 +41,7 @@ def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bi
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
-    """Redistribution: rows of the second argument are gathered; a decomposition has NaN gradients at distance 0."""
+    """Gather the rows of the second argument; a decomposition has NaN gradients at distance 0."""
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
     batch = lowering.common_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
@@ -53,13 +53,13 @@ def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
 
 @rule("aten.pdist.default", "aten._pdist_forward.default")
 def pdist(lowering: Lowering, x: Value, p: float = 2) -> Value:
-    """Redistribution: rows are gathered, and every rank computes the distances of all pairs."""
+    """Gather all rows; every rank computes the distances of all pairs."""
     return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], replicated(lowering.fake_out.shape))
 
 
 @rule("aten.addmm.default")
 def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: float = 1, alpha: float = 1) -> Value:
-    """Matrix product and sum, by simpler operators."""
+    """Compute the product and the sum by simpler operators."""
     product = matmul(lowering, mat1, mat2)
     there = lowering.align_to(x, product.layout, product.axes)
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.fake_out.dtype)
@@ -71,7 +71,7 @@ def matmul(
     lowering: Lowering, x: Value, other: Value | None = None, mat2: Value | None = None, vec: Value | None = None,
     tensor: Value | None = None,
 ) -> Value:  # fmt: skip
-    """Local; partial products are summed over a dimension partitioned alike; else the second is gathered along it."""
+    """Sum partial products over a dimension partitioned alike in both factors; otherwise gather the second along it."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
         one, two = a, b
@@ -82,11 +82,11 @@ def matmul(
         return lowering.reshape(matmul(lowering, one, two), lowering.fake_out.shape)
     batch = lowering.common_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
     rows, columns = _rows_layout(a, batch), b.layout[-1]
-    busy = axes_of(batch) | axes_of([rows])
-    if axes_of([columns]) & busy:
+    used_axes = axes_of(batch) | axes_of([rows])
+    if axes_of([columns]) & used_axes:
         columns = (Atom(b.shape[-1]),)
     (inner,) = lowering.common_layout([a.layout[-1:], b.layout[-2:-1]])
-    if axes_of([inner]) & (busy | axes_of([columns])):
+    if axes_of([inner]) & (used_axes | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
     context = axes_of((*batch, rows, inner, columns))
     left = lowering.gather_as(a, (*batch, rows, inner), context)
@@ -120,14 +120,14 @@ def attention(
     lowering: Lowering, query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Value:  # fmt: skip
-    """Redistribution: keys and values are gathered for each rank's queries; large ones by ring attention."""
+    """Gather keys and values for each rank's queries, or pass large ones around a ring."""
     if dropout_p:  # of scores, each by its global index
         return lowering.decompose() or lowering.refuse("it applies dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
     batch = lowering.common_layout([t.layout[:-2] for t in (query, key, value)])
-    queries, every = _rows_layout(query, batch), (Atom(key.shape[-2]),)
-    cut = bool(axes_of([queries]))
-    context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, every)
+    queries, keys = _rows_layout(query, batch), (Atom(key.shape[-2]),)
+    is_partitioned = bool(axes_of([queries]))
+    context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, keys)
     mask = None if attn_mask is None else lowering.gather_as(attn_mask, rows_and_keys, context)
     layout = (*batch, queries, value.layout[-1])
     if _uses_ring_attention(lowering, query, key, value, mask):
@@ -135,15 +135,15 @@ def attention(
         return lowering.ring_attention([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
         lowering.gather_as(query, (*batch, queries, query.layout[-1]), context),
-        lowering.gather_as(key, (*batch, every, key.layout[-1]), context),
-        lowering.gather_as(value, (*batch, every, value.layout[-1]), context),
+        lowering.gather_as(key, (*batch, keys, key.layout[-1]), context),
+        lowering.gather_as(value, (*batch, keys, value.layout[-1]), context),
         mask,
     ]
 
     def run(
         own: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
+        if is_causal and is_partitioned:  # PyTorch would take this rank's first query for that of the image
             here = torch.tensor(own, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
             return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)

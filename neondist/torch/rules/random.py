@@ -55,18 +55,18 @@ def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 @rule("aten.native_dropout.default", "aten.dropout.default", always=True)
 def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
-    """Local; the mask is keyed by the global index."""
-    several = "native" in str(lowering.target)
+    """Drop elements locally, by a mask keyed by the global index."""
+    returns_mask = "native" in str(lowering.target)
     if not train or p == 0:
-        return (x, None) if several else x
+        return (x, None) if returns_mask else x
     draws = draw_uniform(lowering, x.layout)
     y = lowering.local(partial(_apply_dropout, p), [x, draws], x.layout)
-    return (y, None) if several else y
+    return (y, None) if returns_mask else y
 
 
 @rule("aten.feature_dropout.default", always=True)
 def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
-    """Local; drops whole channels."""
+    """Drop whole channels locally, by a mask keyed by the global index."""
     if not train or p == 0:
         return x
     return lowering.local(partial(_apply_dropout, p), [x, _draw_per_channel(lowering, x)], x.layout)
@@ -80,17 +80,17 @@ def _draw_per_channel(lowering: Lowering, x: Value) -> Value:
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", always=True)
 def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
-    """Local; drops cells or channels, preserving mean and variance (Klambauer et al. 2017)."""
+    """Drop cells or channels locally, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
         return x
     channels = "feature" in str(lowering.target)
     draws = _draw_per_channel(lowering, x) if channels else draw_uniform(lowering, x.layout)
-    least = 1.7580993408473766  # of SELU: its scale times its alpha
-    scale = 1 / sqrt((least * least * p + 1) * (1 - p)) if p < 1 else 0.0
+    selu_scale_alpha = 1.7580993408473766
+    scale = 1 / sqrt((selu_scale_alpha**2 * p + 1) * (1 - p)) if p < 1 else 0.0
 
     def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         kept = (u >= p).to(a.dtype)
-        return a * kept * scale + (kept - 1 + p) * (least * scale)
+        return a * kept * scale + (kept - 1 + p) * (selu_scale_alpha * scale)
 
     return lowering.local(run, [x, draws], x.layout)
 
@@ -99,7 +99,7 @@ def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
 def rrelu(
     lowering: Lowering, x: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: object
 ) -> Value:
-    """Local; slopes keyed by the global index, their mean in evaluation."""
+    """Draw slopes locally, keyed by the global index; in evaluation, use their mean."""
     if not training:
         return lowering.local(lambda a: F.leaky_relu(a, (lower + upper) / 2), [x], x.layout)
 
@@ -111,15 +111,14 @@ def rrelu(
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
 def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = None) -> Value:
-    """Local; 1 with probability p, keyed by the global index."""
-    dtype = x.dtype
-    draws = draw_uniform(lowering, x.layout)
+    """Draw ones with probability p, and zeros, locally, keyed by the global index."""
+    dtype, draws = x.dtype, draw_uniform(lowering, x.layout)
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", always=True)
 def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options: Any) -> Value:
-    """Local; uniform, keyed by the global index."""
+    """Draw uniform numbers locally, keyed by the global index."""
     out, low = lowering.fake_out, options.get("from", 0.0)
     layout = _layout_of_draws(lowering, x)
     return lowering.local(
@@ -130,7 +129,7 @@ def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options:
 @rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
       always=True)  # fmt: skip
 def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: object) -> Value:
-    """Local; integers, keyed by the global index."""
+    """Draw integers locally, keyed by the global index."""
     dtype, layout = lowering.fake_out.dtype, _layout_of_draws(lowering, x)
     return lowering.local(
         lambda u: (low + (u * (high - low)).floor()).to(dtype), [draw_uniform(lowering, layout)], layout, dtype
@@ -142,7 +141,7 @@ def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int 
 def randn(
     lowering: Lowering, x: Value | None = None, mean: Value | float = 0.0, std: Value | float = 1.0, **_: object
 ) -> Value:
-    """Local; normal, keyed by the global index (Box and Muller 1958)."""
+    """Draw normal numbers locally, keyed by the global index (Box and Muller 1958)."""
     dtype = lowering.fake_out.dtype
     given = [value for value in (mean, std) if isinstance(value, Value)]
     layout = lowering.common_layout([value.layout for value in given]) if given else _layout_of_draws(lowering, x)
@@ -170,14 +169,14 @@ def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
 def recurrent(
     lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: object
 ) -> tuple[Value, ...]:
-    """Decomposed step by step; dropout between layers is refused."""
+    """Decompose into the steps of the sequence; refuse dropout between layers."""
     if not lowering.mesh.axes:
         return lowering.compute_replicated()
     if train and dropout and num_layers > 1:
         lowering.refuse("it uses dropout between recurrent layers, which PyTorch 2.13 omits when it decomposes them")
-    values, apart = lowering.values_and_function(decomposition_table[lowering.target])
+    values, decomposed = lowering.values_and_function(decomposition_table[lowering.target])
 
-    def run(*tensors: torch.Tensor) -> Any:  # without gradients, float32 goes to an operator for inference alone
-        return apart(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
+    def run(*tensors: torch.Tensor) -> Any:  # without gradients, PyTorch dispatches float32 to an inference-only kernel
+        return decomposed(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
 
     return lowering.trace_and_lower(values, run) or lowering.refuse()

@@ -56,7 +56,7 @@ def _sum_dims(a: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
 def sum_or_mean(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Value:
-    """Reduction: partial sums."""
+    """Sum over the dimensions, and over the ranks among which these are partitioned."""
     name = str(lowering.target)
     if "nansum" in name:
         x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
@@ -76,15 +76,13 @@ def variance(
     lowering: Lowering, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False,
     unbiased: bool = True,
 ) -> Value | tuple[Value, Value]:  # fmt: skip
-    """Reduction: the mean, then squared differences from it."""
+    """Sum over ranks for the mean, then for the squared differences from it."""
     name = str(lowering.target)
     dims = nonnegative_dims(x, dim)
-    less = float(correction) if correction is not None else float(unbiased)
+    degrees_of_freedom = prod(x.shape[d] for d in dims) - float(unbiased if correction is None else correction)
     mean, squares, _ = mean_and_deviations(lowering, x, dims)
-    number = prod(x.shape[d] for d in dims)
-    result = lowering.local(
-        lambda s: s / max(0.0, number - less) if number > less else s * torch.nan, [squares], squares.layout
-    )
+    divisor = degrees_of_freedom if degrees_of_freedom > 0 else torch.nan
+    result = lowering.local(lambda s: s / divisor, [squares], squares.layout)
     if "std" in name:
         result = lowering.local(_root_with_zero_gradient, [result], result.layout)
     layout = layout_after_reduction(x, dims, keepdim)
@@ -102,10 +100,10 @@ def mean_and_deviations(lowering: Lowering, x: Value, dims: Sequence[int]) -> tu
     number = prod(x.shape[d] for d in dims)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
-    apart = lowering.local(torch.sub, [x, lowering.sum_gradient(mean, x.axes)], x.layout)
+    deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(mean, x.axes)], x.layout)
     run = lambda a, d, k: _squared_magnitude(a).sum(d, k)  # noqa: E731
-    squares = sum_over_dims(lowering, run, [apart], dims, dtype=x.dtype.to_real())
-    return mean, squares, apart
+    squares = sum_over_dims(lowering, run, [deviations], dims, dtype=x.dtype.to_real())
+    return mean, squares, deviations
 
 
 def _squared_magnitude(a: torch.Tensor) -> torch.Tensor:
@@ -118,7 +116,7 @@ def vector_norm(
     lowering: Lowering, x: Value, ord: float = 2, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Value:  # fmt: skip
-    """Reduction: sums of powers; infinite orders by extrema; for orders below 1, dimensions are gathered."""
+    """Sum powers over ranks; reduce extrema for infinite orders; gather the dimensions for orders below 1."""
     dims = nonnegative_dims(x, dim)
     if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have another gradient at 0
         x = lowering.gathered(x, dims)
@@ -130,7 +128,7 @@ def vector_norm(
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def amax_or_amin(lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False) -> Value:
-    """Reduction: extrema over tiles; equal elements share the gradient."""
+    """Reduce extrema over ranks; equal elements share the gradient."""
     dims = nonnegative_dims(x, dim)
     is_minimum = "min" in str(lowering.target)
     if not x.dtype.is_floating_point:
@@ -159,8 +157,8 @@ def _global_maximum(
         a = run(a.detach())
         if a.numel():
             return a.amax(dims, True)
-        least = -torch.inf if a.is_floating_point() else torch.iinfo(a.dtype).min
-        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], least)
+        lowest = -torch.inf if a.is_floating_point() else torch.iinfo(a.dtype).min
+        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], lowest)
 
     layout = layout_after_reduction(x, dims, True)
     return lowering.reduced(local_maximum, [x], axes_of_dims(x, dims), layout, dtype, op="max")
@@ -179,7 +177,7 @@ def _integer_extremum(lowering: Lowering, x: Value, dims: list[int], keepdim: bo
 def softmax(
     lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = None, half_to_float: bool = False
 ) -> Value:
-    """Reduction: maximum and sum along a partitioned dimension."""
+    """Compute locally; along a partitioned dimension, reduce maximum and sum over ranks."""
     dims, name = nonnegative_dims(x, dim), str(lowering.target)
     logarithm, safe = "log" in name, "safe" in name  # safe: zeros, where all is -inf
     if dtype is not None and dtype != x.dtype:
@@ -188,18 +186,18 @@ def softmax(
         run = torch.ops.aten._safe_softmax if safe else torch.log_softmax if logarithm else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
     greatest = _global_maximum(lowering, lambda a: a.clamp(min=torch.finfo(a.dtype).min), x, dims)
-    less = lowering.local(torch.sub, [x, greatest], x.layout)
-    summed = sum_over_dims(lowering, lambda a, d, k: a.exp().sum(d, k), [less], dims)
+    shifted = lowering.local(torch.sub, [x, greatest], x.layout)
+    summed = sum_over_dims(lowering, lambda a, d, k: a.exp().sum(d, k), [shifted], dims)
     if logarithm:
-        return lowering.local(lambda a, s: a - s.log(), [less, summed], x.layout)
+        return lowering.local(lambda a, s: a - s.log(), [shifted, summed], x.layout)
     if safe:
         summed = lowering.local(lambda s: s.where(s != 0, 1), [summed], summed.layout)
-    return lowering.local(lambda a, s: a.exp() / s, [less, summed], x.layout)
+    return lowering.local(lambda a, s: a.exp() / s, [shifted, summed], x.layout)
 
 
 @rule("aten.cumsum.default")
 def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = None) -> Value:
-    """Reduction: sums of the preceding tiles."""
+    """Compute locally, and add the sums of the preceding tiles."""
     dim, wanted = dim % len(x.shape) if x.shape else 0, lowering.fake_out.dtype
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, wanted)
@@ -229,15 +227,15 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
 def order_statistic(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, q: Value | float | None = None, **_: object
 ) -> Value | tuple[Value, ...]:
-    """Redistribution: the dimension is gathered."""
+    """Gather the dimension."""
     dims, outs = nonnegative_dims(x, dim), lowering.fake_out
-    several = isinstance(outs, (tuple, list))
+    returns_tuple = isinstance(outs, (tuple, list))
     values, run = lowering.values_and_function()
     args = [lowering.gathered(x, dims), *(lowering.gathered(value) for value in values[1:])]
     layout = layout_after_reduction(args[0], dims, keepdim)
     if isinstance(q, Value) and q.shape:
         layout = ((Atom(q.shape[0]),), *layout)
-    if several:
+    if returns_tuple:
         return lowering.local_results(run, args, outs, [layout for _ in outs])
     return lowering.local(run, args, layout)
 
@@ -251,20 +249,20 @@ def order_statistic(
 def operator_along_dims(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, **more: object
 ) -> Value | tuple[Value, ...]:
-    """Local along dimensions that are not partitioned; otherwise decomposed, or the dimension is gathered."""
-    target, outs, was = lowering.target, lowering.fake_out, None
+    """Compute locally along unpartitioned dimensions; otherwise decompose, or gather the dimension."""
+    target, outs, given_layout = lowering.target, lowering.fake_out, None
     dims = nonnegative_dims(x, dim)
     if any(not lowering.is_whole(x, d) for d in dims):
         with contextlib.suppress(UnsupportedOperator):
             inner = lowering.decompose()
             if inner is not None:
                 return inner
-        was, x = x.layout, lowering.gathered(x, dims)
-    several = isinstance(outs, (tuple, list))
+        given_layout, x = x.layout, lowering.gathered(x, dims)
+    returns_tuple = isinstance(outs, (tuple, list))
     layouts = []
-    for out in outs if several else [outs]:
+    for out in outs if returns_tuple else [outs]:
         if len(out.shape) == len(x.shape):
-            layouts.append(tuple((Atom(out.shape[at]),) if at in dims else cut for at, cut in enumerate(x.layout)))
+            layouts.append(tuple((Atom(out.shape[at]),) if at in dims else dim for at, dim in enumerate(x.layout)))
         else:
             layouts.append(layout_after_reduction(x, dims, False))
     names = [a.name for a in target._schema.arguments]
@@ -279,7 +277,9 @@ def operator_along_dims(
     def run(a: torch.Tensor) -> Any:
         return target(a, *(given[n] for n in first), **{n: given[n] for n in keyword})
 
-    if several:
+    if returns_tuple:
         return lowering.local_results(run, [x], outs, layouts)
     result = lowering.local(run, [x], layouts[0], outs.dtype)
-    return result if was is None or result.shape != shape_of(was) else lowering.partition_as(result, was)
+    if given_layout is not None and result.shape == shape_of(given_layout):
+        return lowering.partition_as(result, given_layout)
+    return result

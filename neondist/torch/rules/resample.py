@@ -39,13 +39,13 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
     context = x.axes | axes_of((reach.out_atom,) for reach in reaches.values())
     view = lowering.view(x, reaches, context, sliding=True)
-    atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
+    input_atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
 
     def local_taps(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
         plans = []
         for dim, tap in taps_by_dim.items():
             lo, hi = reaches[dim].out_atom.range(place)
-            index = tap.cells[lo:hi] - reaches[dim].first_index(atoms[dim], place)
+            index = tap.cells[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
             plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
         return plans
 
@@ -63,14 +63,14 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
             a = total
         return a
 
-    layout = tuple((reaches[dim].out_atom,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
+    layout = tuple((reaches[dim].out_atom,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
     return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=local_taps)
 
 
 def spatial_dims_and_axes(lowering: Lowering, x: Value, ndim: int) -> tuple[list[int], dict[int, int | None]]:
     """Return the last ndim dimensions, and the mesh axes that partition the results along them.
 
-    An unpartitioned input becomes partitioned if the mesh has as many axes: a few cells grow to an image here.
+    An unpartitioned input is partitioned if the mesh has as many axes, since upsampling may enlarge it to a full image.
     """
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     axes = {dim: lowering.axis_of(x, dim) for dim in dims}
@@ -86,7 +86,7 @@ def _cells_per_result(n_in: int, n_out: int, factor: float | None, align: bool) 
 
 
 def _source_coordinates(n_in: int, n_out: int, factor: float | None, align: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Return source coordinates of the results, as in ATen's UpSample.h: in the dtype, with one rounding.
+    """Return source coordinates of the results, as in ATen's UpSample.h: computed in `dtype`, rounded once.
 
     In float32 the coordinate of result 9000 of 9001 is off by 1e-3 of a cell, and PyTorch's results have this error.
     """
@@ -120,9 +120,9 @@ def cubic_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: 
 
 
 def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
-    """Return the taps of interpolation with antialias=True: filters as wide as the part of the image per result.
+    """Return the taps of interpolation with antialias=True: filters as wide as the source region of one result.
 
-    As in ATen's UpSampleKernel.cpp: in the dtype, triangles, or cubic ones with A = -0.5.
+    As in ATen's UpSampleKernel.cpp: triangular or cubic (A = -0.5), computed in `dtype`.
     """
     width, reach = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
     centres = torch.tensor(scale, dtype=dtype) * (torch.arange(n_out, dtype=dtype) + 0.5)
@@ -159,19 +159,19 @@ def upsample(
     scales: float | None = None, scales_d: float | None = None, scales_h: float | None = None,
     scales_w: float | None = None, **_: object,
 ) -> Value:  # fmt: skip
-    """Window at a position that depends on the result: cells around its source coordinates."""
+    """Interpolate after a halo exchange of the cells around the source coordinates of the results."""
     if not lowering.mesh.axes:
         return lowering.compute_replicated()
     name, ndim = str(lowering.target), spatial_ndim(lowering)
-    several = [dim for dim in range(len(x.shape) - ndim, len(x.shape)) if len(x.layout[dim]) > 1]
-    if x.axes == axes_of(x.layout[dim] for dim in several) and sum(lowering.fake_out.shape[-ndim:]) <= sum(
+    multi_atom_dims = [dim for dim in range(len(x.shape) - ndim, len(x.shape)) if len(x.layout[dim]) > 1]
+    if x.axes == axes_of(x.layout[dim] for dim in multi_atom_dims) and sum(lowering.fake_out.shape[-ndim:]) <= sum(
         x.shape[-ndim:]
     ):
         return lowering.compute_replicated()
-    x = lowering.gathered(x, several)
+    x = lowering.gathered(x, multi_atom_dims)
     dims, axes = spatial_dims_and_axes(lowering, x, ndim)
-    smooth = "_aa" in name
-    if smooth and lowering.fake_out.shape[-1] == 1 and lowering.fake_out.shape[-2] != x.shape[-2]:
+    antialias = "_aa" in name
+    if antialias and lowering.fake_out.shape[-1] == 1 and lowering.fake_out.shape[-2] != x.shape[-2]:
         lowering.refuse(
             "antialias to a single column returns identical rows in PyTorch 2.13; resize rows and columns separately"
         )
@@ -181,11 +181,12 @@ def upsample(
     for dim, n_out, factor in zip(dims, lowering.fake_out.shape[-ndim:], factors, strict=True):
         if "nearest" in name:
             taps[dim] = nearest_taps(x.shape[dim], n_out, factor, "exact" in name)
-        elif smooth:
+        elif antialias:
             scale = _cells_per_result(x.shape[dim], n_out, factor, align_corners)
             if n_out == x.shape[dim] and scale != 1:
-                lowering.refuse(f"PyTorch 2.13 leaves {n_out} cells unchanged, but not their gradient, for the factor"
-                                f" {factor}; give the size instead")  # fmt: skip
+                lowering.refuse(
+                    f"with factor {factor}, PyTorch 2.13 copies the input but rescales its gradient; pass size instead"
+                )
             taps[dim] = antialiased_taps(x.shape[dim], n_out, scale, dtype, "cubic" in name)
         else:
             kind = cubic_taps if "cubic" in name else linear_taps
@@ -196,7 +197,7 @@ def upsample(
 @rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
       "aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")  # fmt: skip
 def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> Value:
-    """Reduction: partial sums of each tile; results are replicated, or partitioned if there are many."""
+    """Sum over tiles; results are replicated, or partitioned if there are many."""
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     for dim, n_out in zip(dims, lowering.fake_out.shape[-ndim:], strict=True):
@@ -248,7 +249,7 @@ def _apply_weights(dim: int, weights: torch.Tensor, a: torch.Tensor) -> torch.Te
 
 @rule("aten.adaptive_max_pool1d.default", "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
 def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> tuple[Value, None]:
-    """Window at a position that depends on the result; indices are not supported."""
+    """Pool over bins after a halo exchange; indices are not supported."""
     ndim = spatial_ndim(lowering)
     values, _ = lowering.fake_out
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
@@ -275,5 +276,5 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
         dim, (first, *others) = dims[ndim - len(remaining_bins)], remaining_bins
         return torch.cat([run(others, part.narrow(dim, *cells)) for cells in first], dim)
 
-    layout = tuple((reaches[dim].out_atom,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
+    layout = tuple((reaches[dim].out_atom,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
     return lowering.local(run, [view], layout, values.dtype, at=local_bins), None

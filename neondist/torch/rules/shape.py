@@ -20,27 +20,27 @@ from .index import remap_dim, rotate_dim
       "aten._reshape_copy.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default",
       "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
 def reshape(lowering: Lowering, x: Value, **_: object) -> Value:
-    """Local, if partition boundaries allow it; otherwise redistributed."""
+    """Reshape locally if partition boundaries allow it; otherwise redistribute."""
     return lowering.reshape(x, lowering.fake_out.shape)
 
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
 def as_strided(lowering: Lowering, **_: object) -> NoReturn:
-    """Refused: it addresses elements by memory offsets."""
+    """Refuse the operator, which addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
     raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 
 
 @rule("aten.permute.default", "aten.permute_copy.default")
 def permute(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
-    """Local: dimensions are permuted with their partitions."""
+    """Permute dimensions with their partitions."""
     order = [dim % len(x.shape) for dim in dims]
     return lowering.local(lambda a: a.permute(order), [x], tuple(x.layout[dim] for dim in order))
 
 
 @rule("aten.transpose.int")
 def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Value:
-    """Local: two dimensions are swapped."""
+    """Swap two dimensions with their partitions."""
     order = list(range(len(x.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(lowering, x, order)
@@ -48,13 +48,13 @@ def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Value:
 
 @rule("aten.t.default", "aten.numpy_T.default", "aten.adjoint.default", "aten.mT.default")
 def transpose_last_two(lowering: Lowering, x: Value) -> Value:
-    """Local: the last two dimensions are swapped."""
+    """Swap the last two dimensions with their partitions."""
     return transpose(lowering, x, -2, -1) if len(x.shape) > 1 else x
 
 
 @rule("aten.movedim.int", "aten.movedim.intlist")
 def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
-    """Local: dimensions are permuted."""
+    """Permute dimensions with their partitions."""
     rank = len(x.shape)
     sources, targets = (
         [d % rank for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
@@ -66,7 +66,7 @@ def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destinati
 
 @rule("aten.broadcast_tensors.default")
 def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Value]:
-    """Pointwise; each tensor is expanded on its own."""
+    """Expand each tensor locally."""
     layout = lowering.common_layout([x.layout for x in tensors])
     context, at = axes_of(layout), partial(local_shape, layout)
     aligned = [lowering.align_to(x, layout, context) for x in tensors]
@@ -75,7 +75,7 @@ def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Valu
 
 @rule("aten.meshgrid.default", "aten.meshgrid.indexing")
 def meshgrid(lowering: Lowering, tensors: Sequence[Value], indexing: str = "ij") -> list[Value]:
-    """Local: each tensor is repeated along the dimensions of the others."""
+    """Repeat each tensor locally along the dimensions of the others."""
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         order[:2] = 1, 0
@@ -90,21 +90,20 @@ def meshgrid(lowering: Lowering, tensors: Sequence[Value], indexing: str = "ij")
 
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(lowering: Lowering, x: Value, **_: object) -> Value:
-    """Local: dimensions of size 1 are repeated, and not partitioned."""
+    """Repeat dimensions of size 1 locally, without partitioning them."""
     shape = lowering.fake_out.shape
     new = len(shape) - len(x.shape)
-    grown = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
-    x = lowering.gathered(x, grown)
+    repeated = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
+    x = lowering.gathered(x, repeated)
     old = ((Atom(1),),) * new + x.layout
-    layout = tuple(
-        (Atom(n),) if at - new in grown or at < new else dim for at, (dim, n) in enumerate(zip(old, shape, strict=True))
-    )
+    dims_and_extents = enumerate(zip(old, shape, strict=True))
+    layout = tuple((Atom(n),) if at - new in repeated or at < new else dim for at, (dim, n) in dims_and_extents)
     return lowering.local(lambda here, a: a.expand(here), [x], layout, at=partial(local_shape, layout))
 
 
 @rule("aten.repeat.default")
 def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Value:
-    """Local; redistributed along a partitioned dimension."""
+    """Repeat locally; redistribute along a partitioned dimension."""
     old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
     shape = lowering.fake_out.shape
     here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]
@@ -118,7 +117,7 @@ def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Value:
 
 @rule("aten.repeat_interleave.self_int")
 def repeat_interleave(lowering: Lowering, x: Value, repeats: int, dim: int | None = None, **_: object) -> Value:
-    """Redistribution: each index is repeated."""
+    """Repeat each index, and redistribute the result."""
     if dim is None:
         x, dim = lowering.reshape(x, (prod(x.shape),)), 0
     dim %= len(x.shape)
@@ -127,7 +126,7 @@ def repeat_interleave(lowering: Lowering, x: Value, repeats: int, dim: int | Non
 
 @rule("aten.pixel_shuffle.default")
 def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Value:
-    """Local: channels become cells."""
+    """Move channels to cells locally."""
     r, (*batch, c, h, w) = upscale_factor, x.shape
     k = len(batch)
     split = lowering.reshape(x, [*batch, c // r**2, r, r, h, w])
@@ -137,7 +136,7 @@ def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Value:
 
 @rule("aten.pixel_unshuffle.default")
 def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Value:
-    """Cells become channels; partition boundaries move to groups of cells."""
+    """Move cells to channels; partition boundaries move to groups of cells."""
     r, (*batch, c, h, w) = downscale_factor, x.shape
     k = len(batch)
     split = lowering.reshape(x, [*batch, c, h // r, r, w // r, r])
@@ -147,7 +146,7 @@ def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Valu
 
 @rule("aten.channel_shuffle.default")
 def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Value:
-    """Local: channels are permuted."""
+    """Permute channels locally."""
     n, c, *cells = x.shape
     split = lowering.reshape(x, [n, groups, c // groups, *cells])
     return lowering.reshape(transpose(lowering, split, 1, 2), x.shape)
@@ -156,5 +155,5 @@ def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Value:
 @rule("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.broadcast_tensors.default",
       always=True)  # fmt: skip
 def shape_as_other(lowering: Lowering, **_: object) -> Value | list[Value]:
-    """Decomposed into operators that take the shape itself."""
+    """Decompose into operators that take the shape itself."""
     return lowering.decompose()

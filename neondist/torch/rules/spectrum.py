@@ -17,14 +17,14 @@ from ..lowering.lowering import Lowering
 
 @rule("aten.view_as_real.default")
 def view_as_real(lowering: Lowering, x: Value) -> Value:
-    """Local: real and imaginary part become a new last dimension."""
+    """Separate real and imaginary part locally, in a new last dimension."""
     layout = (*x.layout, (Atom(2),))
     return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.view_as_complex.default")
 def view_as_complex(lowering: Lowering, x: Value) -> Value:
-    """Local: the last dimension holds the real and the imaginary part."""
+    """Combine real and imaginary part, the last dimension, locally."""
     x = lowering.gathered(x, [-1])
     run = lambda a: torch.complex(*a.unbind(-1))  # noqa: E731  (where numbers lie in memory may be otherwise here)
     return lowering.local(run, [x], x.layout[:-1], lowering.fake_out.dtype)
@@ -33,13 +33,13 @@ def view_as_complex(lowering: Lowering, x: Value) -> Value:
 @rule(*(f"aten.fft_{name}{dims}.default" for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
         for dims in ("", "2", "n")))  # fmt: skip
 def fft(lowering: Lowering, **_: object) -> Value:
-    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
+    """Gather one dimension at a time, while others are partitioned."""
     return lowering.decompose(builtin_only=True) or lowering.refuse()
 
 
 @rule("aten._fft_c2c.default")
 def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, forward: bool) -> Value:
-    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
+    """Gather one dimension at a time, while others are partitioned."""
     for d in dim:
         run = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=forward)
         x = _transform_dim(lowering, x, d, x.shape[d], run, lowering.fake_out.dtype)
@@ -48,7 +48,7 @@ def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normali
 
 @rule("aten._fft_r2c.default")
 def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Value:
-    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
+    """Gather one dimension at a time, while others are partitioned."""
     *rest, last = dim
     run = partial(torch._fft_r2c, dim=[last], normalization=normalization, onesided=onesided)
     x = _transform_dim(lowering, x, last, lowering.fake_out.shape[last], run, lowering.fake_out.dtype)
@@ -57,7 +57,7 @@ def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalizat
 
 @rule("aten._fft_c2r.default")
 def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Value:
-    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
+    """Gather one dimension at a time, while others are partitioned."""
     *rest, last = dim
     for d in rest:
         inverse = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=False)
@@ -72,7 +72,7 @@ def stft(
     window: Value | None = None, normalized: bool = False, onesided: bool | None = None,
     return_complex: bool | None = None, align_to_window: bool | None = None,
 ) -> Value:  # fmt: skip
-    """Window: each rank transforms its own frames of the signal."""
+    """Transform each rank's own frames of the signal, after a halo exchange."""
     length = n_fft if win_length is None else win_length
     before = (n_fft - length) // 2
     half, norm = onesided is not False, "ortho" if normalized else None
@@ -93,10 +93,10 @@ def _transform_dim(
     lowering: Lowering, x: Value, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> Value:
     """Return run(x) along one gathered dimension, which may be resized; partitioned again as x was."""
-    dim, was = dim % len(x.shape), x.layout
-    seen = lowering.partition_as(x, lowering.reshard_away_from(was, [dim]))
+    dim, old_layout = dim % len(x.shape), x.layout
+    seen = lowering.partition_as(x, lowering.reshard_away_from(old_layout, [dim]))
     result = lowering.local(run, [seen], replace_dim(seen.layout, dim, Atom(extent)), dtype)
     if extent != x.shape[dim]:
-        axis = next((atom.axis for atom in was[dim] if atom.axis is not None), None)
-        was = replace_dim(was, dim, lowering.mesh.even_atom(extent, axis))
-    return lowering.partition_as(result, was)
+        axis = next((atom.axis for atom in old_layout[dim] if atom.axis is not None), None)
+        old_layout = replace_dim(old_layout, dim, lowering.mesh.even_atom(extent, axis))
+    return lowering.partition_as(result, old_layout)

@@ -60,8 +60,8 @@ def window_view(
     padded = [pad_all or atom.axis is not None for atom in atoms]
     axes = enumerate(zip(dims, atoms, padded, strict=True))
     reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
-    left = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
-    return lowering.view(x, reaches, None, fill, sliding=True), left, atoms
+    remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
+    return lowering.view(x, reaches, None, fill, sliding=True), remaining_padding, atoms
 
 
 def _with_single_atoms(lowering: Lowering, x: Value, ndim: int) -> Value:
@@ -83,7 +83,7 @@ def conv(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: str | int | Sequence[Any],
     dilation: Size, groups: int,
 ) -> Value:  # fmt: skip
-    """Window; kernels of any size, stride, dilation, padding and groups."""
+    """Convolve after a halo exchange, with any kernel size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
     x = lowering.gathered(x, [-n - 1])
     if isinstance(padding, str):
@@ -91,17 +91,17 @@ def conv(
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
     uneven = any(before != after for before, after in window.padding)
-    view, left, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=uneven)
+    view, remaining_padding, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=uneven)
     run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
-    how = window.stride, left, window.dilation, groups
-    layout = image_layout(x, weight.shape[0], atoms)
-    return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.fake_out.dtype)
+    conv_args = window.stride, remaining_padding, window.dilation, groups
+    layout, dtype = image_layout(x, weight.shape[0], atoms), lowering.fake_out.dtype
+    return lowering.local(lambda a, w, b: run(a, w, b, *conv_args), [view, weight, bias], layout, dtype)
 
 
 def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a strided 1 x 1 convolution as one without stride on every s-th cell.
+    """Implement a strided 1 x 1 convolution by slicing its input.
 
-    The backward of PyTorch's own (2.13) crashes for some shapes in channels-last, on some processors.
+    PyTorch 2.13's backward of strided 1 x 1 convolutions crashes for some channels-last shapes, on some processors.
     """
 
     def conv_on_subgrid(
@@ -122,8 +122,8 @@ def _zeros_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., 
         a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, stride: Ints, pads: Ints, extras: Ints, groups: int,
         dilation: Ints,
     ) -> torch.Tensor:  # fmt: skip
-        ones, none = [1] * len(stride), [0] * len(stride)
-        y = run(a, w, None, ones, none, none, groups, ones)
+        ones, zeros = [1] * len(stride), [0] * len(stride)
+        y = run(a, w, None, ones, zeros, zeros, groups, ones)
         ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
         sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
         result = y.new_zeros((*y.shape[: -len(stride)], *sizes))
@@ -140,7 +140,7 @@ def convolution(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, dilation: Size,
     transposed: bool, output_padding: Size, groups: int,
 ) -> Value:  # fmt: skip
-    """Window; convolution or transposed convolution."""
+    """Apply a convolution, or a transposed one, after a halo exchange."""
     if transposed:
         return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
     return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
@@ -152,22 +152,22 @@ def conv_transpose(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, output_padding: Size,
     groups: int, dilation: Size,
 ) -> Value:  # fmt: skip
-    """Window; each rank computes its own results from all contributing inputs."""
+    """Exchange halos such that each rank computes its own results from all contributing inputs."""
     n = len(weight.shape) - 2
     x = lowering.gathered(x, [-n - 1])
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
     view, pads, atoms, local_crops = _transposed_view(lowering, x, window, lowering.fake_out.shape[-n:])
     extras = value_per_axis(output_padding, n)
     extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
-    how = window.stride, pads, extras, groups, window.dilation
+    conv_args = window.stride, pads, extras, groups, window.dilation
     run = _CONV_TRANSPOSE_BY_NDIM[n]
     run = _zeros_instead_of_stride(run) if max(window.stride) > prod(window.kernel) == 1 else run
     layout = image_layout(x, weight.shape[1] * groups, atoms)
 
     def transposed(here: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if all(full for *_, full in here.crops):
-            y = _crop_results(run(a, w, None, *how), here.crops)
-        else:  # nothing reaches here: the result is the bias
+            y = _crop_results(run(a, w, None, *conv_args), here.crops)
+        else:  # no input contributes to these results
             y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(here.shape)
         return y if b is None else y + b.view(-1, *[1] * n)
 
@@ -193,7 +193,7 @@ def _transposed_view(
 
     Then the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
     """
-    reaches, left, atoms = dict[int, Reach](), [], []
+    reaches, remaining_padding, atoms = dict[int, Reach](), [], []
     adjoint, x = GradientWindow(window, extents), _with_single_atoms(lowering, x, window.ndim)
     first = len(x.shape) - window.ndim
     for axis, extent in enumerate(extents):
@@ -201,7 +201,7 @@ def _transposed_view(
         out = lowering.mesh.even_atom(extent, source.axis)
         atoms.append(out)
         reaches[first + axis] = Reach(out, adjoint.axis_window(axis))
-        left.append(before if out.axis is None else 0)
+        remaining_padding.append(before if out.axis is None else 0)
 
     def local_crops(layout: Layout, place: Place) -> _LocalCrops:
         crops = []
@@ -212,7 +212,7 @@ def _transposed_view(
                 crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
         return _LocalCrops(local_shape(layout, place), crops)
 
-    return lowering.view(x, reaches, sliding=True), left, atoms, local_crops
+    return lowering.view(x, reaches, sliding=True), remaining_padding, atoms, local_crops
 
 
 def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -226,41 +226,42 @@ def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
 
 @rule("aten.im2col.default")
 def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Value:
-    """Window; rows and columns are merged into the last dimension."""
+    """Unfold after a halo exchange, with rows and columns merged into the last dimension."""
     window = window_of(2, kernel_size, stride, padding, dilation)
     x = lowering.gathered(x, [-3])
-    view, left, atoms = window_view(lowering, x, window, window.output_extent(x.shape[-2:]))
-    how = window.kernel, window.dilation, tuple(left), window.stride
+    view, remaining_padding, atoms = window_view(lowering, x, window, window.output_extent(x.shape[-2:]))
+    unfold_args = window.kernel, window.dilation, tuple(remaining_padding), window.stride
     layout = (*x.layout[:-3], (Atom(lowering.fake_out.shape[-2]),), tuple(atoms))
-    return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.fake_out.dtype)
+    return lowering.local(lambda a: F.unfold(a, *unfold_args), [view], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.col2im.default")
 def col2im(
     lowering: Lowering, x: Value, output_size: Size, kernel_size: Size, dilation: Size, padding: Size, stride: Size
 ) -> Value:
-    """Window; each rank sums the contributions to its own cells."""
+    """Exchange halos such that each rank sums all contributions to its own cells."""
     window, extents = window_of(2, kernel_size, stride, padding, dilation), value_per_axis(output_size, 2)
     rows, columns = window.output_extent(extents)
     x = lowering.gathered(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
-    view, left, atoms, local_crops = _transposed_view(lowering, x, window, extents)
+    view, remaining_padding, atoms, local_crops = _transposed_view(lowering, x, window, extents)
     layout = image_layout(x, x.shape[-3] // prod(window.kernel), atoms)
-    cut = [atom.axis is not None for atom in atoms]
-    how = window.kernel, window.dilation, tuple(left), window.stride
+    is_partitioned = [atom.axis is not None for atom in atoms]
+    fold_args = window.kernel, window.dilation, tuple(remaining_padding), window.stride
 
     def run(here: _LocalCrops, a: torch.Tensor) -> torch.Tensor:
-        if not all(full for *_, full in here.crops):  # nothing reaches here
+        if not all(full for *_, full in here.crops):  # no input contributes to these results
             return a.sum() * 0 + a.new_zeros(here.shape)
         covered = window.needs(Box.of(a.shape[-2:])).shape
-        size = tuple(n if there else extent for n, there, extent in zip(covered, cut, extents, strict=True))
-        return _crop_results(F.fold(a.flatten(-2), size, *how), here.crops)
+        axes = zip(covered, is_partitioned, extents, strict=True)
+        size = tuple(n if partitioned else extent for n, partitioned, extent in axes)
+        return _crop_results(F.fold(a.flatten(-2), size, *fold_args), here.crops)
 
     return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
 
 @rule("aten.unfold.default")
 def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Value:
-    """Window; windows of one dimension, their cells in a new last dimension."""
+    """Unfold one dimension after a halo exchange, with the cells of windows in a new last dimension."""
     dim = dimension % len(x.shape)
     x = lowering.as_single_atom(x, dim)
     out = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))

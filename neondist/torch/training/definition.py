@@ -104,7 +104,7 @@ class ModelDefinition:
         cls = self._optional("PredictionOutputsProcessor")
         return None if cls is None else self._call(cls)
 
-    # Inner.
+    # Private methods.
 
     def _optional(self, name: str) -> Callable[..., Any] | None:
         value = getattr(self.module, self._names.get(name, name), None)

@@ -338,7 +338,7 @@ class TorchModel(TrainableModel):
             total += model.comm.ledger
         return total
 
-    # Inner.
+    # Private methods.
 
     def _bytes(self, halo: bool) -> int:
         ledgers = (model.comm.ledger for model in self._models.values())

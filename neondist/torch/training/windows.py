@@ -64,7 +64,7 @@ class ModuleWindows(OutputBlocks):
         scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
         self.output_shape = *places, scores.shape[1]
 
-    def image_box(self, number: int) -> Box:
+    def input_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
         box = self.output_box(number)
         lo = tuple(at * self.stride for at in box.lo)

@@ -67,9 +67,8 @@ class RunProgress:
         samples, model, seed = run.epoch_size, run.model, run.model.seed or 0
         counts = run.epoch, run.step, run.samples_seen, samples, seed
         scaler = model.whole_model.loss_scaler
-        return cls(
-            *counts, sums, list(run.history), model.steps_without_optimizer, None if scaler is None else scaler.state()
-        )
+        loss_scale = None if scaler is None else scaler.state()
+        return cls(*counts, sums, list(run.history), model.steps_without_optimizer, loss_scale)
 
     def apply_to(self, run: TrainState) -> None:
         """Set the position of `run` to this progress.
@@ -119,11 +118,11 @@ class RunProgress:
             else:
                 require_json_integer(f"'totals.{name}'", value)
         if (values.get("uncounted") or 0) > values["step"]:
-            raise ValueError("'uncounted' exceeds 'step'")
+            raise ValueError(f"'uncounted' ({values['uncounted']}) exceeds 'step' ({values['step']})")
         if values.get("loss_scale") is not None:
             LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
-            raise ValueError("'seen' exceeds the samples of an epoch")
+            raise ValueError(f"'seen' ({values['seen']}) exceeds 'samples' ({values['samples']})")
         history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
         return cls(**values | {"totals": EpochTotals(**totals), "history": history})
 

@@ -53,10 +53,10 @@ class MetricLogger(Registered, Hook):
             raise MissingPackageError(f"{logger} needs {self.package}: pip install 'neondist[loggers]'") from None
 
     def before_run(self, run: TrainState) -> None:
-        """Open the log, and write the epochs that the run continues from."""
+        """Start the log, and write the epochs that the run continues from."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                self.open_log(run)
+                self.start_log(run)
                 for record in run.history:
                     self.write_record(record)
 
@@ -67,29 +67,29 @@ class MetricLogger(Registered, Hook):
                 self.write_record(run.history[-1])
 
     def after_run(self, run: TrainState) -> None:
-        """Let go of the files."""
+        """End the log."""
         if run.first_rank:
-            self.close_log()
+            self.end_log()
 
     def on_stop(self, run: TrainState) -> None:
-        """Let go of the files."""
+        """End the log."""
         self.after_run(run)
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """Let go of the files."""
+        """End the log."""
         self.after_run(run)
 
     @abstractmethod
-    def open_log(self, run: TrainState) -> None:
-        """Reopen the files."""
+    def start_log(self, run: TrainState) -> None:
+        """Start a new log, without records."""
 
     @abstractmethod
     def write_record(self, record: Record) -> None:
         """Write the numbers of an epoch."""
 
     @abstractmethod
-    def close_log(self) -> None:
-        """Close the files."""
+    def end_log(self) -> None:
+        """End the log, if it was started."""
 
 
 class TensorBoard(MetricLogger):
@@ -104,7 +104,7 @@ class TensorBoard(MetricLogger):
     package, name = "tensorboardX", "tensorboard"
     writer: Any = None
 
-    def open_log(self, run: TrainState) -> None:
+    def start_log(self, run: TrainState) -> None:
         """Open a new event file; later epochs of an earlier file are hidden."""
         self.writer = import_module(self.package).SummaryWriter(str(self.output_folder), purge_step=0)
 
@@ -114,7 +114,7 @@ class TensorBoard(MetricLogger):
             self.writer.add_scalar(name, value, record[self.step_field])
         self.writer.flush()
 
-    def close_log(self) -> None:
+    def end_log(self) -> None:
         """Close the file."""
         if self.writer is not None:
             self.writer.close()
@@ -138,7 +138,7 @@ class MLflow(MetricLogger):
     package, name = "mlflow", "mlflow"
     client: Any = None
 
-    def open_log(self, run: TrainState) -> None:
+    def start_log(self, run: TrainState) -> None:
         """Start a new run, with the fields of the experiment as its parameters."""
         assert self.output_folder is not None
         self.output_folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class MLflow(MetricLogger):
         for name, value in finite_numbers(record):
             self.client.log_metric(self.run_id, name, value, step=record[self.step_field])
 
-    def close_log(self) -> None:
+    def end_log(self) -> None:
         """End the run."""
         if self.client is not None:
             self.client.set_terminated(self.run_id)

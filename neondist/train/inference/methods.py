@@ -106,7 +106,7 @@ class BlockwisePrediction:
     @staticmethod
     def _count_cached_blocks(cache: int, images: Images, plan: Any) -> int:
         """Return the number of adjacent blocks that fit in the cache until the next row is read."""
-        source, cells = images.source, plan.largest_image_box.shape
+        source, cells = images.source, plan.largest_input_box.shape
         if source.chunks is None:
             return 1
         chunks = source.chunks[-1 - len(cells) :]
@@ -127,7 +127,7 @@ class BlockwisePrediction:
     def read(self, part: int) -> np.ndarray:
         """Return the input cells of a block."""
         sample, number = divmod(part, len(self.plan))
-        return self.images.read(range(sample, sample + 1), self.plan.image_box(number), self.dtype)
+        return self.images.read(range(sample, sample + 1), self.plan.input_box(number), self.dtype)
 
     def compute(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""

@@ -80,7 +80,7 @@ def predict(
     Raises
     ------
     UserError
-        On every rank: DataError for a file that cannot be read or does not fit, OutputError if writing fails,
+        On every rank: DataError for a file that cannot be read or does not match, OutputError if writing fails,
         ConfigError for a network that does not fit in memory.
     """
     grid = experiment.open_grid() if grid is None else grid

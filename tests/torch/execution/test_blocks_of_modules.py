@@ -87,7 +87,7 @@ def test_blocks_read_exactly_the_cells_needed(cells, size):
         y = module(x)["out"][(..., *blocks.output_box(number).slices)]
         (gradient,) = torch.autograd.grad(y.square().sum(), x)
         positions = gradient[0, 0].nonzero()
-        box = blocks.image_box(number)
+        box = blocks.input_box(number)
         assert (box.lo, box.hi) == (tuple(positions.amin(0).tolist()), tuple((positions.amax(0) + 1).tolist()))
 
 
@@ -127,7 +127,7 @@ def test_periodic_images():
     torch.manual_seed(0)
     actual, expected, blocks = run_in_blocks(Globe(), torch.randn(1, 1, 21, 26, dtype=torch.float64), (3, 4))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert blocks.image_box(5).shape == (9, 11)  # an inner block
+    assert blocks.input_box(5).shape == (9, 11)  # an inner block
 
 
 class FlattenCells(nn.Module):
@@ -185,7 +185,7 @@ def test_channel_indexing_in_blocks():
     module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), LabelEncoding(), nn.Conv2d(3, 2, 3))
     actual, expected, blocks = run_in_blocks(module, torch.randn(1, 2, 23, 18, dtype=torch.float64), (4, 4))
     torch.testing.assert_close(actual, expected)
-    assert max(blocks.image_box(number).shape[0] for number in range(len(blocks))) < 23
+    assert max(blocks.input_box(number).shape[0] for number in range(len(blocks))) < 23
 
 
 def build_segmenter(last=nn.Identity):

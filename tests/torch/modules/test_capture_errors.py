@@ -76,7 +76,7 @@ def test_memory_layouts(prepare):
     ("options", "message"),
     [
         ({"size": (5, 1)}, "antialias to a single column"),
-        ({"scale_factor": (0.5, 1.05)}, "cells unchanged, but not their gradient"),
+        ({"scale_factor": (0.5, 1.05)}, "copies the input but rescales its gradient; pass size instead"),
     ],
 )
 def test_incorrect_antialiasing_in_pytorch(options, message):

@@ -1,4 +1,4 @@
-"""Statistics of the whole job in the records of a run with servers."""
+"""Statistics of the whole job, from the master, in the records of a run with servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB_KEY = "job"
 """Key of the statistics in a record."""
 
 
-class JobStatistics(Hook):
+class MasterStatistics(Hook):
     """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
 
     The other numbers of the record are those of the worker that writes it. A restarting master is not waited for.
