@@ -187,7 +187,7 @@ class WorkerProcesses:
         cause, location = describe_exit_cause(code, worker.host), ""
         if code == UNREACHABLE_CODE:
             hosts = [other.host for other in self._workers.values() if other is not worker]
-            worker.host = self._nodes.replace(worker.host, hosts)
+            worker.host = self._nodes.choose_replacement(worker.host, hosts)
             location = f" on {worker.host}"
         say(f"worker {index} was killed ({cause}); started again{location}", sys.stderr)
         self._log_event("restart", worker=index, cause=cause, host=worker.host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..registry.ranges import NotNegative, Positive, Share
+from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .base import Optimizer, update_running_mean
 from .flat import FlatLayout, block_slices
 
@@ -37,8 +37,8 @@ class Adam(Optimizer):
         self,
         learning_rate: NotNegative = 1e-3,
         *,
-        beta1: Share = 0.9,
-        beta2: Share = 0.999,
+        beta1: UnitInterval = 0.9,
+        beta2: UnitInterval = 0.999,
         eps: Positive = 1e-8,
         **kwargs: Any,
     ) -> None:

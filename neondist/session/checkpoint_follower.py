@@ -162,12 +162,12 @@ class EvaluationRecorder:
                 hook.set_run_folder(folder)
                 hook.step_field = "step"
         world = run.grid.world
-        records: list[Record] = []
+        existing_records: list[Record] = []
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
-                records = read_records(folder / METRICS_FILE, continued=True)
-        run.history = world.bcast(records)
+                existing_records = read_records(folder / METRICS_FILE, continued=True)
+        run.history = world.bcast(existing_records)
 
     @property
     def last_step(self) -> int:

@@ -261,13 +261,13 @@ def test_workers_of_a_lost_node_are_distributed(monkeypatch):
     answering = {"a", "b", "c"}
     monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in answering)
     nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
-    assert nodes.replace("b", ["a", "a", "c"]) == "b"
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
     answering -= {"b"}
-    assert nodes.replace("b", ["a", "a", "c"]) == "c"
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "c"
     answering -= {"c"}
-    assert nodes.replace("b", ["a", "a", "c"]) == "a"
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "a"
     answering.clear()
-    assert nodes.replace("b", ["a", "a", "c"]) == "b"
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
     nodes.drop_node("a")
     assert nodes.workers == ["b", "b", "c", "c", "b"]
     nodes.drop_node("b")

@@ -142,11 +142,11 @@ def amax_or_amin(lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool =
     count = sum_over_dims(lowering, _sum_dims, [mask], dims)
     picked = sum_over_dims(lowering, lambda a, m, d, k: torch.where(m > 0, a, 0).sum(d, k), [x, mask], dims)
 
-    def share_gradient(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    def extremum_with_shared_gradient(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         p = p / c
         return (-m if is_minimum else m) + (p - p.detach()).nan_to_num()
 
-    extremum = lowering.local(share_gradient, [picked, count, greatest], picked.layout)
+    extremum = lowering.local(extremum_with_shared_gradient, [picked, count, greatest], picked.layout)
     return lowering.reshape_local(extremum, layout_after_reduction(x, dims, keepdim))
 
 
