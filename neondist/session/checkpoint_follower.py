@@ -182,7 +182,7 @@ class EvaluationRecorder:
     def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> Record:
         """Pass the results of a checkpoint to the hooks; collective."""
         run = self.run
-        run.epoch, run.samples_seen = progress.epoch, progress.seen
+        run.epoch, run.samples_seen = progress.epoch, progress.samples_seen
         run.history.append(Record(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
         for hook in self.hooks:
             hook.after_epoch(run)
