@@ -73,7 +73,7 @@ class Cost(Registered, ABC):
         """Return a sample's part of the mean's denominator, for outputs of the GLOBAL shape `y_shape` (no batch)."""
         return math.prod(y_shape[:-1])
 
-    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of float64 elements per sample that `local_sum` and its gradient together reduce."""
         return 0
 

@@ -12,7 +12,7 @@ from .labels import is_dense, mask_ignored, one_hot, value_at_label
 
 
 class CrossEntropy(Cost):
-    """Negative log likelihood of the targets under the softmax of the outputs, as `torch.nn.CrossEntropyLoss`.
+    """Negative log likelihood of targets under the softmax of outputs, equivalent to `torch.nn.CrossEntropyLoss`.
 
     Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a softmax layer. Targets are integer
     labels (n,) or (n, *spatial), or probabilities with the shape of `y`. The mean is over batch and cells; for labels

@@ -56,7 +56,7 @@ class Dice(Cost):
         by_p = (by_p * keep).astype(y.dtype)
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
-    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return two sums per class for the gradient, and one for the value."""
         return 3 * y_shape[-1]
 

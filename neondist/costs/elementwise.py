@@ -89,7 +89,7 @@ class Regression(Cost):
 
 
 class MSE(Regression):
-    """Mean squared error, as `torch.nn.MSELoss`; for the sum over a sample see SumSquared.
+    """Mean squared error, equivalent to `torch.nn.MSELoss`; for the sum over a sample see SumSquared.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class MSE(Regression):
 
 
 class MAE(Regression):
-    """Mean absolute error, as `torch.nn.L1Loss`; the gradient at 0 is 0.
+    """Mean absolute error, equivalent to `torch.nn.L1Loss`; the gradient at 0 is 0.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class MAE(Regression):
 
 
 class Huber(Regression):
-    """Huber loss: quadratic for small differences, linear for large ones (Huber 1964), as `torch.nn.HuberLoss`.
+    """Huber loss, quadratic for small differences, else linear (Huber 1964); equivalent to `torch.nn.HuberLoss`.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class Huber(Regression):
 
 
 class BCE(Cost):
-    """Binary cross entropy of logits, one per output, as `torch.nn.BCEWithLogitsLoss`.
+    """Binary cross entropy of logits, one per output, equivalent to `torch.nn.BCEWithLogitsLoss`.
 
     Outputs `y` are logits (n, C) or (n, *spatial, C), local to this rank, not probabilities: the cost applies the
     logistic function itself. Targets are numbers from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0

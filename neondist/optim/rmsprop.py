@@ -10,7 +10,7 @@ from .base import Optimizer, update_running_mean
 
 
 class RMSprop(Optimizer):
-    """Gradients over the root of their running mean square (Hinton 2012), as `torch.optim.RMSprop`.
+    """Gradients over the root of their running mean square (Hinton 2012), equivalent to `torch.optim.RMSprop`.
 
     Parameters
     ----------

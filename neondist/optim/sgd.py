@@ -11,7 +11,7 @@ from .base import Optimizer
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum, as `torch.optim.SGD` (dampening 0).
+    """Gradient descent with momentum, equivalent to `torch.optim.SGD` (dampening 0).
 
     Parameters
     ----------

@@ -217,10 +217,10 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),))
     before = lowering.reduced(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
 
-    def run(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def add_previous_parts(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.cumsum(dim, dtype=dtype) + b.select(-1, part).unsqueeze(dim)
 
-    return lowering.local(run, [x, before], x.layout, wanted, at=at)
+    return lowering.local(add_previous_parts, [x, before], x.layout, wanted, at=at)
 
 
 @rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
