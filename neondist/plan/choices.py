@@ -55,7 +55,7 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
 def machine_profile_for(
     machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
 ) -> MachineProfile:
-    """Return the profile of a machine for the tiles of a grid and the samples of its fullest replica.
+    """Return the profile of a machine for the tiles of a grid and the samples of its largest replica.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ def test_unsupported_layers_join_no_segment():
     assert [plan.halo_cells_by_tile[0] > 0 for plan in plans] == [True, True, True, False]
 
 
-def test_redundant_time_of_the_fullest_tile():
+def test_redundant_time_of_the_largest_tile():
     """Of 7 pooled rows on 2 tiles, the first needs 8 convolution rows instead of 7, the second no more."""
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
     model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
