@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make hunt`, `make losses`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
+# `make demo`, `make test`, `make hunt`, `make failures`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test-gpu test-matrix losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: test-gpu test-matrix failures all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -30,9 +30,9 @@ hunt: .venv/test
 	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/queue_histories.py --jobs $(WORKERS) $(HUNT)
 
-# hours, as root: jobs over three nodes of this machine that lose ranks, nodes and supervisors; LOSSES="--rounds 20 --seed 3"
-losses: .venv/test
-	$(BIN)/python tools/failure_rounds.py $(LOSSES)
+# hours, as root: jobs over three nodes of this machine that lose ranks, nodes and supervisors; FAILURES="--rounds 20 --seed 3"
+failures: .venv/test
+	$(BIN)/python tools/failure_rounds.py $(FAILURES)
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test

@@ -12,7 +12,7 @@ from neondist.errors import ConfigError, UserError
 from neondist.registry import Registered, registered_classes
 from neondist.registry.arguments import type_checked
 from neondist.registry.fields import constructor_fields
-from neondist.registry.ranges import Count, Finite, NotNegative, Positive, Share, between
+from neondist.registry.ranges import Count, Finite, NotNegative, Positive, UnitInterval, between
 
 NAN = float("nan")
 CLASSES = sorted(
@@ -104,7 +104,7 @@ def test_numpy_numbers_and_arrays_are_accepted():
     [
         (Count, (1, np.int64(7)), (0, -1, 1.5), "an integer of at least 1"),
         (Positive, (5e-324, 1, np.float32(2)), (0.0, -1, NAN, np.inf), "a number above 0"),
-        (Share, (0, 0.5), (1, -0.1, NAN), "a number of at least 0 and below 1"),
+        (UnitInterval, (0, 0.5), (1, -0.1, NAN), "a number of at least 0 and below 1"),
         (Finite, (0, -1e300), (NAN, np.inf, -np.inf), "a number that is finite"),
         (NotNegative | None, (0.0, None), (-1e-9, np.inf), "a number of at least 0 or null"),
         (Annotated[int, between(0, 9)], (0, 9), (10, -1, 10**400), "an integer from 0 to 9"),

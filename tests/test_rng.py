@@ -11,7 +11,7 @@ from neondist.arrays import rng
 
 
 def test_keys_equal_uniform_bits():
-    """Keys are computed from integers, uniform values from arrays, with the same bits."""
+    """`key`, computed from integers, and `uniform`, from arrays, use the same bits."""
     index = np.zeros(1, np.uint64)
     for part in 0, 7, 2**63 + 5, 2**64 - 1, "dropout":
         parent = rng.key(3, "x")

@@ -32,6 +32,7 @@ Ahead seal SturdyFile Gatherer gatherer rectify rectify_back rectifier
 orphan quiet leftovers swept attend guards
 Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
 thinnest _paces sparing no_recompute by_place found judged WayBack saves_beside tell_mpi tell_import
+terms_per_sample reduced_per_sample LocalView RowConvolution CropPositions as_distributed share_gradient segment_seconds
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
@@ -39,7 +40,7 @@ DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "bord
 """banned for definitions, allowed for variables"""
 PHRASES = re.compile(
     r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
-    r"|cannot be used; give|has to return|\beager's|\b[Nn]obody\b|\banew\b"
+    r"|cannot be used; give|has to return|started again|waits for no |\beager's|\b[Nn]obody\b|\banew\b"
 )
 
 

@@ -1,7 +1,7 @@
 """Stress test of asynchronous jobs with killed processes: each record is applied once per epoch.
 
 python tools/elastic_rounds.py [--rounds N] [--seed S] [--kinds worker rank server master supervisor]
-                               [--num-workers MIN:MAX] [--digits] [--whole]
+                               [--num-workers MIN:MAX] [--digits] [--single-tile]
 
 With MIN:MAX workers, the list of slots changes at random, so that workers are also released and added. With --digits,
 the jobs train the digits of the package with 3 workers of 2 tiles and 2 servers, and their error on the test digits
@@ -118,7 +118,7 @@ def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
     return killed
 
 
-def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, whole: bool) -> tuple[str, int, str]:
+def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, single_tile: bool) -> tuple[str, int, str]:
     """Run a job; return the kind of killed process, the number of kills, and the problem, if any."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
@@ -130,7 +130,7 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, who
         (folder / "hosts").write_text("#!/bin/sh\ncat slots\n")
         (folder / "hosts").chmod(0o700)
         tiles = "2x1" if kind == "rank" or digits else rng.choice(["1x1", "1x1", "2x1"])
-        tiles = "1x1" if whole and kind != "rank" else tiles
+        tiles = "1x1" if single_tile and kind != "rank" else tiles
         words = command(rng, tiles, bounds, digits)
         thread_arguments = random.Random(seed + 1), ended
         thread = threading.Thread(target=vary_slots, args=(folder, bounds, 1 + (tiles == "2x1"), *thread_arguments))
@@ -212,21 +212,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=VICTIM_KINDS, default=list(VICTIM_KINDS))
     parser.add_argument("--num-workers", metavar="MIN:MAX", help="change the number of workers")
-    parser.add_argument("--whole", action="store_true", help="use workers of one tile, unless a rank is killed")
+    parser.add_argument("--single-tile", action="store_true", help="use workers of one tile, unless a rank is killed")
     parser.add_argument("--digits", action="store_true", help="train the digits, and check the error")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     kills, failed = 0, 0
     for seed in range(arguments.seed, arguments.seed + arguments.rounds):
         kind, killed, problem = run_round(
-            seed, arguments.kinds, arguments.num_workers, arguments.digits, arguments.whole
+            seed, arguments.kinds, arguments.num_workers, arguments.digits, arguments.single_tile
         )
         counts[kind.partition(",")[0]] += 1
         kills += killed
         failed += bool(problem)
-        print(f"seed {seed}: {killed} x {kind}: {problem or 'right'}", flush=True)
+        print(f"seed {seed}: {killed} x {kind}: {problem or 'passed'}", flush=True)
     rounds = ", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items()))
-    print(f"{arguments.rounds} rounds ({rounds}), {kills} processes killed, {failed} wrong")
+    print(f"{arguments.rounds} rounds ({rounds}), {kills} processes killed, {failed} failed")
     return bool(failed)
 
 

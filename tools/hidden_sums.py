@@ -1,9 +1,10 @@
-"""Share of the time of gradient sums hidden by buckets, on a link of a given bandwidth.
+"""Fraction of the allreduce time overlapped by bucketing, on a link of a given bandwidth.
 
-One process trains one of two replicas; its transport simulates the delay of the link without using a core. Sums in one
-message at the end of a step (`sync: allreduce`) and in buckets (`sync: bucketed`) alternate with a link without delay.
+One process trains one of two replicas; its transport simulates the delay of the link without using a core. Runs with
+one allreduce at the end of a step (`sync: allreduce`) and in buckets (`sync: bucketed`) alternate with runs without
+delay.
 
-    python tools/hidden_sums.py --share 0.3 0.6 1.0
+    python tools/hidden_sums.py --ratio 0.3 0.6 1.0
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Link:
 
 
 class SlowTransport(DryRunTransport):
-    """Transport of a single rank, whose sums take the time of a link."""
+    """Transport of a single rank, whose reductions take the time of a link."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
         super().__init__(rank, size, MessageLog())
@@ -91,11 +92,11 @@ class SlowTransport(DryRunTransport):
         return SlowTransport(group.index(self.rank), len(group), self.link)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Wait for the duration of the sum; the array is unchanged."""
+        """Wait for the duration of the allreduce; the array is unchanged."""
         self.iallreduce(array).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Start a simulated sum, without delay for one rank."""
+        """Start a simulated allreduce, without delay for one rank."""
         return _Arrival(self.link.send(array.nbytes) if self.size > 1 else 0.0)
 
 
@@ -130,21 +131,21 @@ class SyncModel:
         return time.perf_counter() - start
 
 
-def measure(name: str, share: float, rounds: int) -> str:
-    """Return a row of the table, where the sum of all gradients takes `share` of the computing time of a step."""
+def measure(name: str, ratio: float, rounds: int) -> str:
+    """Return a row of the table; one allreduce of all gradients takes `ratio` times the compute time of a step."""
     plain, buckets = SyncModel(name, "allreduce"), SyncModel(name, "bucketed")
     computing = median(plain.time_step(0.0) for _ in range(5))
-    bandwidth = plain.nbytes / (share * computing)
-    hidden, ratios = [], []
+    bandwidth = plain.nbytes / (ratio * computing)
+    overlapped, step_ratios = [], []
     for _ in range(rounds):
-        one_sum = plain.time_step(bandwidth)
+        unbucketed = plain.time_step(bandwidth)
         without_delay, in_buckets = buckets.time_step(0.0), buckets.time_step(bandwidth)
-        hidden.append(1 - (in_buckets - without_delay) / (plain.nbytes / bandwidth))
-        ratios.append(in_buckets / one_sum)
-    milliseconds = f"{1e3 * computing:.0f} ms | {1e3 * share * computing:.0f} ms"
+        overlapped.append(1 - (in_buckets - without_delay) / (plain.nbytes / bandwidth))
+        step_ratios.append(in_buckets / unbucketed)
+    milliseconds = f"{1e3 * computing:.0f} ms | {1e3 * ratio * computing:.0f} ms"
     return (
-        f"| {name} | {plain.nbytes / 1e6:.1f} MB | {milliseconds} | {median(hidden):.0%} ({min(hidden):.0%} to"
-        f" {max(hidden):.0%}) | {median(ratios):.2f} |"
+        f"| {name} | {plain.nbytes / 1e6:.1f} MB | {milliseconds} | {median(overlapped):.0%} ({min(overlapped):.0%} to"
+        f" {max(overlapped):.0%}) | {median(step_ratios):.2f} |"
     )
 
 
@@ -152,16 +153,16 @@ def main() -> None:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--share", type=float, nargs="+", default=[0.3, 0.6, 1.0], help="seconds of sums over computing"
+        "--ratio", type=float, nargs="+", default=[0.3, 0.6, 1.0], help="ratio of allreduce to compute time"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     arguments = parser.parse_args()
-    print("| network | gradients | computing | sums | hidden by buckets, median (range) | step ÷ that of one sum |")
+    print("| network | gradients | compute time | allreduce time | overlapped, median (range) | step ÷ unbucketed |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name in arguments.networks:
-        for share in arguments.share:
-            print(measure(name, share, arguments.rounds), flush=True)
+        for ratio in arguments.ratio:
+            print(measure(name, ratio, arguments.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def draw() -> Picture:
     picture.text(LEFT + 3 * STEP + WIDE + 10, 140, "y", 14, INK)
     picture.text(LEFT + 3 * STEP + WIDE + 10, 157, "dy", 14, INK)
     picture.note(
-        30, 286, "ctx holds what a step keeps for the way back: one for each step and pass, so passes may interleave."
+        30, 286, "ctx holds what a step keeps for the backward pass: one per step and pass, so passes may interleave."
     )
     picture.note(
         30, 306, "Views and gradients lie in an arena; which of them share memory follows from when they live."

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .rows import VECTOR_BYTES, ConvArgs, RowConvolution, as_triple
+from .rows import VECTOR_BYTES, ConvArgs, RowKernels, as_triple
 
 Ints = Sequence[int]
 _MIN_CHANNELS, _MIN_CELLS = 8, 128  # measured: the smallest for which it is faster
@@ -17,7 +17,7 @@ _MAX_DEPTHWISE_TAPS = 512  # cells of a depthwise convolution's window, at most
 FORWARD, WEIGHT_GRADIENT, INPUT_GRADIENT = range(3)
 
 
-class CompiledConvolution(RowConvolution):
+class CompiledConvolution(RowKernels):
     """Convolution of NumPy's arrays into a given array; falls back to the table where it is not compiled.
 
     Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Inputs

@@ -21,8 +21,8 @@ _MAX_SECOND_FACTOR = 1 << 20  # elements of a product's second factor: reorderin
 _MIN_OUTPUTS = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
-class RowConvolution(CompiledCells, Kernels):
-    """Convolution of NumPy's arrays, row by row, with any stride and dilation; falls back to the table.
+class RowKernels(CompiledCells, Kernels):
+    """Compiled convolutions of any stride and dilation, and matrix products; others are computed by the base class.
 
     A row of a window is one piece of memory, so that a row of outputs is a product of matrices. Strided gradients of
     the input are convolutions of stride 1, one for each place between the outputs, with part of the weights.
@@ -169,7 +169,7 @@ class RowConvolution(CompiledCells, Kernels):
         return by_weights, by_bias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the matrix product, by the threads of the other kernels: NumPy's would wait for them (both spin)."""
+        """Return the matrix product, on the threads of the convolutions: NumPy's would wait for them (both spin)."""
         several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR
         result = self._try_product(a, b) if several and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..io.files import partial_path as unfinished
 from ..io.files import write_text
 from ..launcher.ranks import run_on_ranks
-from ..system.job import LAUNCHED, detect_job
+from ..system.job import LAUNCHED_RANKS, detect_job
 from ..terminal.console import emit, say
 from . import options
 from .experiment import load_and_validate, load_factory, load_on_all_ranks
@@ -239,7 +239,7 @@ def _note_unfinished_output(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        first = LAUNCHED not in os.environ and (job is None or job.is_first_rank)
+        first = LAUNCHED_RANKS not in os.environ and (job is None or job.is_first_rank)
         if first and journal_time() not in (None, before):
             say(
                 f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"

@@ -16,7 +16,7 @@ from ..config import dump
 from ..errors import LaunchError
 from ..launcher.ranks import create_watchdog, run_on_ranks, start_script
 from ..launcher.workers import check_workers, get_worker_place, run_workers
-from ..system.job import STARTED, detect_job
+from ..system.job import JOB_START_TIME, detect_job
 from ..train import Hook
 from . import options
 from .experiment import load_and_validate, load_from_arguments
@@ -192,7 +192,7 @@ def create_hooks(arguments: argparse.Namespace) -> list[Hook]:
     watchdog = arguments.watchdog or create_watchdog(arguments, whole_process=False)
     hooks: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watchdog]
     if arguments.time_limit is not None:
-        hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
+        hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(JOB_START_TIME, time.time()))))
     if arguments.debug_halo:
         hooks.append(DebugHalo())
     return hooks

@@ -65,7 +65,7 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
     keep_freed_memory()  # each message needs as much as the last one
     with ServiceHost([ParameterServer(arguments.checkpoint_dir)], arguments.address, token) as host:
         say(f"PServer at {host.address}")
-        host.wait()
+        host.wait_until_stopped()
     return 0
 
 
@@ -83,7 +83,7 @@ def serve_master(arguments: argparse.Namespace) -> int:
     recovery = ServerRecovery(group, folder, master, arguments.checkpoint_steps)
     with closing(master), group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
         say(f"Master at {host.address}")
-        host.wait()
+        host.wait_until_stopped()
     return 0
 
 

@@ -71,7 +71,7 @@ def submit(arguments: argparse.Namespace) -> int:
         _write_or_print(arguments, manifests.dump_yaml(objects))
         if arguments.claim is None:
             say("without --claim the folder of the run is lost with its pod", sys.stderr)
-    return _submit_to_kubernetes(objects, arguments) if arguments.apply or arguments.delete else 0
+    return _apply_or_delete(objects, arguments) if arguments.apply or arguments.delete else 0
 
 
 def _create_submission(arguments: argparse.Namespace) -> Submission:
@@ -121,7 +121,8 @@ def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
         sys.stdout.write(text)  # unchanged: a module may contain tabs
 
 
-def _submit_to_kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
+def _apply_or_delete(objects: list[Manifest], arguments: argparse.Namespace) -> int:
+    """Delete the objects in Kubernetes, or create them and follow the job to its end."""
     from ..cluster.submit.kubernetes import Cluster
 
     cluster, job = Cluster(), objects[-1]

@@ -24,8 +24,8 @@ def no_reduction(array: Any) -> Any:
 class Cost(Registered, ABC):
     """Base class of costs of outputs against targets, summed over this rank's cells.
 
-    The sums of all ranks are added; the model divides the total by `global batch * terms_per_sample(output shape)`, so
-    that no rank needs to know the parts of the others, or, if `has_weighted_mean`, by the sum of the
+    The sums of all ranks are added; the model divides the total by `global batch * denominator_per_sample(output
+    shape)`, so that no rank needs to know the parts of the others, or, if `has_weighted_mean`, by the sum of the
     `local_denominator` of all ranks. All arrays may be empty. Outputs may be on a device, to which the NumPy targets
     must then be moved: `namespace(y).asarray(targets)`.
 
@@ -62,19 +62,19 @@ class Cost(Registered, ABC):
         """
 
     @abstractmethod
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of `local_sum` with respect to `y`: a new array of its shape and dtype."""
 
     def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return this rank's share of the mean's denominator, for outputs of the local `shape` (n, *spatial, C)."""
-        return float(shape[0] * self.terms_per_sample(tuple(shape[1:])))
+        return float(shape[0] * self.denominator_per_sample(tuple(shape[1:])))
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
-        """Return the number of terms per sample in a GLOBAL output of shape `y_shape` (without the batch axis)."""
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
+        """Return a sample's part of the mean's denominator, for outputs of the GLOBAL shape `y_shape` (no batch)."""
         return math.prod(y_shape[:-1])
 
-    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
-        """Return the number of float64 elements per sample that `local_sum` and `gradient` together reduce."""
+    def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
+        """Return the number of float64 elements per sample that `local_sum` and its gradient together reduce."""
         return 0
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..registry.ranges import NotNegative, Share
+from ..registry.ranges import NotNegative, UnitInterval
 from .base import Cost, TileSum, no_reduction
 from .labels import is_dense, mask_ignored, one_hot, value_at_label
 
 
 class CrossEntropy(Cost):
-    """Negative log likelihood of the targets under the softmax of the outputs, as `torch.nn.CrossEntropyLoss`.
+    """Negative log likelihood of targets under the softmax of outputs, equivalent to `torch.nn.CrossEntropyLoss`.
 
     Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a softmax layer. Targets are integer
     labels (n,) or (n, *spatial), or probabilities with the shape of `y`. The mean is over batch and cells; for labels
@@ -33,7 +33,7 @@ class CrossEntropy(Cost):
         *,
         class_weights: Sequence[NotNegative] | None = None,
         ignore_index: int | None = None,
-        label_smoothing: Share = 0.0,
+        label_smoothing: UnitInterval = 0.0,
     ) -> None:
         self.class_weights, self.ignore_index = class_weights, ignore_index
         self.label_smoothing = float(label_smoothing)
@@ -51,7 +51,7 @@ class CrossEntropy(Cost):
         mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
         return (weight * xp.log(mass) - label_terms).sum()
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
         p = softmax(y)
         if self._has_equal_weights(y, targets):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..registry.ranges import NotNegative, Positive, Share
+from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .base import Cost, TileSum, no_reduction
 from .cross_entropy import CrossEntropy, softmax
 from .labels import is_dense, mask_ignored, one_hot
@@ -46,7 +46,7 @@ class Dice(Cost):
         both, overlap = sums[:, :classes], sums[:, classes:]
         return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
         p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
         both, overlap = sum_over_tiles(namespace(y).stack([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)]))
@@ -56,11 +56,11 @@ class Dice(Cost):
         by_p = (by_p * keep).astype(y.dtype)
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
-    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return two sums per class for the gradient, and one for the value."""
         return 3 * y_shape[-1]
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
         return 1
 
@@ -98,7 +98,7 @@ class DiceCE(Cost):
         smooth: Positive = 1.0,
         class_weights: Sequence[NotNegative] | None = None,
         ignore_index: int | None = None,
-        label_smoothing: Share = 0.0,
+        label_smoothing: UnitInterval = 0.0,
     ) -> None:
         self.ignore_index, self.weights = ignore_index, (float(dice_weight), float(ce_weight))
         self.dice = Dice(smooth, ignore_index=ignore_index)
@@ -115,15 +115,15 @@ class DiceCE(Cost):
         """Return the number of samples times the mean over all cells of `y`."""
         return sum(scale * part.local_sum(y, targets, sum_over_tiles) for scale, part in self._scaled_parts(y, targets))
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of `local_sum`."""
         dice, entropy = (
-            y.dtype.type(scale) * part.gradient(y, targets, sum_over_tiles)
+            y.dtype.type(scale) * part.local_sum_gradient(y, targets, sum_over_tiles)
             for scale, part in self._scaled_parts(y, targets)
         )
         return dice + entropy
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
         return 1
 

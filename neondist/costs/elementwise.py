@@ -40,7 +40,7 @@ class Regression(Cost):
         """Return the sum over the local cells, summed in float64."""
         return self._apply_cell_weights(self.costs(y - targets_as_values(y, targets))).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the derivative at every difference."""
         return self._apply_cell_weights(self.derivatives(y - targets_as_values(y, targets)))
 
@@ -78,7 +78,7 @@ class Regression(Cost):
     def derivatives(self, difference: Any) -> Any:
         """Return the derivative of `costs`."""
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of outputs of a sample."""
         return math.prod(y_shape)
 
@@ -89,7 +89,7 @@ class Regression(Cost):
 
 
 class MSE(Regression):
-    """Mean squared error, as `torch.nn.MSELoss`; for the sum over a sample see SumSquared.
+    """Mean squared error, equivalent to `torch.nn.MSELoss`; for the sum over a sample see SumSquared.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class MSE(Regression):
 
 
 class MAE(Regression):
-    """Mean absolute error, as `torch.nn.L1Loss`; the gradient at 0 is 0.
+    """Mean absolute error, equivalent to `torch.nn.L1Loss`; the gradient at 0 is 0.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class MAE(Regression):
 
 
 class Huber(Regression):
-    """Huber loss: quadratic for small differences, linear for large ones (Huber 1964), as `torch.nn.HuberLoss`.
+    """Huber loss, quadratic for small differences, else linear (Huber 1964); equivalent to `torch.nn.HuberLoss`.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class Huber(Regression):
 
 
 class BCE(Cost):
-    """Binary cross entropy of logits, one per output, as `torch.nn.BCEWithLogitsLoss`.
+    """Binary cross entropy of logits, one per output, equivalent to `torch.nn.BCEWithLogitsLoss`.
 
     Outputs `y` are logits (n, C) or (n, *spatial, C), local to this rank, not probabilities: the cost applies the
     logistic function itself. Targets are numbers from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0
@@ -180,7 +180,7 @@ class BCE(Cost):
         costs = positive * t * (base + xp.maximum(-y, 0)) + (1 - t) * (base + xp.maximum(y, 0))
         return (costs * keep).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return p (1 - t) - (1 - p) t, the latter times its weight, with p the logistic function of `y`."""
         xp = namespace(y)
         t, positive, keep = self._targets_weights_and_mask(y, targets)
@@ -195,7 +195,7 @@ class BCE(Cost):
             return super().local_denominator(shape, targets)
         return float((targets != self.ignore_index).sum() * shape[-1])
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of outputs of a sample."""
         return math.prod(y_shape)
 

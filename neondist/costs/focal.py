@@ -42,8 +42,8 @@ class Focal(CrossEntropy):
         xp, log_p = namespace(y), log_softmax(y)
         return -(self.target_weights(y, targets) * (-xp.expm1(log_p)) ** self.gamma * log_p).sum(dtype="f8")
 
-    def gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return the gradient with respect to the scores."""
+    def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
+        """Return the gradient of `local_sum` with respect to the scores."""
         xp, log_p = namespace(y), log_softmax(y)
         p, rest = xp.exp(log_p), -xp.expm1(log_p)
         tiny = np.finfo(y.dtype).tiny

@@ -38,7 +38,7 @@ def factors_and_denominators(
     """
     remaining = iter(weights)
     return [
-        (factor, next(remaining) if part in weighted_parts(cost) else samples * part.terms_per_sample(y_shape))
+        (factor, next(remaining) if part in weighted_parts(cost) else samples * part.denominator_per_sample(y_shape))
         for factor, part in parts_of(cost)
     ]
 

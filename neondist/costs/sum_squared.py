@@ -22,6 +22,6 @@ class SumSquared(Regression):
         """Return the differences."""
         return difference
 
-    def terms_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is the sum over all its outputs."""
         return 1

@@ -96,7 +96,7 @@ class Dataset(Registered, ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check the source quickly and without MPI; raise DataError if it is invalid."""
+        """Check the source quickly, without MPI, and set attributes found in it; raise DataError if it is invalid."""
 
     @abstractmethod
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:

@@ -169,8 +169,8 @@ class Packing:
             raise self._invalid_attribute(name, "is not a single finite number", "d,NUMBER")
         return values.ravel()[0]
 
-    def _invalid_attribute(self, name: str, problem: str, remedy: str) -> DataError:
+    def _invalid_attribute(self, name: str, problem: str, ncatted_value: str) -> DataError:
         return DataError(
             f"{self._where}: its attribute {name} {problem}; remove or correct it, for instance: ncatted -a"
-            f" {name},VARIABLE,o,{remedy} FILE"
+            f" {name},VARIABLE,o,{ncatted_value} FILE"
         )

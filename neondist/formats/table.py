@@ -183,7 +183,7 @@ def create_sink(
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
-            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number per axis")
+            raise ConfigError(f"{path}: chunks {[*chunks]} for shape {[*extents]}; give one positive number per axis")
         chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
         if np.prod(chunks, dtype=object) * dtype.itemsize > MAX_CHUNK_BYTES:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")

@@ -74,7 +74,7 @@ class SegmentDecoder:
         tile, corner, extents = key.decode(data, index)
         if key.compression in _PADDING_CODECS and not np.array_equal(tile, key.decode(data + _PROBE_BYTES, index)[0]):
             raise self._damage_error(index, "ends early")
-        return self._check_dtype(tile, index), corner, extents
+        return self._check_itemsize(tile, index), corner, extents
 
     def _decompress(self, data: bytes, index: int) -> bytes:
         import imagecodecs
@@ -100,7 +100,7 @@ class SegmentDecoder:
             variants = [self._decode_jpeg(start + suffix + _JPEG_END, index, page)[0] for suffix in (b"", _PROBE_BYTES)]
             if not np.array_equal(*variants):
                 raise self._damage_error(index, "ends early")
-        return self._check_dtype(segment[0], index), *segment[1:]
+        return self._check_itemsize(segment[0], index), *segment[1:]
 
     def _decode_jpeg(self, data: bytes, index: int, page: Any) -> tuple[Any, Any, Any]:
         import imagecodecs
@@ -130,13 +130,13 @@ class SegmentDecoder:
             valid = valid if valid is None or valid.ndim < 3 else np.moveaxis(valid, 0, -1)
         if cells.size != prod(extents) or cells.shape[:2] != inner[:2]:
             raise self._damage_error(index, f"has {list(cells.shape)} cells instead of {list(inner)}")
-        cells = self._check_dtype(cells, index).reshape(inner)
+        cells = self._check_itemsize(cells, index).reshape(inner)
         if self._dtype.kind == "f" and valid is not None and not valid.all():
             cells = np.where(valid.reshape(*inner[:2], -1), cells, np.nan).astype(self._dtype)
         return cells.reshape(extents), corner, extents
 
-    def _check_dtype(self, tile: Any, index: int) -> Any:
-        """Return the decoded cells; DataError if the type of the image cannot hold theirs."""
+    def _check_itemsize(self, tile: Any, index: int) -> Any:
+        """Return the tile unchanged; DataError if its items are larger than those of the image."""
         if tile.dtype.itemsize > self._dtype.itemsize:
             raise self._damage_error(index, f"has {tile.dtype} cells in an image of {self._dtype}")
         return tile

@@ -34,10 +34,10 @@ class GradientWindow(Window):
     def _output_extent_along(self, axis: int, n: int) -> int:
         return self.extent[axis]
 
-    def needs(self, out: Box) -> Box:
-        """Return the box of output cells of the window that depend on the input cells `out`."""
+    def needs(self, cells: Box) -> Box:
+        """Return the box of output cells of the window that depend on the input cells."""
         return Box.from_ranges(
-            hull_of(self.axis_window(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes())
+            hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(cells.axes())
         )
 
     def used_cells(self, lo: int, hi: int) -> Cells:

@@ -6,11 +6,11 @@ ranks: source of a command's ranks: an MPI job, mpirun, threads of this process,
 launch: mpirun with the same command on every rank. mpirun: its executable and options. pinning: CPU affinity of ranks.
 supervise: forwards signals to mpirun, returns its exit code. filter_mpirun: removes mpirun's own messages from output.
 parent_watch: ends processes with their parent. cleanup: removes files; `comm.shared_memory`: in the ranks.
-members: hosts and number of ranks. generations: continue a job after a loss or a change of hosts.
+members: hosts and number of ranks. generations: continue a job after a failure or a change of hosts.
 restarts: checkpoint to resume from. snapshots: lifetime of snapshots on nodes.
 fork_server: forks processes of jobs with servers from one that has imported their modules.
 report: prints an error once, and ends all ranks.
 mpi_probe, import_probe: processes of `neondist doctor`, in which MPI or an import may crash or hang.
 
-`arguments` is a command parsed by `neondist.cli.arguments`: its words, their values, and defaults of its parser.
+`arguments` is a command parsed by `neondist.cli.arguments`: an argparse.Namespace that also has the command's words.
 """

@@ -1,4 +1,4 @@
-"""Generations of a supervised job: after a loss or a change of hosts, the next one resumes from the last checkpoint."""
+"""Generations of a supervised job: after a failure or a change of hosts, the next resumes from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ class _SupervisedRun:
             return ""
         text = f"; {members.spares} of {self.roster.spares} spare slots"
         if before and not members.spares:
-            smaller = "shrinks the run" if self.roster.elastic else "suspends the run until hosts are available"
-            text += f": none left; the next loss {smaller}"
+            effect = "reduces the number of ranks" if self.roster.elastic else "suspends the run until there are hosts"
+            text += f": none left; the next failure {effect}"
         return text
 
     def prepare_restart(self) -> str:

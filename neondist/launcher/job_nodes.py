@@ -172,10 +172,11 @@ class JobNodes:
             workers.append(min(self._nodes, key=workers.count))
         self.workers = workers
 
-    def replace(self, lost_node: str, workers: Sequence[str]) -> str:
-        """Return the machine for a worker whose machine was lost: the reachable one with the fewest of `workers`.
+    def choose_replacement(self, lost_node: str, workers: Sequence[str]) -> str:
+        """Return the machine for a worker of a lost machine: the reachable one with the fewest workers.
 
-        The lost machine is kept if it is reachable again, or if there is no other.
+        `workers` are the machines of the other workers. The lost machine is returned if it is reachable again, or if no
+        other one is.
         """
         count = Counter(workers)
         others = sorted(

@@ -16,7 +16,7 @@ from ..errors import LaunchError
 from ..io.checkpoint.snapshots import SUPERVISOR_VARIABLE
 from ..system import memory, threads
 from ..system.heartbeat import SUPERVISOR
-from ..system.job import GENERATION, LAUNCHED, STARTED
+from ..system.job import GENERATION, JOB_START_TIME, LAUNCHED_RANKS
 from ..terminal.console import say
 from . import pinning
 from .cleanup import job_folders
@@ -33,7 +33,7 @@ MIN_RANK_BYTES = 64 << 20
 """Memory of a rank that has loaded only its libraries, in bytes."""
 FORCE_HINT = "--force starts them anyway"
 _FORWARDED_VARIABLES = (
-    SUPERVISOR, LAUNCHED, STARTED, GENERATION, SUPERVISOR_VARIABLE, *threads.THREAD_COUNT_VARIABLES,
+    SUPERVISOR, LAUNCHED_RANKS, JOB_START_TIME, GENERATION, SUPERVISOR_VARIABLE, *threads.THREAD_COUNT_VARIABLES,
     "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES",
 )  # fmt: skip
 _SUPERVISOR_OPTIONS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait", "--spares")
@@ -65,7 +65,7 @@ def launch(
     with place_job(arguments, mpirun, ranks) as placement:
         env = rank_environment(mpirun, ranks, os.environ, pin_ranks=placement is None) | {**(variables or {})}
         if arguments.begun is not None:
-            env[STARTED] = str(arguments.begun)
+            env[JOB_START_TIME] = str(arguments.begun)
         addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
         with job_folders(mpirun, env) as job, Monitor(ranks, addresses, arguments.lease or LEASE) as monitor:
             env |= {**job.environment, **monitor.environment}
@@ -169,7 +169,7 @@ def rank_args(arguments: argparse.Namespace) -> list[str]:
 
 def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ranks: bool = True) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads set by the user is kept and determines pinning."""
-    variables = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
+    variables = {**mpirun.environment(), **env, LAUNCHED_RANKS: str(ranks), JOB_START_TIME: str(time.time())}
     if not threads.is_set_by_user(env):
         variables.update(dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(threads.threads_per_rank(ranks))))
     variables |= pinning.pinning_environment(ranks, variables) if pin_ranks else {}

@@ -13,7 +13,7 @@ from typing import Any
 from ..cluster import ResourceSpec
 from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, fill_hosts, find_unusable_hosts, slots_by_node
 from ..errors import LaunchError, UserError
-from ..system.job import LAUNCHED, Job
+from ..system.job import LAUNCHED_RANKS, Job
 from ..terminal.console import counted, say
 
 COOL_DOWN = 60.0
@@ -64,7 +64,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
     LaunchError
         The options contradict each other or the hosts.
     """
-    if job is not None and LAUNCHED in os.environ:
+    if job is not None and LAUNCHED_RANKS in os.environ:
         return  # a rank: resolved by its supervisor
     elastic, hosts = arguments.elastic, arguments.hosts_from
     if hosts is not None:

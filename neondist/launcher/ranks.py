@@ -99,7 +99,7 @@ def run_on_ranks(
 
 
 def start_script(arguments: argparse.Namespace) -> int:
-    """Run a script on all ranks under mpirun, with restarts after losses if enabled; return the exit code."""
+    """Run a script on all ranks under mpirun, with restarts after failures if enabled; return the exit code."""
     if detect_job(os.environ) is not None:
         raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
     members.resolve_host_options(arguments, None)

@@ -99,7 +99,7 @@ class WorkerProcesses:
         """Description of the restarts of workers and services."""
         services = sum(service.restarts for service in self._services)
         suffix = f" and {counted(services, 'service')}" if services else ""
-        return f"{counted(sum(self._restart_counts.values()), 'worker')}{suffix} started again"
+        return f"{counted(sum(self._restart_counts.values()), 'worker')}{suffix} restarted"
 
     def forward_signal(self, name: str) -> None:
         """Pass a signal on to all workers."""
@@ -174,11 +174,11 @@ class WorkerProcesses:
         return None if self._exit_codes[index] in (0, STOPPED_EXIT_CODE) else code
 
     def _restart_worker(self, index: int, worker: _Worker, code: int) -> int | None:
-        losses = self._restart_counts.get(index, 0)
-        if losses == MAX_RESTARTS:
+        restarts = self._restart_counts.get(index, 0)
+        if restarts == MAX_RESTARTS:
             say(f"error: worker {index} was killed {MAX_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
-        self._restart_counts[index] = losses + 1
+        self._restart_counts[index] = restarts + 1
         if code == UNREACHABLE_CODE and self._elastic_slots is not None:
             self._report_change(-1, f"{worker.host} cannot be reached")
             del self._workers[index]
@@ -187,9 +187,9 @@ class WorkerProcesses:
         cause, location = describe_exit_cause(code, worker.host), ""
         if code == UNREACHABLE_CODE:
             hosts = [other.host for other in self._workers.values() if other is not worker]
-            worker.host = self._nodes.replace(worker.host, hosts)
+            worker.host = self._nodes.choose_replacement(worker.host, hosts)
             location = f" on {worker.host}"
-        say(f"worker {index} was killed ({cause}); started again{location}", sys.stderr)
+        say(f"worker {index} was killed ({cause}); restarted{location}", sys.stderr)
         self._log_event("restart", worker=index, cause=cause, host=worker.host)
         worker.process = self._start(index, worker.host, True)
         return None

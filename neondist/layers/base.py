@@ -268,7 +268,7 @@ class Layer(LayerDescription):
         """
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return this rank's part of a reduction before `backward`."""
+        """Return this rank's part of a reduction before `backward`, which receives the result as `ctx.reduced`."""
 
     def finish_scattered_output(self, ctx: StepContext, y: Any) -> Any:
         """Return the outputs, for layers with `scattered_output_array`, given the sum y of all tiles' contributions."""

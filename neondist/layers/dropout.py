@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..registry.ranges import Share
+from ..registry.ranges import UnitInterval
 from .base import Dist, Layer
 from .context import StepContext
 
@@ -20,7 +20,7 @@ class DropoutLayer(Layer):
     saved_bytes_and_elements = (1, 0)
     step_dependent = True
 
-    def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
+    def __init__(self, rate: UnitInterval = 0.5, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.rate = rate
 

@@ -28,7 +28,7 @@ class L2PoolingLayer(PoolingLayer):
         ratio = dy / ctx.xp.where(ctx.root > 0, ctx.root, inf)
         return self._half_gradient_of_square_sums(ctx.view, ratio)
 
-    def window_sums_of_squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
+    def window_sums_of_squares_with_view(self, x: Any, phase: Phase) -> tuple[Any, Any]:
         """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
 
         They cover only owned cells, even if a segment of layers also computes others.
@@ -37,7 +37,7 @@ class L2PoolingLayer(PoolingLayer):
         return self._window_square_sums(view)[self._owned_output_slices], view
 
     def window_sums_of_squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
-        """Return the gradient of the input of `window_sums_of_squares`, given that of the sums; collective."""
+        """Return the gradient of x, given that of the sums; collective."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._owned_output_slices] = 2 * dsums
         return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, by_cell), phase)

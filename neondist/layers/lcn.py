@@ -15,7 +15,7 @@ from ..registry import suggest
 from ..registry.ranges import Positive
 from .base import Dist, Layer, Shape
 from .context import StepContext
-from .lcn_window import Halos, LocalView, LocalWindow, centred_slices
+from .lcn_window import Halos, LocalArray, LocalWindow, centred_slices
 from .reduction import Reduction
 
 _MAX_NOISE_ULPS = 8
@@ -129,11 +129,11 @@ class LCNLayer(Layer):
     def _exchanged_array(self) -> GlobalArray:
         return self.register_array((*self.input_shape[:-1], 1), self.local.window_over(self.input_shape))
 
-    def _local_view(self, stages: int) -> LocalView:
+    def _local_view(self, stages: int) -> LocalArray:
         """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
         region = self.local.window_over(self.input_shape, stages).needs(self.tile)
         # reflected cells stay reflected: the weights are symmetric
-        return LocalView(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
+        return LocalArray(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""

@@ -61,8 +61,8 @@ class LocalWindow:
         return min(elements, key=elements.__getitem__)
 
 
-class LocalView:
-    """Replaces an exchanged array whose neighbours are in the view already; zeroes cells outside the image in place.
+class LocalArray:
+    """Counterpart of a GlobalArray for arrays that need no exchange; zeroes cells outside the image in place.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Base of pooling layers."""
+"""Base class of pooling layers, and max pooling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .context import StepContext
 
 
 class PoolingLayer(Layer):
-    """Base of the pooling layers: a window, one value for each channel.
+    """Base class of pooling layers, which reduce each window to one value per channel.
 
     Input (N, *spatial, C), output (N, *spatial', C), both local to this rank.
 
@@ -60,7 +60,7 @@ class PoolingLayer(Layer):
 
 
 class MaxPoolingLayer(PoolingLayer):
-    """Maximum over each window, ignoring padding; of equal values the first in row-major order is taken."""
+    """Maximum over each window, ignoring padding; ties go to the first cell in row-major order."""
 
     saves_input = saves_output = False
     can_apply_relu_gradient = True

@@ -97,7 +97,7 @@ class Autoencoder:
         x = self.stage_input(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
-        pooled, self.pooled_view = self.pool.window_sums_of_squares(self.z, self.phase)
+        pooled, self.pooled_view = self.pool.window_sums_of_squares_with_view(self.z, self.phase)
         return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
@@ -190,11 +190,11 @@ class PretrainingStep(LayerStep):
 
 
 class NoPooling:
-    """Replaces the pooling layer of a stage without one."""
+    """Identity in place of the pooling layer of a stage without one."""
 
     arrays = ()
 
-    def window_sums_of_squares(self, z: Any, phase: Phase) -> tuple[Any, Any]:
+    def window_sums_of_squares_with_view(self, z: Any, phase: Phase) -> tuple[Any, Any]:
         """Return z², and z."""
         return z * z, z
 

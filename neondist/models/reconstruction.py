@@ -49,6 +49,6 @@ class ReconstructionCost:
         """Return the gradient of `local_sum` with respect to the pooled squares."""
         return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
 
-    def terms_per_sample(self, shape: Any) -> int:
+    def denominator_per_sample(self, shape: Any) -> int:
         """Return 1, since the cost of a sample is a sum over its cells."""
         return 1

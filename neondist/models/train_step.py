@@ -199,7 +199,7 @@ class ModelStep(LayerStep):
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
             part_value = part.local_sum(y, targets, total)
             observers.on_value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
-            slope = part.gradient(y, targets, total)
+            slope = part.local_sum_gradient(y, targets, total)
             observers.on_value(None, "gradient of the cost", slope)
             value = value + scale * part_value
             slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))

@@ -75,7 +75,7 @@ class Trainable(Protocol):
         """Run one step, and return the mean cost over the global batch; NaN if it was skipped."""
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
-        """Return this rank's outputs and targets for metrics, and its part of the cost, in inference mode.
+        """Return this rank's outputs, targets, and part of the cost summed over samples, in inference mode.
 
         For a cost of several parts, a list with that of each.
         """

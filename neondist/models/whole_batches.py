@@ -67,19 +67,19 @@ class _WholeBatchModel(DistributedMixin, Model):
         return super().gather_input(super().bprop(super().scatter_output(dy)))
 
     def scatter(self, images: Any) -> Any:
-        """Return the whole images."""
+        """Return the argument unchanged: arrays are whole already."""
         return images
 
     def gather(self, y: Any) -> Any:
-        """Return the whole output."""
+        """Return the argument unchanged, as `scatter` does."""
         return y
 
     def scatter_output(self, dy: Any) -> Any:
-        """Return the whole gradient of the output."""
+        """Return the argument unchanged, as `scatter` does."""
         return dy
 
     def gather_input(self, dx: Any) -> Any:
-        """Return the whole gradient of the input."""
+        """Return the argument unchanged, as `scatter` does."""
         return dx
 
     def __str__(self) -> str:

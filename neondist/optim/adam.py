@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..registry.ranges import NotNegative, Positive, Share
+from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .base import Optimizer, update_running_mean
 from .flat import FlatLayout, block_slices
 
 
 class Adam(Optimizer):
-    """Adaptive moments (Kingma and Ba 2015), as `torch.optim.Adam`.
+    """Adaptive moments (Kingma and Ba 2015), equivalent to `torch.optim.Adam`.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ class Adam(Optimizer):
         self,
         learning_rate: NotNegative = 1e-3,
         *,
-        beta1: Share = 0.9,
-        beta2: Share = 0.999,
+        beta1: UnitInterval = 0.9,
+        beta2: UnitInterval = 0.999,
         eps: Positive = 1e-8,
         **kwargs: Any,
     ) -> None:
@@ -79,14 +79,14 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as `torch.optim.AdamW`.
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), equivalent to `torch.optim.AdamW`.
 
     Parameters
     ----------
     learning_rate, beta1, beta2, eps
         As in Adam.
     weight_decay : float
-        Each step subtracts the learning rate times this factor of the parameters.
+        Each step subtracts learning_rate x weight_decay x parameter.
     **kwargs
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
@@ -100,15 +100,15 @@ class AdamW(Adam):
 class LAMB(Adam):
     """LAMB: Adam with steps scaled to the norm of each parameter, for large batches (You et al. 2020).
 
-    The step, including weight decay, is scaled by the ratio of the parameter's norm to its own norm, both computed over
-    all ranks that own parts; if either is 0, the scale is 1.
+    The step, including weight decay, is scaled by the ratio of the parameter's norm to the norm of the step, both
+    computed over all ranks that own parts; if either is 0, the scale is 1.
 
     Parameters
     ----------
     learning_rate, beta1, beta2, eps
         As in Adam.
     weight_decay : float
-        Factor of the parameters that is added to the step.
+        Coefficient of the decay term, which is added to the step.
     **kwargs
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
@@ -140,9 +140,9 @@ class LAMB(Adam):
     def update_whole_parameters(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
         """Apply the scaled directions."""
         xp = namespace(params)
-        sizes, lengths = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
-        both = (sizes > 0) & (lengths > 0)
-        trust = xp.where(both, sizes / xp.where(both, lengths, 1.0), 1.0)
+        param_norms, update_norms = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
+        both = (param_norms > 0) & (update_norms > 0)
+        trust = xp.where(both, param_norms / xp.where(both, update_norms, 1.0), 1.0)
         factors = (rate * trust).astype(params.dtype)
         for at, (start, stop) in enumerate(layout.spans):
             for block in block_slices(params, start, stop):
@@ -150,5 +150,5 @@ class LAMB(Adam):
                 params[block] -= grads[block]
 
     def num_reduced_norms(self, num_partitioned: int) -> int:
-        """Return the number for other optimisers, plus two norms per parameter."""
+        """Return the number of norms that other optimisers reduce, plus two per parameter."""
         return super().num_reduced_norms(num_partitioned) + 2 * num_partitioned

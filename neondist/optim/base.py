@@ -12,7 +12,7 @@ from ..arrays.namespace import namespace
 from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.arguments import type_checked
-from ..registry.ranges import NotNegative, Positive, Share
+from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .flat import FlatLayout, block_size
 from .schedule import Schedule
 
@@ -90,7 +90,7 @@ class Optimizer(Scheduled, Registered, ABC):
         weight_decay: NotNegative = 0.0,
         decay_all: bool = True,
         clip_norm: Positive | None = None,
-        ema: Share | None = None,
+        ema: UnitInterval | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)

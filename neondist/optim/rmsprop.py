@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.namespace import namespace
-from ..registry.ranges import NotNegative, Positive, Share
+from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .base import Optimizer, update_running_mean
 
 
 class RMSprop(Optimizer):
-    """Gradients over the root of their running mean square (Hinton 2012), as `torch.optim.RMSprop`.
+    """Gradients over the root of their running mean square (Hinton 2012), equivalent to `torch.optim.RMSprop`.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class RMSprop(Optimizer):
         self,
         learning_rate: NotNegative = 0.01,
         *,
-        alpha: Share = 0.99,
-        momentum: Share = 0.0,
+        alpha: UnitInterval = 0.99,
+        momentum: UnitInterval = 0.0,
         centered: bool = False,
         eps: Positive = 1e-8,
         **kwargs: Any,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.ranges import Count, Index, Positive, Share
+from ..registry.ranges import Count, Index, Positive, UnitInterval
 
 
 class Schedule(Registered, ABC):
@@ -60,7 +60,7 @@ class CosineDecay(Schedule):
         Final factor, in [0, 1).
     """
 
-    def __init__(self, epochs: Count, floor: Share = 0.0) -> None:
+    def __init__(self, epochs: Count, floor: UnitInterval = 0.0) -> None:
         self.epochs, self.floor = int(epochs), float(floor)
 
     def check_epochs(self, epochs: int) -> None:
@@ -86,7 +86,7 @@ class Warmup(Schedule):
         Default: constant learning rate.
     """
 
-    def __init__(self, epochs: Positive, start: Share = 0.01, then: Schedule | None = None) -> None:
+    def __init__(self, epochs: Positive, start: UnitInterval = 0.01, then: Schedule | None = None) -> None:
         self.epochs, self.start, self.then = float(epochs), float(start), then
 
     def check_epochs(self, epochs: int) -> None:
@@ -130,10 +130,10 @@ class OneCycle(Schedule):
     def __init__(
         self,
         epochs: Count,
-        rise: Share = 0.3,
-        start: Share = 0.04,
-        floor: Share = 4e-6,
-        momentum: tuple[Share, Share] | None = None,
+        rise: UnitInterval = 0.3,
+        start: UnitInterval = 0.04,
+        floor: UnitInterval = 4e-6,
+        momentum: tuple[UnitInterval, UnitInterval] | None = None,
     ) -> None:
         self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
         self.momentum = momentum
@@ -179,12 +179,12 @@ class Plateau(Schedule):
 
     def __init__(
         self,
-        factor: Share = 0.1,
+        factor: UnitInterval = 0.1,
         patience: Index = 10,
         *,
-        threshold: Share = 1e-4,
+        threshold: UnitInterval = 1e-4,
         cooldown: Index = 0,
-        floor: Share = 0.0,
+        floor: UnitInterval = 0.0,
     ) -> None:
         self.drop_factor, self.patience, self.threshold = float(factor), int(patience), float(threshold)
         self.cooldown, self.floor = int(cooldown), float(floor)

@@ -6,12 +6,12 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..errors import ConfigError
-from ..registry.ranges import NotNegative, Share
+from ..registry.ranges import NotNegative, UnitInterval
 from .base import Optimizer
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum, as `torch.optim.SGD` (dampening 0).
+    """Gradient descent with momentum, equivalent to `torch.optim.SGD` (dampening 0).
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class SGD(Optimizer):
         self,
         learning_rate: NotNegative = 0.01,
         *,
-        momentum: Share = 0.0,
+        momentum: UnitInterval = 0.0,
         nesterov: bool = False,
         **kwargs: Any,
     ) -> None:

@@ -13,7 +13,7 @@ from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Machine, MachineProfile
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, segment_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, overhead_seconds
 from .segments import Members, is_pointwise, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
@@ -55,7 +55,7 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
 def machine_profile_for(
     machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
 ) -> MachineProfile:
-    """Return the profile of a machine for the tiles of a grid and the samples of its fullest replica.
+    """Return the profile of a machine for the tiles of a grid and the samples of its largest replica.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class _SegmentSearch:
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
                 alone = [PlacedLayer(node.leaves[0], shape)]
-                halo_seconds = sum(segment_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
+                halo_seconds = sum(overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
                 choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
         return choices
 
@@ -127,16 +127,16 @@ class _SegmentSearch:
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
-            options.append(("halo", segment_seconds(self.profile, alone, self.grid, backward)))
+            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
             if backward:
                 options.append(("halo(backward=gather)", [gather_seconds(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
-            costs = segment_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
+            costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
             options.append((f"deep_halo(layers={last - first + 1})", self._fold_costs(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
-            costs = segment_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            costs = overhead_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
             options.append((text, self._fold_costs(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 

@@ -29,7 +29,7 @@ class LayerCosts:
     ----------
     max_sent_bytes, total_sent_bytes : bytes of halos, forward and backward, of the busiest rank and of all ranks
     parameters : number of parameter elements
-    memory : bytes on the fullest rank, without scratch space of kernels
+    memory : maximum bytes on a rank, without scratch space of kernels
     """
 
     max_sent_bytes: int = 0

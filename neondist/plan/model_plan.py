@@ -122,7 +122,7 @@ class ModelPlan(Protocol):
         """Return a lower bound of the bytes that a rank reads and writes in a training step."""
 
     def memory_by_layer(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each layer or step and its bytes on the fullest rank."""
+        """Yield the name of each layer or step and its maximum bytes on a rank."""
 
     def table(self) -> Any:
         """Return the plan for a rich console: a table, totals, and a legend."""

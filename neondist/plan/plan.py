@@ -199,7 +199,7 @@ class Plan(Sequence[LayerPlan]):
         batch_group, sample_group = reduction_group(tiled, replicas=True), reduction_group(tiled, replicas=False)
         has_group, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
         parts = [part for _, part in parts_of(self.training.cost)]
-        sums = sum(part.reduced_per_sample(self.output_shape) for part in parts)
+        sums = sum(part.reduced_elements_per_sample(self.output_shape) for part in parts)
         nbytes[LOSS] = 8 * (
             has_group * (1 + sum(part.has_weighted_mean for part in parts)) + per_sample * samples * sums
         )
@@ -398,7 +398,7 @@ class Plan(Sequence[LayerPlan]):
         return costs
 
     def memory_by_layer(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each layer and its bytes on the fullest rank."""
+        """Yield the name of each layer and its maximum bytes on a rank."""
         for plan, costs in zip(self, self.costs(), strict=True):
             yield plan.name, costs.memory
 

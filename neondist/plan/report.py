@@ -20,11 +20,11 @@ LEGEND = """\
 tile: output cells of a rank; view: input cells that they depend on, with padding
 halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
-memory: view, its gradient, parameters and optimiser state on the fullest rank;
+memory: view, its gradient, parameters and optimiser state on the rank using most memory;
 a layer writes its outputs into the view of the next one"""
-_BYTE_COLUMNS = {"sent, most": "max_sent_bytes", "sent, all": "total_sent_bytes", "summed": "summed"}
-LOCAL_HEAD = "on a rank"
-LOCAL_LEGEND = f"\n{LOCAL_HEAD}: parameters on the fullest rank; each rank keeps those of its own tile"
+_BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "summed"}
+LOCAL_HEAD = "parameters/rank (max)"
+LOCAL_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the parameters of its own tile"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def layer_table(
     Parameters
     ----------
     peak : int
-        Bytes for views and gradients on the fullest rank.
+        Maximum bytes for views and gradients on a rank.
     sums : dict of text to dict of name to int
         Bytes per layer on a rank of the largest replica, by heading.
     pretraining : tuples of name, int, int
@@ -91,7 +91,7 @@ def layer_table(
 
     shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], left=5)
     notes = [
-        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the fullest rank",
+        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using most memory",
         *filter(None, [streamed]),
         *(f"{heading} {_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
@@ -186,8 +186,8 @@ def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> li
     )
     return [
         Column("halo", halo),
-        Column("sent, most", [format_size(c.max_sent_bytes) for c in costs], format_size(total.max_sent_bytes)),
-        Column("sent, all", [format_size(c.total_sent_bytes) for c in costs], format_size(total.total_sent_bytes)),
+        Column("sent (max)", [format_size(c.max_sent_bytes) for c in costs], format_size(total.max_sent_bytes)),
+        Column("sent (total)", [format_size(c.total_sent_bytes) for c in costs], format_size(total.total_sent_bytes)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
         *([kept] if any(max(p.parameters_by_tile) < p.parameters for p in plans) else []),
         Column("memory", [format_size(c.memory) for c in costs], format_size(total.memory)),

@@ -12,7 +12,7 @@ from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..system.machine import MachineProfile
 from .graph import Graph
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, segment_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, overhead_seconds
 
 Shape = tuple[int, ...]
 Members: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -95,7 +95,7 @@ def _plan_segments(profile: MachineProfile, links: Members, grid: GridShape, bac
         if last > first and not all(can_join[places[first] : places[last] + 1]):
             return inf
         segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(segment_seconds(profile, segment, grid, backward or first > 0))
+        return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
 
     for first, last in cheapest_ranges(cost, len(places)):
         if last > first:

@@ -59,7 +59,7 @@ Count: TypeAlias = Annotated[int, at_least(1)]
 Index: TypeAlias = Annotated[int, at_least(0)]
 Positive: TypeAlias = Annotated[float, above(0)]
 NotNegative: TypeAlias = Annotated[float, at_least(0)]
-Share: TypeAlias = Annotated[float, at_least(0, below=1)]
+UnitInterval: TypeAlias = Annotated[float, at_least(0, below=1)]
 
 
 def require_real(field: str, value: Any, low: float, exclude_low: bool = False) -> float:

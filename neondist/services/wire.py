@@ -167,8 +167,8 @@ class ServiceHost:
         self.address = f"{host}:{port}"
         self._server.start()
 
-    def wait(self) -> None:
-        """Wait until the host is stopped or the process is interrupted."""
+    def wait_until_stopped(self) -> None:
+        """Block until the host is stopped or the process is interrupted."""
         self._server.wait_for_termination()
 
     def stop(self, grace: float = 1.0) -> None:

@@ -162,12 +162,12 @@ class EvaluationRecorder:
                 hook.set_run_folder(folder)
                 hook.step_field = "step"
         world = run.grid.world
-        records: list[Record] = []
+        existing_records: list[Record] = []
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
-                records = read_records(folder / METRICS_FILE, continued=True)
-        run.history = world.bcast(records)
+                existing_records = read_records(folder / METRICS_FILE, continued=True)
+        run.history = world.bcast(existing_records)
 
     @property
     def last_step(self) -> int:
@@ -182,7 +182,7 @@ class EvaluationRecorder:
     def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> Record:
         """Pass the results of a checkpoint to the hooks; collective."""
         run = self.run
-        run.epoch, run.samples_seen = progress.epoch, progress.seen
+        run.epoch, run.samples_seen = progress.epoch, progress.samples_seen
         run.history.append(Record(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
         for hook in self.hooks:
             hook.after_epoch(run)

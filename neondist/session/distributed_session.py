@@ -175,7 +175,7 @@ class DistributedSession:
         self._require_open()
         return self._role.should_stop()
 
-    def request_stop(self, reason: str = "the script has asked for it") -> None:
+    def request_stop(self, reason: str = "requested by the script") -> None:
         """Request, on one or several ranks, that all ranks stop after the current or next step.
 
         Until then `should_stop` returns False on all ranks.
@@ -226,7 +226,9 @@ class DistributedSession:
 
     def _require_training(self) -> TrainingRole:
         if not isinstance(self._role, TrainingRole):
-            raise ConfigError("batches: are for training; an evaluator reads its data in the function passed to run")
+            raise ConfigError(
+                "batches, batch_size: only for training; an evaluator has its data in the function passed to run"
+            )
         return self._role
 
     def _require_open(self) -> None:

@@ -34,7 +34,7 @@ class SyncCosts:
     seconds : float
         Time of collectives and of the update.
     held_bytes : int
-        Bytes of parameters, gradients and the optimiser's arrays on the fullest rank.
+        Bytes of parameters, gradients and the optimiser's arrays on the rank with the most.
     """
 
     seconds: float

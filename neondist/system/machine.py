@@ -16,8 +16,8 @@ from ..io.regular_file import read_bytes
 
 DEFAULT_SPEED = 2e10
 """Default floating point operations per second of a rank."""
-DEFAULT_SAMPLES = 32
-"""Default number of samples of a replica in a step."""
+DEFAULT_SAMPLES_PER_REPLICA = 32
+"""Default batch size of a replica."""
 _EXAMPLES_HINT = "docs/predicting.md has two examples"
 
 
@@ -29,7 +29,7 @@ class MachineProfile:
     ----------
     latency, bandwidth : seconds a message, bytes a second
     speed : floating point operations a second of one rank
-    samples : samples of a replica in a step
+    samples : batch size of a replica
     itemsize : bytes of a number
     cell_seconds : by layer's name
         Measured seconds of a training step per output cell and sample; `speed` applies to the other layers.
@@ -38,7 +38,7 @@ class MachineProfile:
     latency: float = 2e-5
     bandwidth: float = 5e9
     speed: float = DEFAULT_SPEED
-    samples: int = DEFAULT_SAMPLES
+    samples: int = DEFAULT_SAMPLES_PER_REPLICA
     itemsize: int = 4
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
 

@@ -123,7 +123,7 @@ def _format_score(number: str, value: float) -> str:
 
 
 def read_records(path: Path, continued: bool = False) -> list[Record]:
-    """Return the records of a metrics.jsonl; DataError if there are none, or one cannot be read.
+    """Return the records of a log such as metrics.jsonl; DataError if there are none, or one is invalid.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
-            raise DataError(f"{path}:{at}: is not a record of an epoch; remove the line, or continue with --resume")
+            raise DataError(f"{path}:{at}: is no record, a JSON object with an integer 'epoch'; remove the line")
         records.append(Record.upgrade(values))
     if not records and not continued:
         raise DataError(f"{path}: no epoch is complete yet; wait for the first")

@@ -46,7 +46,7 @@ def test_sleeping_rank_is_reported(folder, pids):
     code, _, err = run_command(build_command("run", *words), folder)
     assert code == 1
     assert re.search(r"^rank 0 of 2: no progress for 5 s .*, step 3: .*waits in ", err, re.M)
-    pattern = r"^rank 1 of 2: .* forward pass of layer 'conv1': waits for no other rank, most recent call"
+    pattern = r"^rank 1 of 2: .* forward pass of layer 'conv1': is not waiting for another rank, most recent call"
     assert re.search(pattern, err, re.M)
     assert re.search(r'^  File ".*sleepy.py", line \d+ in fprop$', err, re.M)
     assert await_end(pids()) == []

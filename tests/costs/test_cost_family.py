@@ -40,10 +40,10 @@ def compute_mean(cost, y, targets):
         divisor = (
             part.local_denominator(y.shape, targets)
             if part.has_weighted_mean
-            else len(y) * part.terms_per_sample(y.shape[1:])
+            else len(y) * part.denominator_per_sample(y.shape[1:])
         )
         value += factor * part.local_sum(y, targets) / divisor
-        gradient = gradient + factor * part.gradient(y, targets) / divisor
+        gradient = gradient + factor * part.local_sum_gradient(y, targets) / divisor
     return value, gradient
 
 
@@ -116,7 +116,7 @@ def test_label_costs_match_torch(name, shape):
     np.testing.assert_array_equal(y, original)
     if len(cost.parts) > 1:  # the mean times the number of samples
         assert cost.local_sum(y, labels) / len(y) == pytest.approx(loss, rel=1e-12)
-        np.testing.assert_allclose(cost.gradient(y, labels) / len(y), gradient, rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(cost.local_sum_gradient(y, labels) / len(y), gradient, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -188,12 +188,12 @@ def test_bce_of_labels():
 def test_empty_and_fully_ignored_targets(cost):
     for shape in ((0, 4), (3, 0, 2, 4)):
         assert cost.local_sum(np.zeros(shape), np.zeros(shape[:-1], int)) == 0
-        assert cost.gradient(np.zeros(shape), np.zeros(shape[:-1], int)).shape == shape
+        assert cost.local_sum_gradient(np.zeros(shape), np.zeros(shape[:-1], int)).shape == shape
     if cost.ignore_index is not None:
         y, void = draw_scores((2, 3, 4))[0], np.full((2, 3), VOID)
         assert cost.local_sum(y, void) == 0
-        assert not cost.gradient(y, void).any()
-        assert cost.gradient(y.astype("f4"), void).dtype == "f4"
+        assert not cost.local_sum_gradient(y, void).any()
+        assert cost.local_sum_gradient(y.astype("f4"), void).dtype == "f4"
 
 
 COSTS = {
@@ -304,4 +304,5 @@ def test_device_results_match_the_host(name):
         assert float(part.local_sum(device_array, targets)) == pytest.approx(
             float(part.local_sum(y, targets)), rel=1e-13
         )
-        np.testing.assert_allclose(to_host(part.gradient(device_array, targets)), part.gradient(y, targets), rtol=1e-12)
+        gradient = part.local_sum_gradient(y, targets)
+        np.testing.assert_allclose(to_host(part.local_sum_gradient(device_array, targets)), gradient, rtol=1e-12)

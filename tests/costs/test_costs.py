@@ -37,9 +37,9 @@ def test_cross_entropy_matches_torch(shape, dense):
     targets = draw_probabilities(shape) if dense else labels
     loss, gradient = compute_torch_cross_entropy(y, targets)
     cost = CrossEntropy()
-    terms = shape[0] * cost.terms_per_sample(shape[1:])
+    terms = shape[0] * cost.denominator_per_sample(shape[1:])
     assert cost.local_sum(y, targets) / terms == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(cost.gradient(y, targets) / terms, gradient, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(cost.local_sum_gradient(y, targets) / terms, gradient, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
@@ -51,7 +51,7 @@ def test_gradient_matches_finite_differences(cost, shape, dense):
     direction = np.random.default_rng(2).normal(size=shape)
     step = 1e-5
     slope = (cost.local_sum(y + step * direction, targets) - cost.local_sum(y - step * direction, targets)) / (2 * step)
-    assert slope == pytest.approx(float((cost.gradient(y, targets) * direction).sum()), rel=1e-7)
+    assert slope == pytest.approx(float((cost.local_sum_gradient(y, targets) * direction).sum()), rel=1e-7)
 
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
@@ -61,9 +61,11 @@ def test_labels_equal_one_hot_vectors(cost, dtype):
     y = y.astype(dtype)
     original, one_hot = y.copy(), np.eye(5, dtype=dtype)[labels]
     assert cost.local_sum(y, labels) == pytest.approx(cost.local_sum(y, one_hot), rel=1e-6)
-    np.testing.assert_allclose(cost.gradient(y, labels), cost.gradient(y, one_hot), rtol=1e-5, atol=1e-6)
-    assert cost.gradient(y, labels).dtype == cost.gradient(y, one_hot).dtype == dtype
-    assert cost.gradient(y, np.eye(5)[labels]).dtype == dtype  # float64 targets do not change the outputs' dtype
+    by_label, by_one_hot = (cost.local_sum_gradient(y, targets) for targets in (labels, one_hot))
+    np.testing.assert_allclose(by_label, by_one_hot, rtol=1e-5, atol=1e-6)
+    assert by_label.dtype == by_one_hot.dtype == dtype
+    # float64 targets do not change the outputs' dtype
+    assert cost.local_sum_gradient(y, np.eye(5)[labels]).dtype == dtype
     np.testing.assert_array_equal(y, original)
 
 
@@ -72,8 +74,8 @@ def test_sums_are_additive_over_parts(cost):
     y, labels = draw_scores((6, 4, 5, 3))
     parts = [(slice(0, 6), slice(0, 1)), (slice(0, 6), slice(1, 4)), (slice(0, 6), slice(4, 4))]
     assert sum(cost.local_sum(y[p], labels[p]) for p in parts) == pytest.approx(cost.local_sum(y, labels), rel=1e-12)
-    joined = np.concatenate([cost.gradient(y[p], labels[p]) for p in parts], axis=1)
-    np.testing.assert_allclose(joined, cost.gradient(y, labels), rtol=1e-13)
+    joined = np.concatenate([cost.local_sum_gradient(y[p], labels[p]) for p in parts], axis=1)
+    np.testing.assert_allclose(joined, cost.local_sum_gradient(y, labels), rtol=1e-13)
 
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
@@ -82,20 +84,20 @@ def test_empty_arrays(cost, shape):
     y = np.zeros(shape, np.float32)
     for targets in (np.zeros(shape[:-1], np.int64), y):
         assert cost.local_sum(y, targets) == 0
-        assert cost.gradient(y, targets).shape == shape
+        assert cost.local_sum_gradient(y, targets).shape == shape
 
 
 def test_cross_entropy_is_stable():
     y = np.array([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
     assert CrossEntropy().local_sum(y, np.array([0, 1])) == pytest.approx(math.log(3))
     assert CrossEntropy().local_sum(y, np.array([1, 1])) == pytest.approx(2e4 + math.log(3))
-    assert np.isfinite(CrossEntropy().gradient(y, np.array([1, 1]))).all()
+    assert np.isfinite(CrossEntropy().local_sum_gradient(y, np.array([1, 1]))).all()
 
 
 def test_cells():
-    assert CrossEntropy().terms_per_sample((10,)) == 1
-    assert CrossEntropy().terms_per_sample((6, 4, 10)) == 24
-    assert SumSquared().terms_per_sample((6, 4, 10)) == 1
+    assert CrossEntropy().denominator_per_sample((10,)) == 1
+    assert CrossEntropy().denominator_per_sample((6, 4, 10)) == 24
+    assert SumSquared().denominator_per_sample((6, 4, 10)) == 1
 
 
 def test_sum_squared_by_hand():
@@ -108,7 +110,7 @@ def test_label_out_of_range(cost, label):
     with pytest.raises(DataError, match=rf"label {label} .*3 classes"):
         cost.local_sum(np.zeros((2, 3)), np.array([0, label]))
     with pytest.raises(DataError, match=rf"label {label} .*3 classes"):
-        cost.gradient(np.zeros((2, 3)), np.array([0, label]))
+        cost.local_sum_gradient(np.zeros((2, 3)), np.array([0, label]))
 
 
 def test_shape_and_dtype_of_targets():

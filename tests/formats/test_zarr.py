@@ -1,4 +1,4 @@
-"""Zarr stores written by zarr, and stores of neondist read by zarr."""
+"""Zarr stores written by zarr, and stores written by neondist and read by zarr."""
 
 import json
 
@@ -17,9 +17,9 @@ from neondist.formats import zarr_store  # noqa: E402
 def test_arrays_written_by_zarr(tmp_path, options):
     array = draw_image((4, 100, 90), "int16")
     names = {} if options["zarr_format"] == 2 else {"dimension_names": ["band", "lat", "lon"]}
-    array_of_zarr = zarr.create_array(str(tmp_path / "a.zarr"), data=array, chunks=(1, 32, 32), **options, **names)
+    zarr_array = zarr.create_array(str(tmp_path / "a.zarr"), data=array, chunks=(1, 32, 32), **options, **names)
     if not names:
-        array_of_zarr.attrs["_ARRAY_DIMENSIONS"] = ["band", "lat", "lon"]
+        zarr_array.attrs["_ARRAY_DIMENSIONS"] = ["band", "lat", "lon"]
     with nd.open_source(tmp_path / "a.zarr") as source:
         assert (source.axes, source.shape, source.chunks) == ("YXC", (100, 90, 4), (32, 32, 1))
         check_source(source, array.transpose(1, 2, 0))

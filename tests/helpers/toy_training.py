@@ -51,7 +51,7 @@ class ToyModel:
         self.scales.append(self.learning_rate_scale)
         self.step, self.bytes_sent = self.step + 1, self.bytes_sent + 10 * batch_size
         y = self.fprop(x)
-        grads = (self.cost.gradient(y, targets) * x.mean(axis=(1, 2))).sum(axis=0) / batch_size
+        grads = (self.cost.local_sum_gradient(y, targets) * x.mean(axis=(1, 2))).sum(axis=0) / batch_size
         self.optimizer.update(self.weights, grads, self.slots, self.step - 1, self.learning_rate_scale)
         return self.cost.local_sum(y, targets) / batch_size
 

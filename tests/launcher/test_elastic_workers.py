@@ -67,7 +67,7 @@ def test_worker_joins_and_leaves(tmp_path, monkeypatch):
     code, out, err = run_in_process(tmp_path, *words)
     finished.set()
     assert code == 0, err
-    assert "applied: 64 records in each of 6 epochs, each once; 0 workers started again" in out, err
+    assert "applied: 64 records in each of 6 epochs, each once; 0 workers restarted" in out, err
     assert "workers: 1 -> 2 (slots are free)\n" in err
     assert "workers: 2 -> 1 (another job waits)\n" in err
     assert read_scalings(tmp_path / "run") == [(1, 2), (2, 1)]

@@ -119,7 +119,7 @@ def test_run_survives_lost_processes_and_a_lost_node(folder, nodes):
     assert job.returncode == 0, err
     assert "applied: 48 records in each of 4 epochs, each once" in out
     assert "parameter server 1 was killed (SIGKILL); restarted" in err
-    assert "worker 1 was killed (SIGKILL); started again\n" in err
+    assert "worker 1 was killed (SIGKILL); restarted\n" in err
     assert "nodeC cannot be reached; continuing without it, from the servers' checkpoint" in err
     assert not nodes.processes()
 
@@ -169,12 +169,12 @@ def test_workers_over_sshd_in_two_environments(folder, tmp_path):
         (folder / "hold").touch()  # keeps the training from ending
         (session,) = servers.sessions("nodeB", "run")
         session.kill()
-        wait_until(lambda: [environment for environment in servers.sessions("nodeB", "run") if environment != session])
+        wait_until(lambda: [other for other in servers.sessions("nodeB", "run") if other != session])
         job.send_signal(signal.SIGTERM)
         (folder / "hold").unlink()
         _, err = communicate(job, 60)
         assert job.returncode == 75, err
-        assert "worker 1 was killed (connection to nodeB lost); started again on nodeB\n" in err
+        assert "worker 1 was killed (connection to nodeB lost); restarted on nodeB\n" in err
         wait_until(lambda: not any(servers.sessions(node, word) for node in venvs for word in ("run", "ps")))
         arguments = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, *words, "--resume"
         job = start_command(build_command(*arguments), folder, **servers.host_list_env)
@@ -185,7 +185,7 @@ def test_workers_over_sshd_in_two_environments(folder, tmp_path):
             job.kill()
         servers.end()
     assert job.returncode == 0, err
-    assert "applied: 48 records in each of 4 epochs, each once; 0 workers started again" in out
+    assert "applied: 48 records in each of 4 epochs, each once; 0 workers restarted" in out
     assert re.findall(r"(?m)^epoch (\d)/4 ", out)[-1:] == ["4"]
     assert (folder / "runs of it").read_text() == "run\n"
 
@@ -258,16 +258,16 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
 
 def test_workers_of_a_lost_node_are_distributed(monkeypatch):
     """Move a worker to the reachable node with the fewest workers, if any."""
-    answering = {"a", "b", "c"}
-    monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in answering)
+    reachable = {"a", "b", "c"}
+    monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in reachable)
     nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
-    assert nodes.replace("b", ["a", "a", "c"]) == "b"
-    answering -= {"b"}
-    assert nodes.replace("b", ["a", "a", "c"]) == "c"
-    answering -= {"c"}
-    assert nodes.replace("b", ["a", "a", "c"]) == "a"
-    answering.clear()
-    assert nodes.replace("b", ["a", "a", "c"]) == "b"
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
+    reachable -= {"b"}
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "c"
+    reachable -= {"c"}
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "a"
+    reachable.clear()
+    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
     nodes.drop_node("a")
     assert nodes.workers == ["b", "b", "c", "c", "b"]
     nodes.drop_node("b")

@@ -37,7 +37,7 @@ def test_simultaneous_losses_are_replaced_in_one_restart(folder, capsys):
     assert "generation 1: 3 ranks on a:1, b:1, c:1; 2 of 2 spare slots\n" in out
     assert "restart 1 of 2: a, c lost; a, c are left out for 60 s; starting over, on 3 ranks\n" in out
     assert out.count("none left") == 1
-    assert "0 of 2 spare slots: none left; the next loss shrinks the run\n" in out
+    assert "0 of 2 spare slots: none left; the next failure reduces the number of ranks\n" in out
 
 
 def test_added_hosts_become_spares_first(folder):
@@ -53,7 +53,7 @@ def test_spares_of_a_fixed_size_run(folder, capsys):
     script.write_hosts("a:2 b:2 c:2")
     assert script.run("--spares", "2") == 0
     assert script.started == [{"a": 2, "b": 2}, {"a": 2, "c": 2}]
-    assert "none left; the next loss suspends the run until hosts are available" in capsys.readouterr().out
+    assert "none left; the next failure suspends the run until there are hosts" in capsys.readouterr().out
 
 
 @settings(max_examples=40, deadline=None)

@@ -120,7 +120,7 @@ def test_two_jobs_share_six_slots(start_job):
     first.wait([0, 1, 2, 3])
     assert first.started[-1] == (3, True), "worker continues in its folder"
     first.end()
-    assert (first.code, first.pool.restart_summary) == (0, "0 workers started again")
+    assert (first.code, first.pool.restart_summary) == (0, "0 workers restarted")
 
 
 def test_changing_numbers_of_slots(start_job):
@@ -163,7 +163,7 @@ def test_unresponsive_worker_is_killed(start_job, monkeypatch):
     job.slots = 1
     job.wait([0])
     assert job.processes[1].returncode == -signal.SIGKILL
-    assert job.pool.restart_summary == "0 workers started again"
+    assert job.pool.restart_summary == "0 workers restarted"
 
 
 def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
@@ -176,7 +176,7 @@ def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
     before.stdout.close()
     before.stdin.close()
     job.wait([0, 1])
-    assert job.pool.restart_summary == "1 worker started again"
+    assert job.pool.restart_summary == "1 worker restarted"
     job.slots = 3
     job.wait([0, 1, 2])
     job.pool.forward_signal("SIGTERM")

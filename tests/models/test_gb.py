@@ -83,7 +83,7 @@ def test_cost_matches_the_papers():
     encoder = model.stages[0].encode(np.eye(cells).reshape(cells, *SHAPE)).reshape(cells, -1).T
     flat = x.reshape(2, cells)
     z = flat @ encoder.T
-    pooled, _ = model.stages[0].pool.window_sums_of_squares(
+    pooled, _ = model.stages[0].pool.window_sums_of_squares_with_view(
         z.reshape(2, *model.layers[0].output_shape), nd.halo.Phase()
     )
     residual = flat - z @ encoder

@@ -1,4 +1,4 @@
-"""Fully connected layers split alternately by outputs and inputs: results of one process, one sum per pair."""
+"""Fully connected layers split alternately by outputs and inputs: equal to one process, with one allreduce per pair."""
 
 import numpy as np
 import pytest
@@ -74,23 +74,22 @@ def test_pairs_need_one_sum_per_direction(pairs):
         model = make_perceptron(True, sizes[:-1])
         model.build((8,), 4, grid)
         model.train_batch(model.scatter(np.ones((4, 8))), np.zeros(4, int))
-        accounts = [account for account in model.ledger() if account.layer.startswith("fc")]
+        log_entries = [entry for entry in model.ledger() if entry.layer.startswith("fc")]
         planned = model.compiled.reduction_bytes(grid.rank)
-        for name in {account.layer for account in accounts}:
-            sums = [account.nbytes * model.ledger()[account] for account in accounts if account.layer == name]
+        for name in {entry.layer for entry in log_entries}:
+            sums = [entry.nbytes * model.ledger()[entry] for entry in log_entries if entry.layer == name]
             assert sum(sums) == planned[name]
         shares = [np.prod(placed.local_shape) / np.prod(placed.parameter.shape) for placed in model.parameters.trained]
         split = [
             share for share, placed in zip(shares, model.parameters.trained, strict=True) if placed.name == "weights"
         ]
-        return accounts, split
+        return log_entries, split
 
-    for accounts, split in nd.loopback.run(4, body):
-        assert all(account.kind == "sum" for account in accounts)
-        assert len([account for account in accounts if account.direction == "forward"]) == pairs
-        assert (
-            len([account for account in accounts if account.direction == "backward"]) == pairs - 1
-        )  # the input needs no gradient
+    for log_entries, split in nd.loopback.run(4, body):
+        assert all(entry.kind == "sum" for entry in log_entries)
+        directions = [entry.direction for entry in log_entries]
+        assert directions.count("forward") == pairs
+        assert directions.count("backward") == pairs - 1  # the input needs no gradient
         assert split == [0.25] * (2 * pairs)
 
 
@@ -149,7 +148,7 @@ def test_unsplittable_layers_are_rejected(layers, shape, message):
 
 
 def test_layers_split_by_outputs():
-    """Pairs end before layers of full vectors, and do not start at an image."""
+    """Pairs end before layers that need the whole vector, and do not start at an image."""
 
     def make_fc(size, **options):
         return nd.FCLayer(size, **options)

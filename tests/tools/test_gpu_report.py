@@ -1,4 +1,4 @@
-"""tools/gpu_report.py in miniature on the strict device, whose figures are not those of a GPU."""
+"""tools/gpu_report.py in miniature on a simulated device, whose timings are meaningless."""
 
 import importlib.util
 import re

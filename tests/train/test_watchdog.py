@@ -73,7 +73,7 @@ def test_stall_in_fprop():
             f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: forward pass of layer"
         )
     assert "layer 'two': waits in its halo exchange for rank 1" in reports[0]
-    assert "layer 'sleeps': waits for no other rank, most recent call first:\n" in reports[1]
+    assert "layer 'sleeps': is not waiting for another rank, most recent call first:\n" in reports[1]
     assert re.search(r'test_watchdog.py", line \d+ in forward$', reports[1], re.M)
     assert "call first" not in reports[0] + reports[2]
     assert "layer 'two': waits in its halo exchange for rank" in reports[2]
@@ -81,7 +81,7 @@ def test_stall_in_fprop():
 
 def test_stall_in_bprop():
     reports = collect_reports("bprop")
-    assert "step 3: backward pass of layer 'sleeps': waits for no other rank, most" in reports[1]
+    assert "step 3: backward pass of layer 'sleeps': is not waiting for another rank, most" in reports[1]
     assert re.search(r'test_watchdog.py", line \d+ in backward$', reports[1], re.M)
     assert re.search(
         "step 3: (backward pass of layer 'one': waits in|sum of gradients: waits in a sum over all 3)", reports[0]

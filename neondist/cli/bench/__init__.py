@@ -23,7 +23,7 @@ from . import modules, scaling, schemes, suite
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command and everything below it."""
+    """Add the command and its subcommands."""
     group = commands.add_parser(
         "bench", help="benchmark steps, halo exchanges, scaling and schemes; predict step times"
     )
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 
 def step(arguments: argparse.Namespace) -> int:
-    """Measure the training steps of an experiment; 1 if PyTorch's gradients differ."""
+    """Measure the training steps of an experiment; return 1 if PyTorch's gradients differ."""
 
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step

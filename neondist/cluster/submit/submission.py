@@ -31,7 +31,7 @@ class Submission:
     settings, modules : tuple of str
         Values of `--set` and `--import`.
     rank_bounds : tuple of int, or None
-        Minimum and maximum number of ranks of a job that continues after a loss.
+        Minimum and maximum number of ranks of a job that continues after a failure.
     needs_servers : bool
         Whether its strategy needs servers; its workers are then separate jobs on the nodes.
 
@@ -76,7 +76,7 @@ class Submission:
         ]  # fmt: skip
 
     def restart_options(self) -> list[str]:
-        """Return the options of `neondist run` for restarts after losses; workers with servers need none."""
+        """Return the options of `neondist run` for restarts after failures; workers with servers need none."""
         return [] if self.needs_servers else ["--restarts", str(RANK_LOSS_RESTARTS)]
 
     def run_arguments(self, map_path: Callable[[str], str] = str) -> list[str]:

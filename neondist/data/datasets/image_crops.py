@@ -19,8 +19,8 @@ from .image_lists import ImageEntry
 _MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files; those stored as one chunk are held in memory
 
 
-class CropPositions:
-    """Positions of the crops of an epoch: a function of the seed, the epoch and the sample's key only.
+class RandomCropPositions:
+    """Random positions of the crops of an epoch: a function of the seed, the epoch and the sample's key only.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class CropTiles:
 
     def __init__(
         self,
-        crops: CropPositions,
+        crops: RandomCropPositions,
         images: Sequence[ImageEntry],
         tile: tuple[slice, ...],
         opener: Callable[[str], TileSource] = open_source,
@@ -150,7 +150,7 @@ class CropSplit(PrefetchingSplit):
     """A split of crops, whose positions change with the epoch."""
 
     def __init__(
-        self, crops: CropPositions, tiles: CropTiles, labels: Any, prefetch: bool, **normalisation: Any
+        self, crops: RandomCropPositions, tiles: CropTiles, labels: Any, prefetch: bool, **normalisation: Any
     ) -> None:
         self._positions, self.fill = crops, tiles.fill
         super().__init__(tiles, labels, prefetch, **normalisation)

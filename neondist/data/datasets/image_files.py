@@ -14,7 +14,7 @@ from ...io.hdf5 import checksum
 from ...registry.ranges import Count
 from ...system.memory import parse_bytes
 from ..base import Dataset, Split, count_held_out, require_fraction_or_count, tile_slices
-from .image_crops import CropPositions, CropSplit, CropTiles
+from .image_crops import CropSplit, CropTiles, RandomCropPositions
 from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
 
 _FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
@@ -185,7 +185,7 @@ class ImageFiles(Dataset):
         samples = np.repeat(image_numbers, self.crops_per_image)
         keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
         extents = self.sample_shape[:-1]
-        crops = CropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
+        crops = RandomCropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
         tiles = CropTiles(crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes)
         if self._masks is None:
@@ -209,7 +209,7 @@ class ImageFiles(Dataset):
             item = self._images[number]
             side = tuple(min(n, _BOX_EXTENT if len(item.extents) < 3 else _BOX_EXTENT // 4) for n in item.extents)
             keys = number * repeats + np.arange(repeats)
-            boxes = CropPositions(self.seed, keys, [item.extents] * repeats, side, "fit")
+            boxes = RandomCropPositions(self.seed, keys, [item.extents] * repeats, side, "fit")
             tiles = CropTiles(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
             cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
             tiles.close()

@@ -63,7 +63,7 @@ class Photographs(Dataset):
         self.split_sizes, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
-        """Find the photographs and check that a crop fits in each; reads only their headers."""
+        """Find the photographs, set `files` and `classes`, and check that a crop fits in each; reads only headers."""
         self.files = find_photographs(self.path)
         self.classes = len(self.files)
         for file in self.files:

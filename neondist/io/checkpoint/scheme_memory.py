@@ -37,7 +37,7 @@ class SchemeMemory:
 
     Attributes
     ----------
-    text : JSON of the owner and, by layer and rank, the entries; empty if there is no state
+    text : JSON of the key and, by layer and rank, the entries; empty if there is no state
     pieces : one flat array per layer, concatenated over ranks
     """
 
@@ -45,14 +45,14 @@ class SchemeMemory:
     pieces: list[ArrayPart]
 
 
-def collect_scheme_memory(exchanged: ExchangedArrays, owner: str, world: Transport) -> SchemeMemory:
+def collect_scheme_memory(exchanged: ExchangedArrays, state_key: str, world: Transport) -> SchemeMemory:
     """Return the state of the schemes of layers; collective.
 
     Parameters
     ----------
     exchanged_arrays : mapping of str to sequence of GlobalArray
         The arrays of each layer of a built model.
-    owner : key that a run must match to restore the state
+    state_key : key that a run must match to restore the state
     """
     own_entries: dict[str, list[MemoryEntry]] = {}
     values: dict[str, Any] = {}
@@ -71,13 +71,13 @@ def collect_scheme_memory(exchanged: ExchangedArrays, owner: str, world: Transpo
     if not layers:
         return SchemeMemory("", [])
     pieces = [_flat_part(name, ranks, values[name]) for name, ranks in layers.items()]
-    return SchemeMemory(json.dumps({"of": owner, "layers": layers}), pieces)
+    return SchemeMemory(json.dumps({"of": state_key, "layers": layers}), pieces)
 
 
-def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, owner: str, world: Transport) -> str:
+def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, state_key: str, world: Transport) -> str:
     """Restore the state of border schemes from a checkpoint; collective.
 
-    Return a message for the user: '', or that the state is discarded because the file's `owner` differs.
+    Return a message for the user: '', or that the state is discarded because the file's `state_key` differs.
 
     Raises
     ------
@@ -89,12 +89,12 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, ow
         return ""
     try:
         values = parse_json(text, dict)
-        saved_owner = require_json_type("'of'", values["of"], str)
+        saved_key = require_json_type("'of'", values["of"], str)
         layers = require_json_type("'layers'", values["layers"], dict)
-        if saved_owner != owner:
+        if saved_key != state_key:
             return (
-                f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_owner}, this run has"
-                f" {owner}"
+                f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_key}, this run has"
+                f" {state_key}"
             )
         pieces = []
         for name, ranks in layers.items():

@@ -111,7 +111,7 @@ class CheckedArray:
                 for place, cut in self._tile_blocks:
                     _verify_block(self.name, cells[cut], self._tile_checksums[(sample, *place)], sample)
             return
-        for samples, rows in self._read_batches(first_sample, first_sample + len(out)):
+        for samples, rows in self._iter_sample_and_row_ranges(first_sample, first_sample + len(out)):
             self._read_verified_batch(samples, rows, first_sample, out)
 
     def _read_unverified(self, out: np.ndarray, cells: Slices) -> None:
@@ -137,7 +137,7 @@ class CheckedArray:
         kept = cells[(slice(n - samples.start, m - samples.start), slice(top - rows.start, end - rows.start), *inner)]
         out[n - first_sample : m - first_sample, top - self.tile[0].start : end - self.tile[0].start] = kept
 
-    def _read_batches(self, first_sample: int, stop_sample: int) -> Iterator[tuple[slice, slice]]:
+    def _iter_sample_and_row_ranges(self, first_sample: int, stop_sample: int) -> Iterator[tuple[slice, slice]]:
         """Yield ranges of samples and rows, in whole blocks, that are read at once."""
         per_sample, per_rows = self.block[:2]
         whole = self._block_aligned_tile[0]

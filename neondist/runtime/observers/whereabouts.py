@@ -45,11 +45,11 @@ class Whereabouts(Observer):
         place, doing, before = "", "", ""
         for what, name, direction, subject in [*self._stack]:
             if what == "layer":
-                place, doing = f"{direction} pass of layer '{name}': ", "waits for no other rank"
+                place, doing = f"{direction} pass of layer '{name}': ", "is not waiting for another rank"
             elif what == "wait":
                 doing = self._describe_wait(subject, before)
             else:
-                place, doing = _WORK_PREFIXES.get(what, place), doing or "waits for no other rank"
+                place, doing = _WORK_PREFIXES.get(what, place), doing or "is not waiting for another rank"
             before = what
         return place + doing
 

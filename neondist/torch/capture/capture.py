@@ -175,12 +175,12 @@ def lower_program(
             )
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
-            outputs = pytree.tree_map(lambda arg: gathering.as_distributed(lowering.read(env, arg)), node.args[0])
+            outputs = pytree.tree_map(lambda arg: gathering.as_seen_outside(lowering.read(env, arg)), node.args[0])
         else:
             lowering.where, lowering.fake_out = node_location(node), node.meta.get("val")
             lowering.draw_number = position * RANDOM_KEY_STRIDE
             _check_static_shape(lowering)
-            pick = gathering.as_whole if gathering.is_computed_whole(node) else gathering.as_distributed
+            pick = gathering.as_seen_inside if gathering.is_computed_whole(node) else gathering.as_seen_outside
 
             def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
                 return pick(lowering.read(env, arg))
@@ -192,7 +192,7 @@ def lower_program(
             if gathering.is_computed_whole(node):
                 gathering.record_whole(result)
     mutated = {
-        name: lowering.gathered(gathering.as_distributed(lowering.read(env, old))).id for name, old in changed.items()
+        name: lowering.gathered(gathering.as_seen_outside(lowering.read(env, old))).id for name, old in changed.items()
     }
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
@@ -324,11 +324,11 @@ class _WholeArrayModules:
         """Record values that were computed on whole arrays."""
         self.gathered.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
 
-    def as_whole(self, value: Any) -> Any:
+    def as_seen_inside(self, value: Any) -> Any:
         """Return a value as seen inside a gathered module."""
         return self._convert(value, True)
 
-    def as_distributed(self, value: Any) -> Any:
+    def as_seen_outside(self, value: Any) -> Any:
         """Return a value as seen outside gathered modules."""
         return self._convert(value, False)
 

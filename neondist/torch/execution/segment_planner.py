@@ -28,7 +28,7 @@ def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
         policy = policy_of(first.where.module, search.schemes)
         figures = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
-            starts |= _SegmentPlanner(search, segment, figures).segment_starts
+            starts |= _SegmentPlanner(search, segment, figures).first_operators
     return search.segments(starts) if starts else segments
 
 
@@ -43,8 +43,8 @@ class _SegmentPlanner:
         self.seconds_of: dict[tuple[int, int], float] = {}
 
     @property
-    def segment_starts(self) -> set[int]:
-        """Operators at which segments begin."""
+    def first_operators(self) -> set[int]:
+        """First operator of each segment."""
         return {self.operators[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))}
 
     def _seconds(self, first: int, last: int) -> float:

@@ -37,7 +37,7 @@ class StepCosts:
     parameters : int
         Elements of trained parameters that these steps read first.
     memory : int
-        Bytes on the fullest rank: outputs, those parameters, their gradients and optimiser state.
+        Bytes on the rank with the most: outputs, those parameters, their gradients and optimiser state.
     """
 
     crosses: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class PlanCosts:
             int(summed.max()),
             sum(self.flops[id(step)] for step in steps),
             sum(prod(value.local) for value in parameters),
-            int(self._output_bytes(steps)[self.fullest_rank]) + copies * sum(value.nbytes for value in parameters),
+            int(self._output_bytes(steps)[self.max_memory_rank]) + copies * sum(value.nbytes for value in parameters),
         )
 
     @property
@@ -102,7 +102,7 @@ class PlanCosts:
         return self.of_steps(self.names)
 
     @cached_property
-    def fullest_rank(self) -> int:
+    def max_memory_rank(self) -> int:
         """The rank whose steps produce the most bytes."""
         return int(np.argmax(self._output_bytes(self.plan.steps)))
 

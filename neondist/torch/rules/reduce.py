@@ -140,11 +140,11 @@ def amax_or_amin(lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool =
     count = sum_over_dims(lowering, _sum_dims, [mask], dims)
     picked = sum_over_dims(lowering, lambda a, m, d, k: torch.where(m > 0, a, 0).sum(d, k), [x, mask], dims)
 
-    def share_gradient(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    def extremum_with_shared_gradient(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         p = p / c
         return (-m if is_minimum else m) + (p - p.detach()).nan_to_num()
 
-    extremum = lowering.local(share_gradient, [picked, count, greatest], picked.layout)
+    extremum = lowering.local(extremum_with_shared_gradient, [picked, count, greatest], picked.layout)
     return lowering.reshape_local(extremum, layout_after_reduction(x, dims, keepdim))
 
 
@@ -215,10 +215,10 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),))
     before = lowering.reduced(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
 
-    def run(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def add_previous_parts(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.cumsum(dim, dtype=dtype) + b.select(-1, part).unsqueeze(dim)
 
-    return lowering.local(run, [x, before], x.layout, wanted, at=at)
+    return lowering.local(add_previous_parts, [x, before], x.layout, wanted, at=at)
 
 
 @rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",

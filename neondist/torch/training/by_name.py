@@ -50,7 +50,7 @@ class TorchLoss(Registered):
     def check_output_shape(self, output_shape: tuple[int, ...], classes: int | None) -> None:
         """Do nothing; PyTorch checks its own losses."""
 
-    def terms_per_sample(self, output_shape: tuple[int, ...]) -> int:
+    def denominator_per_sample(self, output_shape: tuple[int, ...]) -> int:
         """Return 1: the loss is already a mean."""
         return 1
 

@@ -181,8 +181,8 @@ class TorchModel(TrainableModel):
             raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
         return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
-    def resize(self, input_shape: Sequence[int]) -> None:
-        """Accept images of another extent than `shape`."""
+    def set_image_extent(self, input_shape: Sequence[int]) -> None:
+        """Set the image extent in `shape`, if there is one; plans are not changed."""
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
@@ -266,7 +266,7 @@ class TorchModel(TrainableModel):
         return (output, labels), loss if loss.dtype == DTYPES[str(self.dtype)] else loss.float()
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""
+        """Return this rank's outputs and labels, channels last, and the loss times the samples, 0 except on rank 0."""
         with self.grid.observers.during("cost"), torch.no_grad(), self._about():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)

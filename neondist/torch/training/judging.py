@@ -55,7 +55,7 @@ class CellLoss:
         self._sum = copy(loss.criterion)
         self._sum.reduction = "sum"
 
-    def reduced_per_sample(self, y_shape: tuple[int, ...]) -> int:
+    def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 0: nothing is summed over a sample first."""
         return 0
 

@@ -36,10 +36,10 @@ ROWS = 40
 LEGEND = """\
 module: nested modules are merged where there are many; output: global shape of the
 last step's output; sent: bytes of messages in a training step, forward and backward,
-of the busiest rank and of all; summed: bytes that the busiest rank contributes to
-reductions; flops: multiplications and additions of products of a rank, forward and
-backward; memory: outputs, parameters, gradients and optimiser state on the fullest
-rank; not all of it is live at once: the peak is below the table. The loss and the
+maximum and sum over ranks; summed: bytes that a rank contributes to reductions, at
+most; flops: multiplications and additions of products of a rank, forward and backward;
+memory: outputs, parameters, gradients and optimiser state on the rank using most
+memory; not all of it is live at once: the peak is below the table. The loss and the
 checks before a pass, reductions of a few bytes, are not counted"""
 
 
@@ -208,7 +208,7 @@ class ModulePlan:
     @property
     def max_training_memory(self) -> int:
         """Bytes in training of the rank that needs most."""
-        return self.memory(self.all_costs.fullest_rank)
+        return self.memory(self.all_costs.max_memory_rank)
 
     @cached_property
     def workload(self) -> Workload:
@@ -229,7 +229,7 @@ class ModulePlan:
         costs = self.costs()
         total, parameters = self.all_costs.total, self.parameters
         sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
-        rank = self.all_costs.fullest_rank
+        rank = self.all_costs.max_memory_rank
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {rank}, which needs most"]
         peak = report.format_size(self.max_training_memory)
         notes.append(f"planned peak: {peak}, for parameters, optimiser, values and gradients")

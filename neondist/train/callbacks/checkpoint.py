@@ -24,12 +24,14 @@ from ...io.checkpoint import (
 )
 from ...io.checkpoint.read import CheckpointReader
 from ...io.checkpoint.texts import MAX_EXACT_INTEGER, parse_json, require_json_integer, require_json_type
-from ...parallel import SyncState
 from ...registry import suggest
 from ...registry.ranges import require_integer, require_real
 from ...version import __version__
 from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
+
+_KEYS = {"samples_seen": "seen", "epoch_size": "samples", "steps_without_optimizer": "uncounted"}
+"""Keys in the file for fields of other names."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,23 @@ class RunProgress:
     Attributes
     ----------
     epoch, step : epochs and updates that are complete
-    seen : samples of the present epoch that are trained
-    samples : samples of an epoch
+    samples_seen : samples of the current epoch that are already processed
+    epoch_size : samples of an epoch
     seed : of the order of the samples and of all random numbers
-    totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
+    totals : sums over the current epoch; `sent_before` and `summed_before` count all ranks' bytes
     history : one record per complete epoch
-    uncounted : updates that the optimiser does not count; None in the files of version 0.1
+    steps_without_optimizer : updates that the optimiser does not count; None in the files of version 0.1
     loss_scale : state of a LossScaler; None where there is none
     """
 
     epoch: int = 0
     step: int = 0
-    seen: int = 0
-    samples: int = 0
+    samples_seen: int = 0
+    epoch_size: int = 0
     seed: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
     history: list[Record] = field(default_factory=list)
-    uncounted: int | None = None
+    steps_without_optimizer: int | None = None
     loss_scale: dict[str, Any] | None = None
 
     @classmethod
@@ -64,11 +66,10 @@ class RunProgress:
         totals = run.totals
         sent, summed = totals.bytes_of_all_ranks(run.grid)
         sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
-        samples, model, seed = run.epoch_size, run.model, run.model.seed or 0
-        counts = run.epoch, run.step, run.samples_seen, samples, seed
-        scaler = model.whole_model.loss_scaler
-        loss_scale = None if scaler is None else scaler.state()
-        return cls(*counts, sums, list(run.history), model.steps_without_optimizer, loss_scale)
+        counts = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
+        scaler = run.model.whole_model.loss_scaler
+        state = None if scaler is None else scaler.state()
+        return cls(*counts, sums, list(run.history), run.model.steps_without_optimizer, state)
 
     def apply_to(self, run: TrainState) -> None:
         """Set the position of `run` to this progress.
@@ -83,28 +84,28 @@ class RunProgress:
                 f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would continue with"
                 f" other random numbers; set seed: {self.seed}"
             )
-        if self.seen:
-            run.check_epoch_samples(self.samples)
+        if self.samples_seen:
+            run.check_epoch_samples(self.epoch_size)
         run.model.seed = self.seed
-        run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
+        run.epoch, run.samples_seen, run.model.step = self.epoch, self.samples_seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
-        uncounted = (ends or [0])[-1] if self.uncounted is None else self.uncounted
+        uncounted = (ends or [0])[-1] if self.steps_without_optimizer is None else self.steps_without_optimizer
         run.model.steps_without_optimizer = min(uncounted, self.step)
         scaler = run.model.whole_model.loss_scaler
         if scaler is not None and self.loss_scale is not None:
             scaler.load_state(self.loss_scale)
 
     def to_json(self) -> str:
-        """Return this as text; floats keep every bit."""
-        return json.dumps(asdict(self))
+        """Return this as JSON; floats round-trip exactly."""
+        return json.dumps({_KEYS.get(name, name): value for name, value in asdict(self).items()})
 
     @classmethod
     def from_json(cls, text: str) -> RunProgress:
         """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
-        names = {field_.name for field_ in fields(cls)}
-        if not names - {"uncounted", "loss_scale"} <= set(values) <= names:
+        names = {_KEYS.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
+        if not names.keys() - {"uncounted", "loss_scale"} <= values.keys() <= names.keys():
             raise ValueError("'position' has missing or unexpected fields")
         totals = require_json_type("'totals'", values["totals"], dict)
         if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
@@ -113,10 +114,10 @@ class RunProgress:
             if name != "uncounted" or values.get(name) is not None:
                 require_json_integer(f"'{name}'", values[name])
         for name, value in totals.items():
-            if name in ("loss", "seconds"):
-                _require_finite_number(f"totals.{name}", value)
-            else:
+            if name not in ("loss", "seconds"):
                 require_json_integer(f"'totals.{name}'", value)
+            elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"'totals.{name}' is not a finite number")
         if (values.get("uncounted") or 0) > values["step"]:
             raise ValueError(f"'uncounted' ({values['uncounted']}) exceeds 'step' ({values['step']})")
         if values.get("loss_scale") is not None:
@@ -124,16 +125,12 @@ class RunProgress:
         if values["seen"] > values["samples"]:
             raise ValueError(f"'seen' ({values['seen']}) exceeds 'samples' ({values['samples']})")
         history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
-        return cls(**values | {"totals": EpochTotals(**totals), "history": history})
-
-
-def _require_finite_number(name: str, value: Any) -> None:
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"'{name}' is not a finite number")
+        values |= {"totals": EpochTotals(**totals), "history": history}
+        return cls(**{names[key]: value for key, value in values.items()})
 
 
 def _parse_record(record: Any) -> Record:
-    """Validate an epoch's record as read by the loop and its hooks, and return it; an empty mean is NaN."""
+    """Validate an epoch's record as read by the loop and its hooks, and return it; means may be NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record has unexpected fields")
     for name, value in record.items():
@@ -171,7 +168,7 @@ class CheckpointSchedule:
     every_minutes : float, optional
         Interval in minutes since the last checkpoint, checked after each step.
     keep : int
-        Number of files to keep: with more than one, also the last ones as checkpoint-STEP.h5.
+        Number of recent checkpoints to keep; if more than one, each also as checkpoint-STEP.h5.
     """
 
     every_steps: int | None = None
@@ -190,15 +187,15 @@ class CheckpointSchedule:
         for key in values:
             if key not in SCHEDULE_KEYS:
                 raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), SCHEDULE_KEYS)}")
-        summary = {
+        integers = {
             key: require_integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"
         }
         minutes = values.get("every_minutes")
         if minutes is not None:
             minutes = require_real("checkpoint: every_minutes", minutes, 0.0, exclude_low=True)
         if not any(key.startswith("every") for key in values):
-            summary["every_epochs"] = 1
-        return cls(every_minutes=minutes, **summary)
+            integers["every_epochs"] = 1
+        return cls(every_minutes=minutes, **integers)
 
     def is_due_after_step(self, step: int, previous_step: int) -> bool:
         """Return whether one is due after `step` steps; `previous_step`: the step of the previous query."""
@@ -238,7 +235,7 @@ class Checkpoint(Hook):
         """Write a checkpoint if one is due within the epoch."""
         is_epoch_end, previous, self.last_step = run.samples_seen >= run.epoch_size, self.last_step, run.step
         if not (is_epoch_end and self.schedule.is_due_after_epoch(run.epoch + 1)) and (
-            self.schedule.is_due_after_step(run.step, previous) or self._is_minute_due(run)
+            self.schedule.is_due_after_step(run.step, previous) or self._is_time_due(run)
         ):
             self.save(run)
 
@@ -279,15 +276,13 @@ class Checkpoint(Hook):
             "experiment": self.yaml_text or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
-        world = run.grid.world
-        scheme_state = scheme_memory.collect_scheme_memory(
-            run.model.whole_model.exchanged_arrays, _scheme_owner(run), world
-        )
+        model, world = run.model.whole_model, run.grid.world
+        scheme_state = scheme_memory.collect_scheme_memory(model.exchanged_arrays, _scheme_state_key(run), world)
         if scheme_state.text:
             texts[scheme_memory.MEMORY_TEXT_NAME] = scheme_state.text
-        return [*_array_parts(run), *scheme_state.pieces, *sync_state_parts(_sync_states(run), world)], texts
+        return [*_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
-    def _is_minute_due(self, run: TrainState) -> bool:
+    def _is_time_due(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock; collective."""
         limit = self.schedule.every_minutes
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_time >= 60 * limit))
@@ -306,7 +301,8 @@ def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str =
     DataError
         On every rank, if the file is missing, damaged, or belongs to another model or seed.
     """
-    with open_checkpoint(path, run.grid.world, root) as file:
+    model, world = run.model.whole_model, run.grid.world
+    with open_checkpoint(path, world, root) as file:
         progress = read_progress(file)
         for group, arrays in run.model.checkpoint_arrays(file.contents.group("optimizer")).items():
             expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
@@ -317,12 +313,11 @@ def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str =
         except (DataError, ValueError) as problem:
             raise DataError(f"{path}: {problem}, or {remedy}") from None
         file.fill_parts(_array_parts(run))
-        if note := scheme_memory.restore_scheme_memory(
-            file, run.model.whole_model.exchanged_arrays, _scheme_owner(run), run.grid.world
-        ):
-            run.start_messages.append(note)
-        if note := restore_sync_state(file, _sync_states(run), run.grid.world):
-            run.start_messages.append(note)
+        notes = (
+            scheme_memory.restore_scheme_memory(file, model.exchanged_arrays, _scheme_state_key(run), world),
+            restore_sync_state(file, model.sync_states, world),
+        )
+        run.start_messages += filter(None, notes)
 
 
 def read_step(path: Path, world: Transport) -> int:
@@ -347,12 +342,7 @@ def _array_parts(run: TrainState) -> list[ArrayPart]:
     return [ArrayPart.of(*pair, group) for group, arrays in run.model.checkpoint_arrays().items() for pair in arrays]
 
 
-def _sync_states(run: TrainState) -> list[SyncState]:
-    """Return the states of gradient synchronisation that persist across steps."""
-    return run.model.whole_model.sync_states
-
-
-def _scheme_owner(run: TrainState) -> str:
+def _scheme_state_key(run: TrainState) -> str:
     """Return a text that must match for border schemes to resume from their stored arrays."""
     schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole_model.schemes.items()}
     different = sorted(set(schemes.values()))

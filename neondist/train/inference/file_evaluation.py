@@ -191,7 +191,7 @@ class _BlockAccumulator:
         self.grid, samples, shape = grid, len(targets), method.output_shape
         self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
         for part in self.parts:
-            if part.reduced_per_sample(shape):
+            if part.reduced_elements_per_sample(shape):
                 if not isinstance(part, Dice):
                     raise ConfigError(
                         f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"

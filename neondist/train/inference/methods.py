@@ -261,7 +261,7 @@ def _choose_module_method(
 ) -> BlockwisePrediction | WholeImagePrediction:
     """Return the method of a PyTorch module, as `choose_method` does."""
     shape = images.shape[1:]
-    model.resize(shape)
+    model.set_image_extent(shape)
     plan, batch = _largest_fitting_batch(
         lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed_bytes, batch, grid, limit
     )

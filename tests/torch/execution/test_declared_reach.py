@@ -1,4 +1,4 @@
-"""Reaches that rules declare once yield, for every block and rank, the cells that their views read."""
+"""The cells traced from declared reaches equal those that views read, for every block and rank."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ SEED = int(os.environ["NEONDIST_SEED"])
 
 
 def collect_read_ranges(traced, ranges):
-    """Return the range of each cut that the outputs and the views of a block read, which all are bound again."""
+    """Return the range of each cut that the outputs and views of a block read, with every range re-evaluated."""
     needed, before = {}, None
     for output, box in zip(traced.outputs, ranges, strict=True):
         for (atom,), indices in zip(output.layout, box, strict=True):
@@ -67,7 +67,7 @@ def trace_parts(module, shape, dtype=torch.float64):
 
 
 def check_needs(traced, rng, grids=2):
-    """Compare both for every rank of random grids; return the number of dependences between groups of cells."""
+    """Compare `cut_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
     merged = sum(each.source.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
         mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))

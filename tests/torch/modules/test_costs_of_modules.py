@@ -106,11 +106,11 @@ def test_costs_sum_to_traffic(shape, recompute):
     assert summed.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
     forward = {(kind, name): n for (kind, name, direction), n in traffic[0].items() if direction == "forward"}
     assert all(kind in costs[plan.row_of(name)].crosses for kind, name in forward)
-    memory = steps.memory(plan.all_costs.fullest_rank) + plan.parameters.memory(plan.all_costs.fullest_rank)
+    memory = steps.memory(plan.all_costs.max_memory_rank) + plan.parameters.memory(plan.all_costs.max_memory_rank)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
     assert not recompute or plan.max_training_memory == memory
     assert f"planned peak: {report.format_size(plan.max_training_memory)}, " in plan.describe()
-    assert plan.memory(plan.all_costs.fullest_rank) == max(plan.memory(rank) for rank in range(shape.size))
+    assert plan.memory(plan.all_costs.max_memory_rank) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert costs["frozen"].parameters == 0
 
