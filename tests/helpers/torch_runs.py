@@ -270,8 +270,9 @@ def share_captures(programs=None):
         attributes = [
             value for name, value in vars(module).items() if isinstance(value, PLAIN_TYPES) and name[0] != "_"
         ]
-        # code may depend on these values
-        values = tuple(map(repr, (*(b for b in module.buffers() if b.numel() < 10), *attributes)))
+        # code may depend on these values; a tensor's repr would suspend the tracing of another thread
+        buffers = [b.tolist() for b in module.buffers() if b.numel() < 10 and not b.is_meta]
+        values = tuple(map(repr, (*buffers, *attributes)))
         key = type(module), repr(module), getattr(module, "criterion", None), signature, mode, values
         with lock:
             if key in programs:
