@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import optimizer as hooks
 
 from ...comm import all_or_none
 from ...errors import ConfigError
@@ -82,6 +83,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # GradScaler checks only gradients that this rank owns, perhaps none; all ranks must skip a step together
             self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow)
+            self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
+            grid.on_close(hooks.register_optimizer_step_pre_hook(self._refuse_others).remove)
         self._fixed = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self._fixed = True
@@ -193,6 +196,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
             )
         super().add_param_group(param_group)
+
+    def _refuse_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise ConfigError for another optimizer of parameters with owners, which would see no gradients of them."""
+        if any(id(tensor) in self._partitioned for group in optimizer.param_groups for tensor in group["params"]):
+            raise ConfigError(
+                f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call its"
+                " step(), or train another copy of the module"
+            ).on_all_ranks()
 
     def _gather_state(self, state: SyncState) -> torch.Tensor:
         """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""

@@ -317,3 +317,21 @@ def test_module_converted_after_its_optimizer_was_created(strategy):
         return True
 
     assert nd.loopback.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "PS"])
+def test_other_optimizer_of_partitioned_parameters(strategy):
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            module, other = nn.Linear(3, 2), nn.Linear(2, 1)
+            ndt.DistributedOptimizer(ndt.distribute(module, (4, 3), grid), torch.optim.SGD, strategy, lr=0.1)
+            torch.optim.Adam(other.parameters()).step()
+            plain = torch.optim.Adam(module.parameters())
+            if strategy == "AllReduce":  # every rank has all gradients
+                plain.step()
+            else:
+                with pytest.raises(nd.ConfigError, match=r"a DistributedOptimizer partitions .* of this Adam"):
+                    plain.step()
+        return True
+
+    assert nd.loopback.run(2, body) == [True, True]
