@@ -3,6 +3,7 @@
 NEONDIST_ROUNDS=200 tries more.
 """
 
+import contextlib
 import copy
 import os
 import random
@@ -261,12 +262,7 @@ def is_close(actual, expected):
     return actual is expected is None or np.allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("number", range(ROUNDS))
-@pytest.mark.long
-def test_random_calls(number):
-    rng = random.Random(f"{SEED} {number}")
-    script = [(rng.choice(CALLS), rng.randint(0, 11)) for _ in range(rng.randint(4, 10))]
-    grid, share = rng.choice(GRIDS), rng.random() < 0.3
+def check_script(script, grid, number=0, share=True):
     seed_generators(number)
     expected, final_states = run_script(script), read_generator_states()
 
@@ -275,12 +271,24 @@ def test_random_calls(number):
             return run_script(script, ranks)
 
     seed_generators(number)
-    if share:
-        with share_captures():
-            results = nd.loopback.run(int(np.prod([*grid.values()])), body)
-    else:
+    with share_captures() if share else contextlib.nullcontext():
         results = nd.loopback.run(int(np.prod([*grid.values()])), body)
     for rank, rank_results in enumerate(results):
         for call, actual, reference in zip(script, rank_results, expected, strict=True):
             assert is_close(actual, reference), (grid, rank, call, script, actual, reference)
     assert read_generator_states() == final_states, (grid, script)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+@pytest.mark.long
+def test_random_calls(number):
+    rng = random.Random(f"{SEED} {number}")
+    script = [(rng.choice(CALLS), rng.randint(0, 11)) for _ in range(rng.randint(4, 10))]
+    check_script(script, rng.choice(GRIDS), number, share=rng.random() < 0.3)
+
+
+@pytest.mark.parametrize("strategy", [0, 8])  # gradients on all ranks, and on their owners
+@pytest.mark.long
+def test_optimizer_created_after_a_pass_and_before_an_assignment(strategy):
+    calls = ("step", 1), ("partition_optimizer", strategy), ("accumulate", 11), ("edit_parameters", 1), ("step", 1)
+    check_script([*calls, ("state_dict", 0)], {"cols": 2})
