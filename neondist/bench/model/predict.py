@@ -178,11 +178,17 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
     return row | updates | {"mpi_share": (total - compute) / total}
 
 
-def relative_drift(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
-    """Return the relative change of the time of one rank since the row was predicted."""
-    shape = GridShape(**row["grid"])
-    times = row["alone_seconds"], profile(experiment, shape, COMPARISON_SECONDS).seconds
-    return max(times) / min(times) - 1
+def time_alone(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
+    """Return the seconds that the rank of a row takes now, alone."""
+    return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
+
+
+def replace_alone_seconds(machine: Machine, row: Row, alone_seconds: Sequence[float]) -> Row:
+    """Return a row of `predict` for the mean of other times of the rank alone; its noise is at least their spread."""
+    alone = float(np.mean(alone_seconds))
+    now = replace(machine, compute_factor=machine.compute_factor * alone / row["alone_seconds"])
+    noise = max(row["noise"], max(alone_seconds) / min(alone_seconds) - 1)
+    return rescale_row(now, row, machine) | {"alone_seconds": alone, "noise": noise}
 
 
 def fastest_rank_count(rows: Sequence[Row]) -> int:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import safe_path
 from ...comm import Transport
@@ -23,6 +23,9 @@ from ...system import threads
 from ...terminal.console import counted, emit
 from .. import options
 from ..experiment import load_and_validate, load_from_arguments
+
+if TYPE_CHECKING:
+    from ...system.machine import Machine
 
 
 def add_parser(benches: Any) -> None:
@@ -219,15 +222,15 @@ def predict(arguments: argparse.Namespace) -> int:
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine)
             progress.add(1)
         if times:
-            best = model.fit_machine(machine, rows, times)
-            rows = [model.rescale_row(best, r, machine) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
-            emit(f"calibrated by --measured: compute_factor {best.compute_factor:.4g}, jitter {best.jitter:.3g}\n")
-        for row in rows:
+            given, machine = machine, model.fit_machine(machine, rows, times)
+            rows = [model.rescale_row(machine, r, given) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
+            emit(
+                f"calibrated by --measured: compute_factor {machine.compute_factor:.4g}, jitter {machine.jitter:.3g}\n"
+            )
+        for at, row in enumerate(rows):
             if row["ranks"] in measured:
                 progress.begin(f"measuring {counted(row['ranks'], 'rank')}")
-                row["measured_seconds"] = _measure_step_seconds(arguments, row)
-                with threadpool_limits(1):
-                    row["noise"] = max(row["noise"], model.relative_drift(row, _load_with_sample_shape(arguments)))
+                rows[at] = _measure_row(arguments, machine, row)
                 progress.add(1)
     emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
@@ -244,6 +247,20 @@ def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
     experiment = load_from_arguments(arguments)
     experiment.dataset.check()
     return experiment
+
+
+def _measure_row(arguments: argparse.Namespace, machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the measured step, and predicted from times of the rank alone just before and after it."""
+    from threadpoolctl import threadpool_limits
+
+    from ...bench.model.predict import replace_alone_seconds, time_alone
+
+    with threadpool_limits(1):
+        before = time_alone(row, _load_with_sample_shape(arguments))
+    measured_seconds = _measure_step_seconds(arguments, row)
+    with threadpool_limits(1):
+        after = time_alone(row, _load_with_sample_shape(arguments))
+    return replace_alone_seconds(machine, row, [before, after]) | {"measured_seconds": measured_seconds}
 
 
 def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
