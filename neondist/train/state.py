@@ -178,8 +178,7 @@ class TrainState:
         if self.epoch_size != samples:
             raise DataError(
                 f"was written in the middle of an epoch of {samples} samples, but the data set has {self.epoch_size};"
-                " resume"
-                " with the same data"
+                " resume with the same data"
             )
 
     def checkpoint_texts(self) -> dict[str, str]:

@@ -69,9 +69,8 @@ class Cluster:
             for field, value in () if current is None else _find_differences(manifest, current):
                 if field != _WORKER_COUNT_FIELD:
                     raise LaunchError(
-                        f"{_manifest_title(manifest)} already exists, and its {field} is {value};"
-                        " --delete it first, or give another --name (only --nodes can change for a running job, within"
-                        " --elastic)"
+                        f"{_manifest_title(manifest)} already exists, and its {field} is {value}; --delete it first, or"
+                        " give another --name (only --nodes can change for a running job, within --elastic)"
                     )
         for manifest, current in zip(manifests, existing, strict=True):
             if current is None:

@@ -227,8 +227,7 @@ def _check_static_shape(lowering: Lowering) -> None:
             location = lowering.where
             raise ConfigError(
                 f"{location.message_prefix}{location.operator}{_in_module(location)}: the shape of its result depends"
-                " on the values of tensors; a module's computation may depend on their shapes, but not on their"
-                " values"
+                " on the values of tensors; a module's computation may depend on their shapes, but not on their values"
             )
 
 

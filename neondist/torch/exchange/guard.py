@@ -41,8 +41,7 @@ def run_guarded(
                 rank,
                 step,
                 f"returned {tensor.dtype} of shape {tuple(tensor.shape)} as result {index}, but its rule declares"
-                f" {value.dtype} of"
-                f" shape {value.local} on this rank",
+                f" {value.dtype} of shape {value.local} on this rank",
             )
     return results
 

@@ -101,8 +101,7 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
-                " start all of them, and check that the address is that of the first process and that its port is"
-                " free"
+                " start all of them, and check that the address is that of the first process and that its port is free"
             ) from error
     return TorchTransport()
 

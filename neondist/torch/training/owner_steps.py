@@ -56,9 +56,8 @@ class OwnerSteps:
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
-                f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a"
-                " closure; call"
-                " backward before step(), or use the strategy AllReduce"
+                f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a closure;"
+                " call backward before step(), or use the strategy AllReduce"
             ).on_all_ranks()
         self._adopt(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
@@ -95,8 +94,7 @@ class OwnerSteps:
         if not _is_elementwise(optimizer):
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__} needs whole"
-                " parameters;"
-                " use the strategy AllReduce"
+                " parameters; use the strategy AllReduce"
             ).on_all_ranks()
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
             part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)
