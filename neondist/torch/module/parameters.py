@@ -197,8 +197,8 @@ class ModuleParameters(Parameters):
         """
         for name, tensor in self.tensors.items():
             value = self._values[name]
-            self._check_unconverted(name)
             if tensor.data_ptr() != value.data_ptr():
+                self._check_unconverted(name)
                 value.copy_(tensor.data)
                 tensor.data = value
 
@@ -235,7 +235,8 @@ class ModuleParameters(Parameters):
     def _move_gradient(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
-            self._check_unconverted(name)
+            if tensor.dtype != view.dtype:
+                self._check_unconverted(name)
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
