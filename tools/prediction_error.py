@@ -19,22 +19,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, median
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from neondist.bench.model.calibrate import VALIDATION_NETWORKS
-from neondist.bench.model.predict import candidate_grids, predict_step
-from neondist.bench.model.rank_profile import COMPARISON_SECONDS, prepare_step, profile_rank, time_step
+from neondist.bench.model.predict import fastest_grid, predict_step
+from neondist.bench.model.rank_profile import prepare_step, profile_rank, time_step
 from neondist.bench.networks import NETWORKS
 from neondist.bench.rest import sleeping_barrier
-from neondist.bench.step import labels_for
+from neondist.bench.step import load_own_batch
 from neondist.comm import ProcessGrid, Transport
 from neondist.comm.mpi import world_transport
 from neondist.config import load_experiment
 from neondist.data import Synthetic
-from neondist.geometry import GridShape
 from neondist.system.machine import Machine, read_machine
 from neondist.torch import TorchModel
 from neondist.train import FitExperiment
@@ -155,35 +153,21 @@ EXPERIMENTS: dict[str, Callable[[], FitExperiment]] = {
 assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` has seen
 
 
-def fastest_grid(experiment: Callable[[], FitExperiment], ranks: int, machine: Machine) -> GridShape:
-    """Return the grid that `bench model predict` selects."""
-    shapes = candidate_grids(ranks, experiment())
-
-    def seconds(shape: GridShape) -> float:
-        row = predict_step(shape, machine, profile_rank(experiment(), shape, COMPARISON_SECONDS))
-        return float(row["seconds_per_step"])
-
-    return shapes[0] if len(shapes) == 1 else min(shapes, key=seconds)
-
-
 def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], None]:
     """Return a training step of all ranks; collective."""
-    model, dataset, batch = experiment.model, experiment.dataset, np.arange(experiment.batch_size)
-    plan = model.fit_to_memory(model.plan(dataset.sample_shape, grid.shape, len(batch)))
-    dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
-    own_samples = (batch % len(dataset.train))[slice(*grid.sample_range(len(batch)))]
-    images, targets = dataset.train.images(own_samples, model.dtype), dataset.train.targets(own_samples)
-    labels = labels_for(plan, targets)
-    model.build(dataset.sample_shape, len(batch), grid, plan)
-    model.set_cost_layout(dataset.fields)
-    return lambda: model.train_batch(images, labels, batch_size=len(batch))
+    model, shape, batch_size = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
+    plan = model.fit_to_memory(model.plan(shape, grid.shape, batch_size))
+    images, labels = load_own_batch(experiment, grid, plan)
+    model.build(shape, batch_size, grid, plan)
+    model.set_cost_layout(experiment.dataset.fields)
+    return lambda: model.train_batch(images, labels, batch_size=batch_size)
 
 
 def predict_and_measure(
     world: Transport, experiment: Callable[[], FitExperiment], machine: Machine, turns: int
 ) -> tuple[float, float]:
     """Return the predicted and the measured seconds of a step of all ranks; collective."""
-    shape = fastest_grid(experiment, world.size, machine) if world.rank == 0 else None
+    shape = fastest_grid(world.size, experiment, machine) if world.rank == 0 else None
     shape = world.bcast(shape)
     if world.rank == 0:
         profile, (alone, *_) = profile_rank(experiment(), shape), prepare_step(experiment(), shape)

@@ -80,15 +80,11 @@ def bench_step(
     """
     model, dataset, empty = experiment.model, experiment.dataset, memory.resident_bytes()
     plan = model.fit_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
-    dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
-    batch = np.arange(experiment.batch_size) % len(dataset.train)
-    lo, hi = grid.sample_range(len(batch))
-    own_samples = batch[lo:hi]
-    x, targets = dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
+    batch_size, (x, targets) = experiment.batch_size, load_own_batch(experiment, grid, plan)
     memory.reset_peak()
-    model.build(dataset.sample_shape, len(batch), grid, plan)
+    model.build(dataset.sample_shape, batch_size, grid, plan)
     model.set_cost_layout(dataset.fields)
-    results = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
+    results = {"bench": "step", "batch_size": batch_size, "steps": steps, "sample_shape": list(dataset.sample_shape)}
     results |= {"backend": get_backend(model.backend).name}
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
@@ -97,10 +93,10 @@ def bench_step(
         sleeping_barrier(grid.world)
         begin = time.perf_counter()
         for images, labels in itertools.islice(batches, count):
-            model.train_batch(images, labels, batch_size=len(batch))
+            model.train_batch(images, labels, batch_size=batch_size)
         return max(grid.world.allgather(time.perf_counter() - begin))
 
-    with _start_baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
+    with _start_baseline(model, grid, x, targets, batch_size, threads, against) as (baseline, agreement):
         train(WARM_UP_STEPS)
         count = max(1, round(ROUND_SECONDS / train(1)))
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
@@ -115,13 +111,12 @@ def bench_step(
             "threads": threads,
             "seconds_per_step": median(reference for _, reference, _ in rounds) / count,
             "ratio": median(seconds / reference for seconds, reference, _ in rounds),
-            "ratio_of_fastest": min(own_samples for own_samples, *_ in rounds)
-            / min(reference for _, reference, _ in rounds),
+            "ratio_of_fastest": min(seconds for seconds, *_ in rounds) / min(reference for _, reference, _ in rounds),
             "ratios": [seconds / reference for seconds, reference, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
     if reading:
-        with closing(_read_batches(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
+        with closing(_read_batches(dataset.train, plan, grid, model.dtype, batch_size)) as batches:
             turns = max(MIN_READ_STEPS, steps)
             pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
         ratios = [seconds / reference for seconds, reference in pairs]
@@ -138,6 +133,15 @@ def bench_step(
     if trace is not None:
         write_trace(trace, grid, lambda: train(TRACED_STEPS))
     return results | {"layers": layers}
+
+
+def load_own_batch(experiment: FitExperiment, grid: ProcessGrid, plan: ModelPlan) -> tuple[Any, np.ndarray]:
+    """Open the data set of an experiment and return this rank's tiles and labels of a first batch."""
+    dataset, model = experiment.dataset, experiment.model
+    dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
+    batch = np.arange(experiment.batch_size) % len(dataset.train)
+    own_samples = batch[slice(*grid.sample_range(len(batch)))]
+    return dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
 
 
 def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean, median
 from typing import Any
 
-import numpy as np
-
 from ..comm import SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..models import require_layers
 from ..train import FitExperiment
-from .step import ROUND_SECONDS, WARM_UP_STEPS, labels_for
+from .step import ROUND_SECONDS, WARM_UP_STEPS, load_own_batch
 from .torch_baseline import TorchBaseline
 
 WARM_ALLOCATOR_ENV = {
@@ -139,12 +137,9 @@ class TorchSide:
         grid, dataset = experiment.open_grid(SingleTransport()), experiment.dataset
         self.model = require_layers(experiment.model, "networks", "name others")
         plan = self.model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
-        dataset.open(grid.with_tiles(plan.wide_tiles))
-        batch = np.arange(experiment.batch_size) % len(dataset.train)
-        self.model.build(dataset.sample_shape, len(batch), grid, plan)
+        self.batch = load_own_batch(experiment, grid, plan)
+        self.model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
         self.model.set_cost_layout(dataset.fields)
-        targets = labels_for(plan, dataset.train.targets(batch))
-        self.batch = dataset.train.images(batch, self.model.dtype), targets
         self.state, self.trained = self.model.state(), list(self.model.gradients())
 
     def measure(self, side: str, steps: int) -> Results:

@@ -32,17 +32,18 @@ def predict(
     """
     rows = []
     for count in ranks:
-        shape = _fastest_grid(candidate_grids(count, experiment()), experiment, machine, profile)
+        shape = fastest_grid(count, experiment, machine, profile)
         rank = profile(experiment(), shape, PREDICTION_SECONDS)
         row = predict_step(shape, machine, rank)
         rows.append(row | _predict_with_schemes(experiment, machine, shape, rank, row, profile))
     return rows
 
 
-def _fastest_grid(
-    shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, profile: ProfileFunction
+def fastest_grid(
+    count: int, experiment: Callable[[], Any], machine: Machine, profile: ProfileFunction = profile_rank
 ) -> GridShape:
-    """Return the grid of the fastest step."""
+    """Return the grid of the fastest step on `count` ranks."""
+    shapes = candidate_grids(count, experiment())
     if len(shapes) == 1:
         return shapes[0]
     times = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,11 @@ class TorchOptimizer(Scheduled, Registered):
             optimizer.step()
         values = [value for state in optimizer.state.values() for value in state.values()]
         return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in values)
+
+
+def holds_any(optimizer: torch.optim.Optimizer, tensor_ids: Container[int]) -> bool:
+    """Return whether an optimizer updates any of the tensors, given by their ids."""
+    return any(id(tensor) in tensor_ids for group in optimizer.param_groups for tensor in group["params"])
 
 
 def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any:

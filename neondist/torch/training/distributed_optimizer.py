@@ -19,7 +19,7 @@ from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
 from ..module.parameters import ModuleParameters, plan_parameters, sparse_tables
 from ..module.weights import as_array, create_optimizer_state
-from .by_name import TorchOptimizer
+from .by_name import TorchOptimizer, holds_any
 
 _NUMBERS = bool, int, float, str, tuple
 
@@ -199,7 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would see no gradients of them."""
-        if any(id(tensor) in self._partitioned for group in optimizer.param_groups for tensor in group["params"]):
+        if holds_any(optimizer, self._partitioned):
             raise ConfigError(
                 f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call its"
                 " step(), or train another copy of the module"

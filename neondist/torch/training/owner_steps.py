@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ..module.parameters import ModuleParameters
 from ..module.weights import as_array
-from .by_name import TorchOptimizer
+from .by_name import TorchOptimizer, holds_any
 
 
 class OwnerSteps:
@@ -52,7 +52,7 @@ class OwnerSteps:
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Replace an optimiser's parameters by this rank's parts, with their gradients."""
-        if self._of_parts or not self._has(optimizer, self._parts):
+        if self._of_parts or not holds_any(optimizer, self._parts):
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
@@ -146,10 +146,6 @@ class OwnerSteps:
         if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
             return value
         return torch.from_numpy(shard.slot_shard(slot, share).gather(as_array(value)))
-
-    @staticmethod
-    def _has(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> bool:
-        return any(id(tensor) in tensors for group in optimizer.param_groups for tensor in group["params"])
 
     @staticmethod
     def _replace(optimizer: torch.optim.Optimizer, others: Mapping[int, nn.Parameter]) -> None:
