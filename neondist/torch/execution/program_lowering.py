@@ -116,7 +116,7 @@ def _is_window(step: Step) -> bool:
     """Return whether each rank's view is a range around its own cells along each partitioned image axis."""
     assert step.transfer is not None
     return all(
-        (request.axis is not None or request.used is not None)
+        (request.axis is not None or request.used is not None or request.is_own)
         and request.axis == request.source.axis
         and request.dim > 1
         and all(len(r) == 1 for r in request.ranges)

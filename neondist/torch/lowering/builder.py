@@ -56,7 +56,7 @@ class PlanBuilder(StepList):
             return self.sum_gradient(value, inside)
         requests = [request for request in requests if request in moved or request.used is not None]
         view = self.transfer(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
-        if sliding and all(each.axis == each.source.axis and each.axis and each.dim > 1 for each in moved):
+        if sliding and all(each.axis == each.source.axis and each.dim > 1 for each in moved):
             step = self.steps[-1]
             step.is_window_view = step.transfer is not None and not step.transfer.needs_no_messages
         return view

@@ -53,14 +53,17 @@ def window_view(
     fill : float
         Of cells outside of the image.
     pad_all : bool
-        Whether dimensions that are not partitioned are padded, too.
+        Whether to pad the view even if no dimension is partitioned.
     """
     dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
-    padded = [pad_all or atom.axis is not None for atom in atoms]
-    axes = enumerate(zip(dims, atoms, padded, strict=True))
-    reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
-    remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
+    # whole dimensions too: kernels would copy the view in order to pad it
+    padded = pad_all or any(atom.axis is not None for atom in atoms)
+    reaches = {}
+    for axis, (dim, atom) in enumerate(zip(dims, atoms, strict=True)):
+        with_padding = padded and (atom.axis is not None or any(window.padding[axis]))
+        reaches[dim] = Reach(atom, window.axis_window(axis), with_padding)
+    remaining_padding = [0 if padded else before for before, _ in window.padding]
     return lowering.view(x, reaches, None, fill, sliding=True), remaining_padding, atoms
 
 

@@ -30,13 +30,13 @@ NETS = {
             nn.MaxPool2d(3, 2, 1),
             nn.Conv2d(3, 4, 3, stride=2, padding=2, dilation=2),
             nn.AvgPool2d(2, 1),
-            nn.Conv2d(4, 2, (2, 1)),
+            nn.Conv2d(4, 2, (2, 4), padding="same"),
         ),
     ),
     "volumes": ((2, 1, 5, 6, 4), nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 1, (1, 2, 2)))),
 }
-GRIDS = {"images": (1, 3, 2), "volumes": (2, 1, 5)}
-"""(replicas, rows, cols); tiles of the last one are smaller than their halos, or empty"""
+CASES = [("images", (1, 3, 2)), ("images", (1, 4, 1)), ("volumes", (2, 1, 5))]
+"""networks and grids (replicas, rows, cols); tiles of the last one are smaller than their halos, or empty"""
 PROGRAMS = {}
 
 
@@ -49,17 +49,17 @@ def convert_to_layers(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"), select_cases(product(NETS, [name for name in SCHEMES if "backward" not in name]))
+    ("case", "scheme"), select_cases(product(CASES, [name for name in SCHEMES if "backward" not in name]))
 )
 @pytest.mark.long
-def test_schemes_match_layers(name, scheme):
+def test_schemes_match_layers(case, scheme):
+    name, (replicas, rows, cols) = case
     shape, (module, layers_model) = NETS[name][0], convert_to_layers(name)
     rng = np.random.default_rng(1)
     images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(STEPS)]
     gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
 
     def body(world):
-        replicas, rows, cols = GRIDS[name]
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
             layers = nd.ConvnetDist(
@@ -82,7 +82,7 @@ def test_schemes_match_layers(name, scheme):
                 torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
 
     with share_captures(PROGRAMS):
-        loopback.run(np.prod(GRIDS[name]), body)
+        loopback.run(replicas * rows * cols, body)
 
 
 def run_distributed(scheme, dtype=torch.float32, **options):
