@@ -69,7 +69,7 @@ class Lowering(PlanBuilder):
     def _record_name(self, name: str, result: Any) -> None:
         """Record the operator that the last step computes."""
         first = result[0] if isinstance(result, tuple) and result else result
-        if self.steps and isinstance(first, Value) and first.id == self.steps[-1].outputs[0]:
+        if self.steps and isinstance(first, Value) and first.id in self.steps[-1].outputs[:1]:
             self.steps[-1].op_name = name
 
     def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -53,7 +53,7 @@ def window_view(
     fill : float
         Of cells outside of the image.
     pad_all : bool
-        Whether to pad the view even if no dimension is partitioned.
+        Whether to pad the view even if no dimension is partitioned, and for windows that exceed the padding.
     """
     dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
@@ -61,7 +61,7 @@ def window_view(
     padded = pad_all or any(atom.axis is not None for atom in atoms)
     reaches = {}
     for axis, (dim, atom) in enumerate(zip(dims, atoms, strict=True)):
-        with_padding = padded and (atom.axis is not None or any(window.padding[axis]))
+        with_padding = pad_all or atom.axis is not None or (padded and any(window.padding[axis]))
         reaches[dim] = Reach(atom, window.axis_window(axis), with_padding)
     remaining_padding = [0 if padded else before for before, _ in window.padding]
     return lowering.view(x, reaches, None, fill, sliding=True), remaining_padding, atoms

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 import torch.nn.functional as F  # noqa: E402
 from case_selection import select_cases  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check_module, share_captures  # noqa: E402
+from torch_runs import FunctionModule, check_module, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -180,6 +180,15 @@ def test_overlapping_tiles_match_single_process(name, grid):
     variants = [{}, {"recompute": True}] if name == "batch norm" else [{}]
     for options in variants:
         check_module(build(), *shapes, grids=(grid,), scheme="overlap_tile(statistics=global)", **options)
+
+
+def test_segments_of_unread_results():
+    def forward(x, z):
+        z.flip(torch.arange(2, z.dim()).tolist())
+        return x
+
+    options = {"scheme": "deep_halo(layers=3)", "strips": 3}
+    check_module(FunctionModule(forward), (1, 1, 7, 11), (1, 1), grids=((3, 2, 1),), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"strips": 5}], ids=str)

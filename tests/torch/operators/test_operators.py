@@ -40,6 +40,7 @@ MODULES = {
     "max pool": lambda: nn.MaxPool2d(3, 2, 1),
     "max pool, ceil": lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
     "avg pool": lambda: nn.AvgPool2d(3, 2, 1),
+    "avg pool, ceil, no padding": lambda: nn.AvgPool2d(2, ceil_mode=True),
     "avg pool, ceil, inside": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
     "lp pool": lambda: nn.LPPool2d(2, 3, 2),
     "adaptive avg, few": lambda: nn.AdaptiveAvgPool2d((3, 2)),
