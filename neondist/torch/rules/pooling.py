@@ -92,7 +92,7 @@ def avg_pool(
     """Pool after a halo exchange; divisors count cells of the global image."""
     n = spatial_ndim(lowering)
     window = window_of(n, kernel_size, stride or kernel_size, padding)
-    view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=True)
+    view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_whole=True)
 
     def local_divisors(place: Place) -> int | torch.Tensor:
         if divisor_override is not None:

@@ -43,8 +43,9 @@ def window_of(ndim: int, kernel: Size, stride: Size, padding: int | Sequence[Any
 
 
 def window_view(
-    lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0, pad_all: bool = False
-) -> tuple[Value, list[int], list[Atom]]:
+    lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0,
+    pad_whole: bool | Sequence[bool] = False,
+) -> tuple[Value, list[int], list[Atom]]:  # fmt: skip
     """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
 
     Parameters
@@ -52,18 +53,16 @@ def window_view(
     extents : of the results
     fill : float
         Of cells outside of the image.
-    pad_all : bool
-        Whether to pad the view even if no dimension is partitioned, and for windows that exceed the padding.
+    pad_whole : bool or sequence of bool
+        Whether dimensions that are not partitioned are padded, too.
     """
     dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
-    # whole dimensions too: kernels would copy the view in order to pad it
-    padded = pad_all or any(atom.axis is not None for atom in atoms)
-    reaches = {}
-    for axis, (dim, atom) in enumerate(zip(dims, atoms, strict=True)):
-        with_padding = pad_all or atom.axis is not None or (padded and any(window.padding[axis]))
-        reaches[dim] = Reach(atom, window.axis_window(axis), with_padding)
-    remaining_padding = [0 if padded else before for before, _ in window.padding]
+    pad_whole = value_per_axis(pad_whole, window.ndim)
+    padded = [pads or atom.axis is not None for pads, atom in zip(pad_whole, atoms, strict=True)]
+    axes = enumerate(zip(dims, atoms, padded, strict=True))
+    reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
+    remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
     return lowering.view(x, reaches, None, fill, sliding=True), remaining_padding, atoms
 
 
@@ -93,8 +92,12 @@ def conv(
         same = same_padding(x.shape[-n:], weight.shape[2:], value_per_axis(stride, n), value_per_axis(dilation, n))
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
-    uneven = any(before != after for before, after in window.padding)
-    view, remaining_padding, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_all=uneven)
+    # kernels cannot pad unevenly, and would copy a view again in order to pad it
+    in_view = any(before != after for before, after in window.padding) or not all(
+        lowering.is_whole(x, -axis) for axis in range(1, n + 1)
+    )
+    pad_whole = [in_view and any(sides) for sides in window.padding]
+    view, remaining_padding, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], 0.0, pad_whole)
     run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
     conv_args = window.stride, remaining_padding, window.dilation, groups
     layout, dtype = image_layout(x, weight.shape[0], atoms), lowering.fake_out.dtype

@@ -39,6 +39,7 @@ MODULES = {
     "layer norm": lambda: nn.LayerNorm([3, 13, 11]),
     "max pool": lambda: nn.MaxPool2d(3, 2, 1),
     "max pool, ceil": lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+    "max pool, indices": lambda: FunctionModule(unpool),
     "avg pool": lambda: nn.AvgPool2d(3, 2, 1),
     "avg pool, ceil, no padding": lambda: nn.AvgPool2d(2, ceil_mode=True),
     "avg pool, ceil, inside": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
@@ -130,6 +131,10 @@ MODULES = {
 def sum_label_losses(x):
     ignored = F.cross_entropy(x[0, 0], torch.arange(13) % 9, ignore_index=2)
     return ignored + F.nll_loss(x[:, 0, 0].log_softmax(1), torch.tensor([3, 9]))
+
+
+def unpool(x):
+    return F.max_unpool2d(*F.max_pool2d(x, 2, 2, 1, return_indices=True), 2, 2, 1, x.shape[2:])
 
 
 def insert_nan(x):
