@@ -41,6 +41,10 @@ def add_parser(commands: Any) -> None:
 
     cmd = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
     options.add_experiment_options(cmd, "ranks to plan for (default 1); nothing is started")
+    cmd.add_argument(
+        "--measure-memory", action="store_true",
+        help="also run training steps of the rank with the most cells in this process, and print its peak memory",
+    )  # fmt: skip
     cmd.set_defaults(command=check)
 
 
@@ -170,6 +174,15 @@ def check(arguments: argparse.Namespace) -> int:
     from ..train import describe_experiment
 
     Console(soft_wrap=True).print(describe_experiment(experiment, ranks))
+    if arguments.measure_memory:
+        from ..bench.model.rank_profile import measure_peak_memory
+        from ..plan.report import format_size
+        from ..terminal.console import emit
+        from ..train.validate import experiment_grid_shape
+
+        emit("measuring training steps of the rank with the most cells ...")
+        peak = measure_peak_memory(experiment, experiment_grid_shape(experiment, ranks))
+        emit(f"measured peak: {format_size(peak)} for the whole process of the rank with the most cells")
     return 0
 
 

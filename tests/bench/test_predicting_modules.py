@@ -14,6 +14,7 @@ from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.bench import memory  # noqa: E402
 from neondist.bench.model import predict, rank_profile  # noqa: E402
 from neondist.bench.model.dry_run import DryRunTransport, MessageLog  # noqa: E402
 from neondist.bench.model.table import prediction_table, write_report  # noqa: E402
@@ -38,6 +39,13 @@ class Net(nn.Module):
     def forward(self, x):
         y = self.second(self.first(x))
         return self.last((y - y.mean(2, keepdim=True)).square().mean((2, 3)))
+
+
+class PixelMean(nn.Module):
+    """Mean over all cells of an image."""
+
+    def forward(self, x):
+        return x.mean((2, 3))
 
 
 def make_experiment(**grid):
@@ -90,6 +98,20 @@ def test_profiling_changes_no_weight():
     )
     rank_profile.profile_rank(experiment, GridShape(1, 2, 2), 1e-3)
     assert torch.equal(torch.nn.utils.parameters_to_vector(experiment.model.module.parameters()), initial)
+
+
+@pytest.mark.long
+def test_measured_peak_memory_contains_the_planned_arrays():
+    data = nd.Synthetic([400, 320, 2], classes=3, train=2, test=1)
+    experiment = nd.FitExperiment(
+        data,
+        ndt.TorchModel(lambda: nn.Sequential(nn.Conv2d(2, 64, 1), nn.Sigmoid(), PixelMean(), nn.Linear(64, 3))),
+        batch_size=2,
+    )
+    before = memory.resident_bytes()
+    added = rank_profile.measure_peak_memory(experiment, GridShape(1, 2, 1)) - before
+    planned = experiment.model.compiled.memory(0)
+    assert added > 0.9 * planned > 50e6  # also modules of PyTorch imported on first use, and temporary buffers
 
 
 def test_groups_of_a_dry_run():

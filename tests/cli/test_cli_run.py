@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,10 +31,13 @@ from neondist.safe_path import python_command
 
 
 def test_check_prints_the_plan_without_mpirun(folder):
-    code, out, err = run_command(build_command("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
+    command = build_command("check", "toy.yaml", "-n", 6, "--measure-memory")
+    code, out, err = run_command(command, folder, PATH="/nowhere")
     assert (code, err) == (0, "")
     for word in ("6 ranks", "ConvLayerDist", "FCLayerDist", "total"):
         assert word in out
+    (peak,) = re.findall(r"^measured peak: ([\d.]+) MB for the whole process", out, re.MULTILINE)
+    assert 20 < float(peak) < 500
     assert [path.name for path in folder.iterdir()] == ["toy.yaml"]
 
 

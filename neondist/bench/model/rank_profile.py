@@ -13,12 +13,14 @@ from ...geometry import GridShape
 from ...models import TrainableModel
 from ...plan import Plan
 from ...runtime.observers.clock import Clock
+from .. import memory
 from ..roofline import count_products
 from .dry_run import MessageLog, dry_run_grid
 
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
 """minimum seconds of computing to time: to compare grids, and to predict"""
+_MEMORY_STEPS = 4  # freed memory is kept and split: the first steps may need more each
 
 
 @dataclass
@@ -77,6 +79,19 @@ def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICT
     held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
     repeated = recomputed_share(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
     return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, noise, repeated)
+
+
+def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
+    """Return the peak resident bytes of this process in training steps of the rank with most cells.
+
+    Measured in a process that has done little else, this is the memory of a rank's process, without the images of
+    other batches and MPI's own buffers.
+    """
+    memory.reset_peak()
+    step, _, _ = prepare_step(experiment, shape)
+    for _ in range(_MEMORY_STEPS):
+        step()
+    return memory.peak_bytes()
 
 
 def recomputed_share(plan: Plan, tile: int) -> float:
