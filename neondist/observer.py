@@ -24,7 +24,7 @@ class Observer:
         """
 
     def on_end(self, what: str, name: str, direction: str) -> None:
-        """End of an event, also after failure."""
+        """End of an event, even after failure."""
 
     def on_value(self, layer: Any, name: str, array: Any) -> None:
         """A computed array: 'weights', 'output', 'gradients of the weights' or 'gradient of the input' of a layer.

@@ -1,10 +1,11 @@
-"""Errors of predicted step times of ten networks on this machine: five of layers, and five PyTorch modules.
+"""Errors of predicted step times of ten networks on this machine: five built from neondist layers, five in PyTorch.
 
     neondist bench model calibrate
     python tools/prediction_error.py --machine machine.yaml
 
-A prediction times the work of one rank alone; the measurement is a step of all ranks. Both alternate, and medians are
-compared, so that a machine whose speed changes by the minute does not count as an error of the model.
+A prediction times the work of one rank alone; the measurement is a step of all ranks. Predictions and measurements
+alternate, and medians are compared, so that a machine whose speed changes by the minute does not count as an error of
+the model.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ EXPERIMENTS: dict[str, Callable[[], FitExperiment]] = {
     "resnet18": _module(resnet, 256, 1),
     "unet": _module(UNet, 256, 2),
 }
-assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` has seen
+assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` was checked on
 
 
 def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], None]:
@@ -193,7 +194,7 @@ def predict_and_measure(
 
 
 def run_ranks(ranks: int, arguments: Sequence[str]) -> tuple[float, float]:
-    """Run this script on some ranks and return what the first one prints."""
+    """Run this script on `ranks` ranks and return the times that rank 0 prints."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else "mpirun"
     command = [mpirun, "--oversubscribe", "-n", str(ranks), sys.executable, __file__, "--on-ranks", *arguments]

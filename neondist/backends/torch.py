@@ -185,7 +185,7 @@ class TorchTable(Kernels):
 
     def _reorder_weights(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
         worth = prod(weights.shape[:-2]) > 1 and self._prefers_torch_conv(x, ())
-        return self.torch_calls.conv.reorder_weights(weights) if worth else weights
+        return self.torch_calls.conv.reorder_for_onednn(weights) if worth else weights
 
     def _prefers_torch_conv(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
         """Return whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.

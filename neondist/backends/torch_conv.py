@@ -62,7 +62,7 @@ def backward_input(
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `reorder_weights`.
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the memory order of `reorder_for_onednn`.
 
     PyTorch uses slow kernels for 1 x 1 with one thread and few samples: rows become samples.
     """
@@ -87,7 +87,7 @@ def backward_weights(
     return array_like(x, gradient.movedim((0, 1), (-1, -2)))
 
 
-def reorder_weights(weights: np.ndarray) -> np.ndarray:
+def reorder_for_onednn(weights: np.ndarray) -> np.ndarray:
     """Return the weights in oneDNN's memory order, reordered once and not for each strip."""
     *_, channels = shape = weights.shape
     rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
@@ -95,7 +95,7 @@ def reorder_weights(weights: np.ndarray) -> np.ndarray:
 
 
 def restore_weight_order(gradient: np.ndarray) -> np.ndarray:
-    """Return a gradient in the order of `reorder_weights` as a contiguous array."""
+    """Return a gradient in the order of `reorder_for_onednn` as a contiguous array."""
     if gradient.flags.c_contiguous:
         return gradient
     rows = to_tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)

@@ -301,7 +301,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
             f"{command}: --set, --strategy and --import apply to experiments; leave them out with --weights"
         )
 
-    def prepare(world: Transport, ranks: int) -> Any:
+    def load_module(world: Transport, ranks: int) -> Any:
         from ..train.inference import TrainedModule
 
         module_options = {name: value for name in _WEIGHTS_OPTIONS if (value := getattr(arguments, name)) is not None}
@@ -319,7 +319,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
         work(trained, grid)
         return 0
 
-    return run_on_ranks(arguments, prepare, work_on_grid)
+    return run_on_ranks(arguments, load_module, work_on_grid)
 
 
 def _preparation_progress(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:

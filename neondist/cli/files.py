@@ -82,7 +82,7 @@ def write_experiment(arguments: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; specify one that contains images")
     if target.exists():
-        raise OutputError(f"{target}: exists already; choose another name with --to")
+        raise OutputError(f"{target}: already exists; choose another name with --to")
     masks = next((name for name in _MASK_FOLDERS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
     write_text(target, _segmentation_yaml(folder, masks) if masks else _classification_yaml(folder))
     emit(f"{target}: try `neondist check {target}`, then `neondist run {target}`")

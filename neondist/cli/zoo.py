@@ -44,7 +44,7 @@ def write_project(arguments: argparse.Namespace) -> int:
     texts = {"model.py": template, "README.md": _README}
     for name in texts:
         if (arguments.project / name).exists():
-            raise OutputError(f"{arguments.project / name}: exists already; choose another folder")
+            raise OutputError(f"{arguments.project / name}: already exists; choose another folder")
     make_folder(arguments.project)
     for name, text in texts.items():
         write_text(arguments.project / name, text)

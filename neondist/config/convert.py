@@ -82,7 +82,7 @@ def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> 
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
-    elif _matches_plain(value, hint):
+    elif _plain_value_matches(value, hint):
         return value
     raise _mismatch_error(node, hint, path)
 
@@ -119,7 +119,7 @@ def _accepts_type(kind: Any, value_type: type) -> bool:
     return isinstance(kind, type) and kind is not str and issubclass(value_type, kind)
 
 
-def _matches_plain(value: Any, hint: Any) -> bool:
+def _plain_value_matches(value: Any, hint: Any) -> bool:
     """Return whether a plain value matches; True is not a number, and a str does not match a sequence type."""
     if isinstance(value, bool):
         return hint is bool

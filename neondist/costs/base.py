@@ -34,7 +34,7 @@ class Cost(Registered, ABC):
     has_weighted_mean : bool
         Whether the denominator of the mean depends on the targets.
     ignore_index : int or None
-        Cells with this label are ignored, also by metrics.
+        Cells with this label are ignored, including by metrics.
     parts : sequence of (factor, Cost)
         The costs whose means are added; a simple cost is its only part.
     """

@@ -55,7 +55,7 @@ class CrossEntropy(Cost):
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
         p = softmax(y)
         if self._has_equal_weights(y, targets):
-            p -= one_hot(p, targets)
+            p -= one_hot(targets, p)
         else:
             weights = self.target_weights(y, targets)
             p *= weights.sum(axis=-1, keepdims=True)
@@ -83,7 +83,7 @@ class CrossEntropy(Cost):
             weights = xp.asarray(targets)
         else:
             targets, keep = mask_ignored(targets, self.ignore_index)
-            weights = one_hot(y, targets).astype(y.dtype)
+            weights = one_hot(targets, y).astype(y.dtype)
         if self.label_smoothing:
             weights = weights * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
         if self.class_weights is not None:

@@ -41,7 +41,7 @@ class Dice(Cost):
         return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
 
     def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
-        """Return the loss of each sample (n,) from its sums; a part's share, given p + t of the `whole` image."""
+        """Return each sample's loss (n,); given `whole`, p + t over the whole image, the contribution of this part."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
         return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
@@ -57,7 +57,7 @@ class Dice(Cost):
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
     def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
-        """Return two sums per class for the gradient, and one for the value."""
+        """Return 3 C: two sums per class for the gradient, and one for the value."""
         return 3 * y_shape[-1]
 
     def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
@@ -70,7 +70,7 @@ class Dice(Cost):
         if is_dense(y.shape, targets, self.ignore_index):
             return xp.asarray(targets), 1.0
         labels, keep = mask_ignored(targets, self.ignore_index)
-        t = one_hot(y, labels).astype(y.dtype)
+        t = one_hot(labels, y).astype(y.dtype)
         if keep is None:
             return t, 1.0
         mask = xp.asarray(keep, y.dtype)[..., None]
@@ -78,7 +78,7 @@ class Dice(Cost):
 
 
 class DiceCE(Cost):
-    """Sum of Dice and mean cross entropy (Isensee et al. 2021), with their outputs and targets.
+    """Sum of Dice and mean cross entropy (Isensee et al. 2021); takes the same outputs and targets as they do.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class DiceCE(Cost):
         return tuple(zip(self.weights, (self.dice, self.cross_entropy), strict=True))
 
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return the number of samples times the mean over all cells of `y`."""
+        """Return n times the weighted sum of the mean Dice over samples and the mean cross entropy over cells."""
         return sum(scale * part.local_sum(y, targets, sum_over_tiles) for scale, part in self._scaled_parts(y, targets))
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:

@@ -163,7 +163,7 @@ class BCE(Cost):
     pos_weight : float or sequence of float, optional
         Weight of positive targets, per output. Default: 1.
     ignore_index : int, optional
-        Cells with this label are ignored, also in the mean. A batch with only this label has a mean of 0.
+        Cells with this label are ignored, including in the mean. A batch with only this label has a mean of 0.
     """
 
     def __init__(
@@ -213,5 +213,5 @@ class BCE(Cost):
         if targets.dtype.kind == "f" or is_dense((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
             return targets_as_values(y, targets), positive, 1.0
         labels, keep = mask_ignored(targets, self.ignore_index)
-        t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(y, labels).astype(y.dtype)
+        t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(labels, y).astype(y.dtype)
         return t, positive, 1.0 if keep is None else xp.asarray(keep, y.dtype)[..., None]

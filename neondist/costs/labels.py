@@ -70,7 +70,7 @@ def targets_as_values(y: Any, targets: Any) -> Any:
         targets = targets[..., None]
     if is_dense(y.shape, targets):
         return xp.asarray(targets, y.dtype)
-    return one_hot(y, targets).astype(y.dtype)
+    return one_hot(targets, y).astype(y.dtype)
 
 
 def targets_as_labels(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ def value_at_label(values: Any, labels: Any) -> Any:
     return xp.take_along_axis(values, xp.asarray(labels)[..., None].astype("i8", copy=False), axis=-1)
 
 
-def one_hot(y: Any, labels: Any) -> Any:
-    """Return one-hot vectors of labels as booleans of the shape of `y`."""
-    xp = namespace(y)
-    return xp.asarray(labels)[..., None] == xp.arange(y.shape[-1])
+def one_hot(labels: Any, like: Any) -> Any:
+    """Return one-hot vectors of labels as booleans of the shape of `like`."""
+    xp = namespace(like)
+    return xp.asarray(labels)[..., None] == xp.arange(like.shape[-1])

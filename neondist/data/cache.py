@@ -227,7 +227,7 @@ def check_path_template(template: object) -> None:
 
 
 def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
-    """Return this rank's file; ConfigError if ranks would share it (replicas, too, write separately)."""
+    """Return this rank's file; ConfigError if ranks would share it (replicas also write separately)."""
     check_path_template(template)
     text = os.fspath(template)
     if grid.size > 1 and "rank" not in _field_names(text):

@@ -1,7 +1,7 @@
 """Conversion of image files to arrays with Pillow, without silent loss of information.
 
 Pillow converts many pixel formats to a few: 16-bit colour to 8 bits, values above 255 to 255, a palette of 4 classes to
-grey levels. Conversions that would lose values are refused.
+grey levels. Conversions that would lose values are rejected.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class NPYSource(TileSource):
 
 
 class NPYSink(PlacedSink):
-    """New .npy file; if `channels` is False, a single channel gets no axis."""
+    """New .npy file; if `channels` is False, a single channel axis is dropped."""
 
     default_options: ClassVar[dict[str, Any]] = {"channels": True}
 
@@ -60,7 +60,7 @@ class NPYSink(PlacedSink):
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape, whether the order is Fortran's, and the dtype; the cells follow in the stream."""
+    """Return the shape, whether it is in Fortran order, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     with _HEADER_LOCK:

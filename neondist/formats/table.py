@@ -89,7 +89,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     level : int, optional
         Resolution level; 0 (default) is the finest.
     axes : str, optional
-        A letter for each stored axis, such as 'ZYX' or 'CYX', if the file does not specify them, or not correctly.
+        A letter for each stored axis, such as 'ZYX' or 'CYX', if the file specifies none or incorrect ones.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def create_sink(
     grid: ProcessGrid | None = None,
     **options: Any,
 ) -> TileSink:
-    """Create a file of the type of its suffix, and return its sink; collective over `grid`, if given.
+    """Create a file whose type is given by its suffix, and return its sink; collective over `grid`, if given.
 
     Parameters
     ----------
@@ -153,8 +153,8 @@ def create_sink(
     overwrite : bool
         Replace an existing file once the new one is complete.
     resume : bool
-        Resume an uncommitted file of an earlier process with the same description, as reported by `resumed`, and keep
-        the file if this sink is closed without `commit`.
+        Continue the uncommitted file of an earlier process, if any, as `resumed` tells; its shape, dtype, axes, chunks
+        and options must match. Keep the file if this sink is closed without `commit`.
     grid : ProcessGrid, optional
         Grid whose ranks all write. Default: this process only.
     **options
@@ -177,7 +177,8 @@ def create_sink(
     ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
     if len(axes) != len(extents) or not ordered or min(extents) < 1:
         raise ConfigError(
-            f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {AXIS_ORDER}, C the last"
+            f"{path}: axes '{axes}' of shape {list(extents)}; give one letter per axis, in the order {AXIS_ORDER},"
+            " ending with C"
         )
     if dtype.kind not in "fiub":
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
@@ -188,7 +189,7 @@ def create_sink(
         if np.prod(chunks, dtype=object) * dtype.itemsize > MAX_CHUNK_BYTES:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
     if path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
+        raise OutputError(f"{path}: already exists; choose another name, or overwrite it (--overwrite)")
     if like is not None:
         own, expected = (
             {name: n for name, n in zip(letters, sizes, strict=True) if name in "ZYX"}

@@ -116,7 +116,7 @@ def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dila
 
 
 def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the outputs of a window, also beyond the first and last, that depend on the cells [lo, hi)."""
+    """Return the outputs of a window, including beyond the first and last, that depend on the cells [lo, hi)."""
     outputs: list[range] = []
     for tap in reversed(range(kernel)) if lo < hi else ():
         at = padding - dilation * tap

@@ -102,7 +102,7 @@ class HaloPlan(TransferPlan):
         kept, modes = self.own if self.overlaps else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
-        if self.window.mode != "zeros":  # along other axes cells are copied, also outside this one
+        if self.window.mode != "zeros":  # along other axes cells are copied, including outside this one
             axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
             kept = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
         return self.buffer.outside(kept)
@@ -135,7 +135,9 @@ class HaloPlan(TransferPlan):
 
     @classmethod
     @lru_cache(maxsize=512)
-    def kinds(cls, cells: Partition, window: Window, outputs: Partition | None = None, level: Level = "all") -> Kinds:
+    def kinds(
+        cls, cells: Partition, window: Window, outputs: Partition | None = None, level: Level = "all"
+    ) -> PartKinds:
         """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
 
         Parameters
@@ -145,7 +147,7 @@ class HaloPlan(TransferPlan):
             everything except position.
         """
         axes = _axis_plans(cells, window, outputs)
-        return Kinds(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
+        return PartKinds(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
 
 
 def halo_volume(partition: Partition, window: Window) -> int:
@@ -154,7 +156,7 @@ def halo_volume(partition: Partition, window: Window) -> int:
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
-class Kinds(NamedTuple):
+class PartKinds(NamedTuple):
     """Kinds of the parts of each axis.
 
     Attributes

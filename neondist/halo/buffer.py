@@ -15,7 +15,7 @@ from .padding import add_padding_gradient, fill_padding
 from .policies.base import ExchangePolicy
 
 Slots = tuple[Any, Any]
-"""Memory of a view and its gradient, by `.array(shape)`; None: separate memory."""
+"""Allocators of the view and its gradient, called as `.array(shape)`; None: separate memory."""
 
 
 class Owner(Protocol):
@@ -51,8 +51,8 @@ class HaloBuffer:
         self.phase = WHOLE
         self.gradient: Any = None
         self.dview: Any = None  # allocated at the first bprop
-        self.own, self.need = self.index(plan.own), self.index(plan.need)
-        self.tile, self.view = self.cells[self.own], self.cells[self.need]
+        self.owned_index, self.needed_index = self.index(plan.own), self.index(plan.need)
+        self.tile, self.view = self.cells[self.owned_index], self.cells[self.needed_index]
         self.outside = [self.cells[self.index(box)] for box in plan.prefilled]
         self.fill_outside()
         self.shared = slots[0] is not None
@@ -67,7 +67,7 @@ class HaloBuffer:
         )
 
     def forward(self, tile: Any, phase: Phase) -> Any:
-        """Copy the tile, gather the halo, fold the padding; return the view."""
+        """Copy the tile, gather the halo, fill the padding; return the view."""
         self.phase = phase
         if tile is not self.tile:
             self.kernels.copy(tile, self.tile)
@@ -80,10 +80,10 @@ class HaloBuffer:
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
-        """Unfold the padding, scatter and add the halo's gradient; return the tile's gradient."""
+        """Add the padding's gradient to its source cells, and the halo's to its owners; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
-            self.kernels.copy(dview, self.dview_place())
+            self.kernels.copy(dview, self.zeroed_dview())
         add_padding_gradient(self.gradient, self.plan)
         self._exchange(self.scatter_add)
         for target, source in self.wrapped:
@@ -96,36 +96,36 @@ class HaloBuffer:
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
     def fill_outside(self) -> None:
-        """Set cells outside the image, and cells that may not arrive, to the window's fill value."""
+        """Set cells outside the image, and cells that the scheme may not send, to the window's fill value."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 
-    def keep_border(self, place: Any) -> None:
+    def save_border(self, out: Any) -> None:
         """Copy the cells around the tile to an array (n, elements)."""
-        for index, part in self._border(place):
+        for index, part in self._border(out):
             part[...] = self.cells[index]
 
-    def rebuild_view(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
-        """Rebuild the view in other memory from the border saved in `place`; `write` fills in the tile."""
+    def rebuild_view(self, slot: Any, saved: Any, write: Callable[[Any], None]) -> Any:
+        """Rebuild the view in other memory from the border in `saved`; `write` fills in the tile."""
         cells = self._new(slot)
-        for index, part in self._border(place):
+        for index, part in self._border(saved):
             cells[index] = part
-        write(cells[self.own])
-        return cells[self.need]
+        write(cells[self.owned_index])
+        return cells[self.needed_index]
 
-    def _border(self, place: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
-        """Yield the index of each box around the tile, and its part of `place`."""
+    def _border(self, saved: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
+        """Yield the index of each box around the tile, and its part of `saved`."""
         start = 0
         for box in self.plan.buffer.outside(self.plan.own):
             elements = box.size * self.owner.channels
-            yield self.index(box), place[:, start : start + elements].reshape(-1, *box.shape, self.owner.channels)
+            yield self.index(box), saved[:, start : start + elements].reshape(-1, *box.shape, self.owner.channels)
             start += elements
 
-    def dview_place(self) -> Any:
+    def zeroed_dview(self) -> Any:
         """Return the view's part of the gradient, with zeros around it."""
         if self.gradient is None:
             self.gradient = self._new(self._gradient_slot)
-            self.dview, self.dtile = self.gradient[self.need], self.gradient[self.own]
+            self.dview, self.dtile = self.gradient[self.needed_index], self.gradient[self.owned_index]
         if self.plan.need != self.plan.buffer:
             self.gradient[...] = 0
         return self.dview

@@ -217,7 +217,7 @@ class GlobalArray:
             raise ShapeError(f"redistribute: samples of shape {shape} and {expected}; give arrays of the same shape")
         replicas = range(other.grid.replicas)
         self.check_tile("tile", tile)
-        self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})
+        self.grid.check("redistribute", {"the shape of samples": shape, "the number of replicas": len(replicas)})
 
         def boxes(samples: int) -> list[Box]:
             return boxes_of((part_range(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)

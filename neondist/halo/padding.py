@@ -46,7 +46,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     """Fill cells of other tiles as if the image ended at the own tile; with zeros if the tile is empty.
 
     Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; if that is infinite (max pooling),
-    a window without own cells would be infinite, too, so the nearest own cell is used, which changes no other maximum.
+    a window without own cells would also be infinite, so the nearest own cell is used, which changes no other maximum.
     """
     own, constant = plan.own, plan.window.fill
     for piece in plan.receives:

@@ -27,7 +27,7 @@ CHECKPOINT_PATTERNS = (STAGE_CHECKPOINTS, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
 UNTRAINED_LOG_LINES = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """Epoch logs, and the number of records each has before the first resumable state."""
-MAX_LINE_BYTES = 1 << 24
+MAX_READ_LINE_BYTES = 1 << 24
 """Maximal number of bytes that are read of a line."""
 RUN_FILES = (
     "experiment.yaml",
@@ -138,7 +138,7 @@ def _count_lines(log: Path) -> int:
     if not log.is_file():
         return 0
     with open_regular(log, log.parent) as file:
-        return sum(bool(file.readline(MAX_LINE_BYTES)) for _ in range(2))
+        return sum(bool(file.readline(MAX_READ_LINE_BYTES)) for _ in range(2))
 
 
 def is_empty_or_untrained(folder: Path) -> bool:

@@ -31,7 +31,7 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
     ----------
     path : path
     root : path, optional
-        Folder that contains the file, such as a run or a Zarr store: links that point outside it are refused.
+        Folder that contains the file, such as a run or a Zarr store: links that point outside it are rejected.
 
     Raises
     ------

@@ -58,15 +58,15 @@ class ServiceProcess:
         if line:
             self.address = line.split()[-1]
         else:
-            self._restart(self._process.wait())
+            self._handle_exit(self._process.wait())
 
     def restart_if_killed(self) -> None:
         """Restart the service if it was killed; raises as `wait_until_listening` does."""
         code = self._process.poll()
         if code is not None:
-            self._restart(code)
+            self._handle_exit(code)
 
-    def _restart(self, code: int) -> None:
+    def _handle_exit(self, code: int) -> None:
         if 0 <= code <= 128:
             raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
         if code == UNREACHABLE_CODE and not self._node.is_reachable():

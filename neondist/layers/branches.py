@@ -21,7 +21,7 @@ class Branches(Container):
     def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
-            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one, [] for the identity")
+            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one; [] is the identity")
 
     def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""

@@ -15,7 +15,7 @@ from ..geometry import Box, Window
 from .layout import Shape
 
 
-class Filters(ABC):
+class FilterOperator(ABC):
     """The linear map of a window's filters over one tile: z = W x, its adjoint Wᵀ z, and the gradient of the weights.
 
     `view` is (n, *need, C) and z is (n, *tile, out_channels), both local; `weights` are this rank's part.
@@ -37,7 +37,7 @@ class Filters(ABC):
         """Return the gradient of the weights, given that of z."""
 
 
-class PerCellFilters(Filters):
+class PerCellFilters(FilterOperator):
     """A filter for every output cell: weights (*tile, *kernel, C, out_channels)."""
 
     def correlate(self, view: Any, weights: Any) -> Any:
@@ -53,7 +53,7 @@ class PerCellFilters(Filters):
         return self.kernels.locally_connected_backward_weights(view, dz, weights, self.window.stride)
 
 
-class BlockFilters(Filters):
+class BlockFilters(FilterOperator):
     """A filter for every block of output cells: weights (*blocks, *kernel, C, out_channels), whole on every rank.
 
     Parameters

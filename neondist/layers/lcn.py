@@ -167,7 +167,7 @@ class LCNLayer(Layer):
         """Return the sums for the gradient through the mean deviation."""
         if not ctx.needs_input_gradient:
             return None
-        by_divisor, by_sigma = self._deviation_gradients(ctx, dy)
+        by_divisor, by_sigma = self._divisor_and_deviation_gradients(ctx, dy)
         return self.kernels.sample_sum(by_divisor - by_sigma)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -175,7 +175,7 @@ class LCNLayer(Layer):
         if not ctx.needs_input_gradient:
             return None
         kernels = self.kernels
-        _, by_sigma = self._deviation_gradients(ctx, dy)
+        _, by_sigma = self._divisor_and_deviation_gradients(ctx, dy)
         if self.reduces_over_image:
             counted = ctx.owned(by_sigma, ctx.output_box)
             counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
@@ -194,7 +194,7 @@ class LCNLayer(Layer):
         dview[centred_slices(dview, dy)] += dy * ctx.scale
         return dview
 
-    def _deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+    def _divisor_and_deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the gradients of max(least, deviation) and, through it, of the deviation."""
         by_scale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
         by_divisor = -by_scale * ctx.scale * ctx.scale

@@ -13,7 +13,7 @@ from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
-from .filters import BlockFilters, Filters, PerCellFilters, orthonormalise
+from .filters import BlockFilters, FilterOperator, PerCellFilters, orthonormalise
 from .functions import Activation
 from .layout import Replicate, Tiled
 
@@ -31,7 +31,7 @@ class LocalFilteringLayer(Layer):
     kernel_size, stride : int or one per axis
     padding : int, one per axis, or ((before, after), ...) per axis
     bias : bool
-        Add 'bias' (*spatial', out_channels), also unshared.
+        Add 'bias' (*spatial', out_channels), unshared as well.
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
@@ -108,7 +108,7 @@ class LocalFilteringLayer(Layer):
     def prepare_for_tile(self) -> None:
         """Determine the filters of this rank's cells."""
         block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
-        self.filters: Filters = PerCellFilters(kernels, self.window)
+        self.filters: FilterOperator = PerCellFilters(kernels, self.window)
         if block is not None:
             self.filters = BlockFilters(kernels.exact, self.window, self.tile, block)
 

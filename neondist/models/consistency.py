@@ -1,4 +1,4 @@
-"""Properties of a model that are compared over the ranks."""
+"""Properties of a model that are compared across ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .trainable import TrainableModel
 
 
 def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
-    """Return the layers, the layout of the weights, and the settings of training, by name."""
+    """Return the layers, the layout of the weights, and the training settings, by name."""
     strategy = plan.parameters.strategy
     return {
         "model": f"{model}",
@@ -20,7 +20,7 @@ def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
         "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),
         "cost": describe_object(model.cost, model.cost.arguments()),
-        **dict(line.split(": ", 1) for line in plan.replicated_settings()),
+        **dict(line.split(": ", 1) for line in plan.settings_equal_on_all_ranks()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",
     }

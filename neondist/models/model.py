@@ -114,7 +114,7 @@ class Model(LayerModel):
     sync: GradientSync
     has_dist_counterpart = True
     distributed = False
-    trial_batch = random_batch
+    timing_batch = random_batch
     #: reason why its layers cannot be executed in strips, if any
     strips_blocker = ""
     vector_parallel = False
@@ -383,7 +383,7 @@ class Model(LayerModel):
         batch = self._global_batch_size(x, batch_size)
         # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
-            self.grid.record_replicated("the targets passed to train_batch", to_host(targets))
+            self.grid.record_replicated("the array of targets passed to train_batch", to_host(targets))
         self._compare_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
@@ -486,7 +486,7 @@ class Model(LayerModel):
                 )
 
     def _compare_call(self, call: str, values: dict[str, Any]) -> None:
-        """Compare a call over the ranks, together with a new model and loaded weights."""
+        """Compare a call across ranks, together with a new model and loaded weights."""
         if self._uncompared_parts and self.grid.size > 1:
             if "weights" in self._uncompared_parts:
                 values["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"

@@ -224,7 +224,7 @@ class TrainableModel(Registered, Trainable, ABC):
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output for its tile of the images."""
 
-    def trial_batch(self, dataset: Dataset) -> tuple[Any, Any]:
+    def timing_batch(self, dataset: Dataset) -> tuple[Any, Any]:
         """Return images and labels of this rank for timing steps of a built model."""
         dataset.open(self.grid)
         lo, hi = self.grid.sample_range(self.batch_size)

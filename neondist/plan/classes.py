@@ -1,6 +1,6 @@
 """Equivalence classes of tiles that differ only in position, so that one tile represents its class.
 
-Tiles and the pieces that they exchange are products of ranges: among thousands of tiles, few differ.
+Tiles and the pieces that they exchange are products of ranges: thousands of tiles fall into a few classes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..geometry import Kinds, Partition
+from ..geometry import Partition, PartKinds
 
 T = TypeVar("T")
 
@@ -39,12 +39,12 @@ class TileClasses(NamedTuple):
         return [values[number] for number in self.class_of_tile.tolist()]
 
 
-def tile_classes(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
-    """Return the coarsest classes of tiles, numbered row-major, whose parts are of the same kinds.
+def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
+    """Group tiles, numbered row-major, into the fewest classes whose members have the same kinds.
 
     Parameters
     ----------
-    kinds : iterable of Kinds
+    kinds : iterable of PartKinds
         For any partitions of images into this number of tiles.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
@@ -69,21 +69,21 @@ def tile_classes(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.nda
 
 
 @lru_cache(maxsize=256)
-def axis_part_keys(cells: Partition) -> Kinds:
+def axis_part_keys(cells: Partition) -> PartKinds:
     """Return the extent of each part along each axis, and the ends of the image that it touches."""
     axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
-    return Kinds(cells.parts[: len(axes)], axes)
+    return PartKinds(cells.parts[: len(axes)], axes)
 
 
-def keys_of_tiles(kinds: Kinds, strips: int) -> Kinds:
+def kinds_of_tiles(kinds: PartKinds, strips: int) -> PartKinds:
     """Return the kinds of tiles given those of their strips, `strips` per tile along the first axis."""
     first, *others = kinds.axes
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]
-    return Kinds((len(tiles), *kinds.parts[1:]), [tiles, *others])
+    return PartKinds((len(tiles), *kinds.parts[1:]), [tiles, *others])
 
 
 def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return codes that are equal where both inputs are equal."""
+    """Return codes that are equal exactly where both inputs are equal."""
     (_, a), (values, b) = (np.unique(codes, return_inverse=True) for codes in (first, second))
     combined: np.ndarray = a.reshape(-1) * len(values) + b.reshape(-1)
     return combined

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..comm.argument_text import format_arguments
 from ..errors import PlanError, ShapeError
-from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Partition, Piece, Window
+from ..geometry import Box, GridShape, HaloPlan, Level, Partition, PartKinds, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
 from .classes import TileClasses, axis_part_keys, tile_classes
@@ -68,7 +68,7 @@ class PlannedExchange(NamedTuple):
         """Return the plan of a tile."""
         return HaloPlan.of(self.cells, self.window, tile, self.outputs)
 
-    def tile_class_keys(self, level: Level = "all") -> Kinds:
+    def tile_class_keys(self, level: Level = "all") -> PartKinds:
         """Return the keys that distinguish the plans of tiles."""
         return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
@@ -153,7 +153,7 @@ class LayerPlan:
         """Return a tile's cells of the output."""
         return self.output_partition.box(tile)
 
-    def replicated_settings(self) -> str:
+    def settings_equal_on_all_ranks(self) -> str:
         """Return a text that all ranks must agree on."""
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
         cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
@@ -194,7 +194,7 @@ class LayerPlan:
         """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
         return sum(p.size_on(self.grid, tile) for p in self.trained_parameters.values())
 
-    def tile_class_keys(self, level: Level) -> list[Kinds]:
+    def tile_class_keys(self, level: Level) -> list[PartKinds]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gathers])] if level != "extents" else []

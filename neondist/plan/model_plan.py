@@ -103,7 +103,7 @@ class ModelPlan(Protocol):
     def row_of(self, name: str) -> str:
         """Return the table row of a layer or step; other names have their own rows."""
 
-    def replicated_settings(self) -> list[str]:
+    def settings_equal_on_all_ranks(self) -> list[str]:
         """Return the settings, except the strategy, that all ranks must agree on, one per line."""
 
     def bytes(self, rank: int) -> int:

@@ -157,14 +157,14 @@ class Plan(Sequence[LayerPlan]):
         )
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
-    def replicated_settings(self) -> list[str]:
+    def settings_equal_on_all_ranks(self) -> list[str]:
         """Return the settings, except the strategy, that all ranks must agree on, one per line."""
         arrays = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self
             for name, parameter in {**plan.trained_parameters, **plan.layer.state_for(plan.input_shape)}.items()
         )
-        return [*(plan.replicated_settings() for plan in self), *arrays]
+        return [*(plan.settings_equal_on_all_ranks() for plan in self), *arrays]
 
     def row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""

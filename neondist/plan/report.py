@@ -149,10 +149,10 @@ def plan_headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch
 
 
 def grid_text(grid: GridShape) -> str:
-    """Return '6 ranks (1 replicas, 3 rows, 2 cols)'."""
+    """Return '6 ranks (1 replica, 3 rows, 2 cols)'."""
     ranks = counted(grid.size, "rank")
-    parts = {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols}
-    return f"{ranks} ({', '.join(f'{n} {name}' for name, n in parts.items() if name != 'planes' or n > 1)})"
+    parts = {"replica": grid.replicas, "plane": grid.planes, "row": grid.rows, "col": grid.cols}
+    return f"{ranks} ({', '.join(counted(n, name) for name, n in parts.items() if name != 'plane' or n > 1)})"
 
 
 def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, source_cells, view_cells
+from ..geometry import (
+    Box,
+    GridShape,
+    HaloPlan,
+    Level,
+    Overlapping,
+    Partition,
+    PartKinds,
+    Window,
+    source_cells,
+    view_cells,
+)
 from ..layers import Activation, Layer, Shard, declared_with
 from .graph import Graph, Step, trace_needed_cells
 from .layer import LayerPlan
@@ -174,7 +185,7 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def tile_class_keys(self, level: Level) -> list[Kinds]:
+    def tile_class_keys(self, level: Level) -> list[PartKinds]:
         """Return the keys that distinguish tiles."""
         return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 
@@ -202,7 +213,7 @@ class Segment:
         plan = self.plans[value]
         extent, window = plan.input_shape[:-1], plan.window or Window.of_one(len(plan.input_shape) - 1)
         if value == 0:
-            return view_cells(outputs, window, extent)  # its view exists, also outside the image
+            return view_cells(outputs, window, extent)  # its view exists even outside the image
         none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
         return source_cells(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 

@@ -134,7 +134,7 @@ def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> L
     Parameters
     ----------
     wide : bool, optional
-        Whether the segment's input has extended tiles, too; default: as its schemes request.
+        Whether the segment's input also has extended tiles; default: as its schemes request.
     """
     regions: LayerRegions = {}
     if wide is None:

@@ -9,9 +9,9 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
-from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hull_partition
+from ..geometry import Box, GridShape, Overlapping, Partition, PartKinds, StripGrid, hull_partition
 from ..layers import Layer, declared_with
-from .classes import axis_part_keys, keys_of_tiles
+from .classes import axis_part_keys, kinds_of_tiles
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .planner import TRAINING_COST_FACTOR, operations_per_cell
 from .section import PlannedSection
@@ -84,7 +84,7 @@ class Stream:
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
-        sweeps = len(self.reduction_steps("forward")) + len(self._uncut_sweep_stops)
+        sweeps = len(self.reduction_steps("forward")) + len(self._backward_sweep_ends_without_cuts)
         tiled = len(self.graph.shapes[self.graph.output_value]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
@@ -108,7 +108,7 @@ class Stream:
         for part in self.parts:
             cut = 0.0 if part.stream_below_cut is None else part._cut_count / (part.grid.last or part.grid.strips)
             total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
-                part._uncut_sweep_stops
+                part._backward_sweep_ends_without_cuts
             )
         return total
 
@@ -176,11 +176,11 @@ class Stream:
 
         The last sweep crosses the next cut, if any, and continues to the layer with a reduction below it.
         """
-        stops, below = self._uncut_sweep_stops, self.stream_below_cut
+        stops, below = self._backward_sweep_ends_without_cuts, self.stream_below_cut
         return stops if below is None else [at for at in stops if at >= below.reduction_steps("backward")[-1]]
 
     @property
-    def _uncut_sweep_stops(self) -> list[int]:
+    def _backward_sweep_ends_without_cuts(self) -> list[int]:
         stops = self.reduction_steps("backward")[::-1]
         return [*stops[self.extended_output is not None :], -1]  # below a cut: the sweep from above has done the first
 
@@ -299,7 +299,7 @@ class Stream:
 
     @cached_property
     def tiles(self) -> list[Partition]:
-        """Union of the cells of every value over the strips of a tile; of the image, also those below a cut."""
+        """Union of the cells of every value over the strips of a tile; of the image, including those below a cut."""
         image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.cells)
         below = self.stream_below_cut
         return [image if below is None else hull_partition(image, below.tiles[0]), *others]
@@ -372,14 +372,14 @@ class Stream:
         return most + self.saved_bytes(tile, itemsize) + self.kept_elements(tile) * itemsize
 
     @property
-    def tile_class_keys(self) -> list[Kinds]:
+    def tile_class_keys(self) -> list[PartKinds]:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
         strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
         strips += [axis_part_keys(cells) for part in parts for cells in part.cells]
         extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
-        return [*(keys_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *extended_output]
+        return [*(kinds_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *extended_output]
 
     def kept_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients: those of two consecutive cuts."""

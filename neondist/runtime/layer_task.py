@@ -89,7 +89,7 @@ class LayerTask(Task):
         ctx.relu_gradient_deferred = self.is_relu_gradient_deferred(run)
         exchanges, buffer = self.has_window and x is not None, space.view
         view = self.exchange_halo("forward", ctx, buffer(self.at, samples), x) if exchanges else x
-        space.keep_border(self.at, samples)
+        space.save_border(self.at, samples)
         restores = self.at in space.plan.rebuilt_views
         ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view

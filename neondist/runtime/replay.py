@@ -13,7 +13,7 @@ from ..registry import Registered
 WARMUP_PASSES = 2
 """Ordinary passes of a kind before capture, which compile and select kernels and allocate memory."""
 MAX_KEPT_KINDS = 4
-"""Kinds of passes whose graphs are kept, least recently used first out."""
+"""Kinds of passes whose graphs are kept; the least recently used are evicted."""
 
 
 class PassGraphs:
@@ -22,7 +22,7 @@ class PassGraphs:
     Parameters
     ----------
     kernels : Kernels
-        Kernels of a device that `supports_capture`.
+        Kernels whose `supports_capture` is True.
     forward : callable
         Returns a new pass for an array of images.
     backward : callable
@@ -80,11 +80,11 @@ class PassGraphCache:
         if entry == WARMUP_PASSES:
             try:
                 entry = capture()
-            except Exception as error:  # an ordinary pass raises it, too, or works without graphs
+            except Exception as error:  # an ordinary pass also raises it, or works without graphs
                 self.usable = False
                 self._graphs.clear()
-                message = str(error).partition("\n")[0]
-                warnings.warn(f"no CUDA graphs, steps may be slower: {type(error).__name__}: {message}", stacklevel=2)
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                warnings.warn(f"CUDA graph capture failed; steps may be slower: {reason}", stacklevel=2)
                 return None
         elif isinstance(entry, int):
             entry += 1

@@ -44,13 +44,13 @@ class Workspace:
     def gradient_array(self, at: int, value: int, samples: int) -> Any:
         """Return the array of the gradient of a step's view, valid until it is read."""
         if at in self.plan.views:
-            return self.view(at, samples).dview_place()
+            return self.view(at, samples).zeroed_dview()
         return self._array(self.plan.gradients.get(at), value, samples)
 
-    def keep_border(self, at: int, samples: int) -> None:
+    def save_border(self, at: int, samples: int) -> None:
         """Save the cells around the tile that `rebuild_view` needs, if any."""
         if at in self.plan.borders:
-            self.view(at, samples).keep_border(self._border(at, samples))
+            self.view(at, samples).save_border(self._border(at, samples))
 
     def rebuild_view(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""

@@ -3,8 +3,8 @@
 A checkpoint is a consistent cut: gradients are held until all servers have applied the same minibatches, and each
 server writes its values, slots and applied minibatches. After the restart of any server, all of them return to the
 newest checkpoint, and the queue reissues the minibatches that are missing there. In the same transaction, the queue
-records the incarnations of the servers that it agrees with. Comparing them with the current incarnations detects a
-restart of servers or of the master at any moment. Gradients of an earlier incarnation are refused.
+records the server incarnations that match its state. Comparing them with the current incarnations detects a restart
+of servers or of the master at any moment. Gradients of an earlier incarnation are rejected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHECKPOINT_PREFIX = "checkpoint-"
 _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
 _HOLD_PATIENCE = 2.0
-"""Seconds for which gradients are held for one that only some servers have, before the checkpoint is retried."""
+"""Seconds to hold gradients while waiting for one that has reached only some servers; then the save is retried."""
 
 
 class ServerRecovery(Service):
@@ -70,8 +70,8 @@ class ServerRecovery(Service):
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def methods(self) -> Mapping[str, ServiceMethod]:
-        """Return the methods of the supervisor, and of the worker that writes the run's records."""
-        return {"save": self.save, "figures": self.report_statistics}
+        """Return the methods called by the supervisor, and by the worker that writes the run's records."""
+        return {"save": self.save, "statistics": self.report_statistics}
 
     def report_statistics(self, request: Message) -> Message:
         """Return the current statistics of the job: its workers, tasks, versions of servers, and throughput."""
@@ -80,7 +80,7 @@ class ServerRecovery(Service):
             state = self._job_status(time.monotonic())
         statistics = {"workers": len(self._master.workers), "tasks": state.tasks}
         statistics |= {"server_versions": [server.version for server in state.servers]}
-        return Message({"figures": {**statistics, "samples_per_second": state.samples_per_second}})
+        return Message({"statistics": {**statistics, "samples_per_second": state.samples_per_second}})
 
     def save(self, request: Message) -> Message:
         """Write a checkpoint now, such as before the end of a job that will be resumed.
@@ -142,7 +142,7 @@ class ServerRecovery(Service):
             except UserError as error:
                 failures += 1
                 if failures == _FAILURES_BEFORE_WARNING:  # workers would wait silently
-                    say(f"warning: servers can be neither saved nor restored: {error}; it is tried again", sys.stderr)
+                    say(f"warning: cannot save or restore the servers: {error}; retrying", sys.stderr)
             except Exception:  # end the master, and thereby the job: workers would wait forever
                 traceback.print_exc()
                 os._exit(1)
@@ -210,7 +210,7 @@ class ServerRecovery(Service):
         start, folders = time.monotonic(), _find_checkpoints(self._folder)
         number = max(folders, default=-1) + 1
         self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_PATIENCE)
-        self._saved_versions = versions  # later gradients may be included; it is then written again
+        self._saved_versions = versions  # the files may contain later gradients; then another checkpoint is written
         end = time.monotonic()
         self._next_save_time = end + max(MIN_SAVE_SECONDS, MIN_SAVE_INTERVAL_RATIO * (end - start))
         retained = complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]

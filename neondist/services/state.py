@@ -30,7 +30,7 @@ class UpdateRule:
     grads_to_wait : int
         Gradients of a round; fewer if there are fewer workers.
     version_tolerance : int
-        Synchronous mode: gradients of values that are more updates old are refused.
+        Synchronous mode: gradients of values that are more updates old are rejected.
     staleness : int or None
         Asynchronous mode: number of steps a worker may be ahead of the slowest one. None: unbounded.
     modulate : bool

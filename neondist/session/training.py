@@ -21,7 +21,7 @@ from ..system.signals import STOPPED_EXIT_CODE, Signals, get_active_signals
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
-from ..train.callbacks.completion import CompletionMark
+from ..train.callbacks.completion import CompletionMarker
 from ..train.callbacks.hook import open_hooks
 from ..train.callbacks.loggers import MetricLogger
 from .data_position import DataPosition
@@ -97,7 +97,7 @@ class TrainingRole:
                     restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes_checkpoints:
-                    self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
+                    self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMarker(folder / COMPLETE)]
             self._call_hooks(lambda hook: hook.before_run(state))
             if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)

@@ -78,7 +78,7 @@ class Signals:
             signal.signal(*self._previous_handlers.popitem())
 
     def restore_default_actions(self) -> None:
-        """Restore the default action of SIGTERM and SIGUSR1, also for a signal that has already arrived."""
+        """Restore the default action of SIGTERM and SIGUSR1, even for a signal that has already arrived."""
         signal_numbers = [number for number in self._previous_handlers if number != signal.SIGINT]
         for number in signal_numbers:
             signal.signal(number, signal.SIG_DFL)

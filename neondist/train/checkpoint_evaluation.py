@@ -19,7 +19,7 @@ from ..models import TrainableModel
 from ..registry.ranges import require_choice
 from .callbacks.worst_samples import worst_samples
 from .checkpoint_fields import restore_dataset_fields
-from .consistency import check_consistency, check_data_consistency, replicated_settings
+from .consistency import check_consistency, check_data_consistency, settings_equal_on_all_ranks
 from .experiment import FitExperiment
 from .loop import evaluate
 from .state import format_results
@@ -102,7 +102,7 @@ def open_for_evaluation(
     grid.check("evaluate", {"split": split, **settings})
     with all_or_none(grid.world):
         plan = validate_experiment(experiment, grid.size, grid.shape)
-        lines = replicated_settings(experiment, plan)
+        lines = settings_equal_on_all_ranks(experiment, plan)
     check_consistency(grid.world, lines)
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
     with closing(dataset):

@@ -17,7 +17,7 @@ from ..version import __version__
 from .validate import Experiment
 
 
-def replicated_settings(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
+def settings_equal_on_all_ranks(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
     """Return the settings that all ranks must agree on, one per line: plan, layout of weights, training settings."""
     dataset, best = experiment.dataset, experiment.best
     return [

@@ -41,7 +41,7 @@ from ..system.job import GENERATION
 from ..system.memory import convert_memory_error, min_free_bytes_per_rank
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
-from .callbacks.completion import CompletionMark
+from .callbacks.completion import CompletionMarker
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.ledger_log import LedgerLog
@@ -52,7 +52,7 @@ from .callbacks.progress import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
-from .consistency import check_consistency, check_data_consistency, replicated_settings
+from .consistency import check_consistency, check_data_consistency, settings_equal_on_all_ranks
 from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
@@ -291,7 +291,7 @@ class FitExperiment(Registered):
             )
             with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
                 plan = validate_experiment(self, grid.size, grid.shape, available_bytes)
-                settings = replicated_settings(self, plan, resume)
+                settings = settings_equal_on_all_ranks(self, plan, resume)
             check_consistency(grid.world, settings)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
                 return _run_locked(self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker)
@@ -402,7 +402,7 @@ def _writer_hooks(
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
-        CompletionMark(folder / COMPLETE),
+        CompletionMarker(folder / COMPLETE),
         *([Snapshots(store, snapshot, checkpoint)] if store is not None else []),
         *(plots if pictures else []),
     ]

@@ -56,7 +56,7 @@ def run_report_html(folder: Path) -> str:
     last = records[-1]
     numbers = {name for record in records for name, value in record.items() if is_finite(value)}
     metrics = sorted(numbers - {"epoch", "step", *_COST_TITLES})[:_MAX_COLUMNS]
-    last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_plot_name, metrics))
+    last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
@@ -161,7 +161,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
     return depth > 0 and all(_is_shallow(item, depth - 1) for item in inside)
 
 
-def _plot_name(name: str) -> str:
+def _name_without_split(name: str) -> str:
     """Return 'loss' for 'train_loss': the name of a plot with all splits."""
     split, _, rest = name.partition("_")
     return rest if split in SPLIT_COLOURS and rest else name

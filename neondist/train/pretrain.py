@@ -65,12 +65,12 @@ def pretrain_stages(
     schedule: CheckpointSchedule,
     yaml_text: str | None,
 ) -> Stop | None:
-    """Pretrain for an experiment: write files in `folder`, and resume from the checkpoint of a stage, if not 0.
+    """Pretrain for an experiment, writing to `folder`; resume the checkpoint of `pretraining_stage`, unless it is 0.
 
-    Only `hooks` that join pretraining are called; `schedule` and `yaml_text` are for the checkpoints. Returns the
+    Only hooks that run during pretraining are called; `schedule` and `yaml_text` are for the checkpoints. Returns the
     reason of an early end, if any; collective.
     """
-    hooks = [hook for hook in hooks if hook.joins_pretraining]
+    hooks = [hook for hook in hooks if hook.runs_during_pretraining]
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
         if number >= pretraining_stage:
@@ -128,13 +128,13 @@ class ReconstructionError:
     ----------
     stage : Autoencoder
     split : Split
-        Samples of the mean; collective.
+        Samples over which the mean is computed; collective.
     batch_size : int
         Samples per pass, over all replicas.
     """
 
     name, needs_numpy = "reconstruction_error", False
-    create_meter, result = Metric.create_meter, Metric.result  # not available in YAML
+    create_meter, result = Metric.create_meter, Metric.result  # not inherited: a subclass would be a YAML tag
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])

@@ -80,10 +80,10 @@ def test_pointwise_and_small_windows(extent, kernel):
 
 @pytest.mark.parametrize("shape", [(3, 3, 4, 8), (5, 1, 1), (2, 1, 3, 7, 5)])
 def test_weight_layouts(shape):
-    from neondist.backends.torch_conv import reorder_weights, restore_weight_order
+    from neondist.backends.torch_conv import reorder_for_onednn, restore_weight_order
 
     weights = RNG.normal(size=shape)
-    rearranged = reorder_weights(weights)
+    rearranged = reorder_for_onednn(weights)
     assert np.moveaxis(rearranged, -1, 0).flags.c_contiguous
     assert (rearranged == weights).all()
     assert restore_weight_order(rearranged).flags.c_contiguous

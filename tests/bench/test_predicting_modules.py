@@ -66,7 +66,7 @@ def test_dry_run_records_the_messages_of_a_module(shape):
         experiment = make_experiment()
         with nd.ProcessGrid(transport, shape.replicas, shape.rows, shape.cols) as grid:
             experiment.model.build(SHAPE, BATCH, grid)
-            experiment.model.train_batch(*experiment.model.trial_batch(experiment.dataset))
+            experiment.model.train_batch(*experiment.model.timing_batch(experiment.dataset))
             return experiment.model.ledger(), experiment.model.compiled.steps.bytes(grid.rank)
 
     tile = rank_profile.fullest_tile(shape, SHAPE[:-1])

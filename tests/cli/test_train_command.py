@@ -297,7 +297,7 @@ def test_zoo_init_writes_a_valid_project(project, capsys):
     assert main(["zoo", "init", "zoo"]) == 0
     assert main(["check", "zoo/model.py"]) == 0
     assert main(["zoo", "init", "zoo"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_zoo_init_writes_the_example(project, request):

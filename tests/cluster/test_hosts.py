@@ -12,7 +12,7 @@ FORMS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.integers(1, 99), st.sampled_from(FORMS))))
-def test_forms_of_a_line(hosts):
+def test_line_formats(hosts):
     text = "# hosts\n\n" + "\n".join(form.format(name, slots) for name, (slots, form) in hosts.items())
     assert parse_hosts(text, "hosts") == {name: slots for name, (slots, _) in hosts.items()}
 
@@ -21,7 +21,7 @@ def test_repeated_and_empty_lines():
     assert parse_hosts("a\nb:2\na:3\nc:0\n", "x") == {"a": 4, "b": 2}
 
 
-def test_slots_of_the_environment(monkeypatch):
+def test_default_slots_from_environment(monkeypatch):
     """Read bare names, as the script of the MPI operator prints them."""
     monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "3")
     assert parse_hosts("a\nb:2\nc slots=1\nd max_slots=9\n", "x") == {"a": 3, "b": 2, "c": 1, "d": 3}
@@ -83,7 +83,7 @@ def test_failed_host_cools_down():
     assert pool.usable_hosts() == hosts
 
 
-def test_last_list_outlives_a_failing_source():
+def test_last_list_is_kept_if_the_source_fails():
     answers = [{"a": 1}, ConfigError("no network"), {"b": 1}]
 
     def read():

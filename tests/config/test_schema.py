@@ -113,7 +113,7 @@ def test_init_writes_a_valid_file(tmp_path, monkeypatch, capsys, kind):
     assert experiment.dataset.crop == [64, 48]  # a crop lies in every image
     assert experiment.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
     assert main(["init", "mine"]) == 2
-    assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
+    assert "mine.yaml: already exists; choose another name with --to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("point", ["", ".0"])

@@ -260,7 +260,7 @@ def test_bytes_read_by_four_tiles(tmp_path, monkeypatch, size, shape):
             train.images([number])
     image = prod(size) * 3
     read = sum(file.bytes for file in files)
-    # beside images, each rank reads tables of HDF5
+    # besides the image data, each rank reads tables of HDF5
     assert image * 3 <= read <= 1.2 * image * 3 + 4 * 2**14, read / image / 3
 
 

@@ -98,7 +98,7 @@ def test_next_batch_is_prefetched(path, monkeypatch):
     write_hdf5(path)
     data, second_batch_read = nd.HDF5Dataset(path), threading.Event()
     data.open(SERIAL)
-    read = hdf5_tiles.HDF5Tiles.__getitem__
+    read = hdf5_tiles.HDF5Array.__getitem__
 
     def observed_read(tiles, numbers):
         assert threading.current_thread() is not threading.main_thread()
@@ -106,7 +106,7 @@ def test_next_batch_is_prefetched(path, monkeypatch):
             second_batch_read.set()
         return read(tiles, numbers)
 
-    monkeypatch.setattr(hdf5_tiles.HDF5Tiles, "__getitem__", observed_read)
+    monkeypatch.setattr(hdf5_tiles.HDF5Array, "__getitem__", observed_read)
     batches = data.train.batches([[0, 1], [2, 3], [4, 5]])
     next(batches)
     assert second_batch_read.wait(60), "the second batch is not prefetched"

@@ -10,7 +10,7 @@ from fuzz import classify_command, run_isolated
 from small_hdf5 import write_hdf5
 
 import neondist as nd
-from neondist.data.datasets.hdf5_tiles import HDF5Tiles
+from neondist.data.datasets.hdf5_tiles import HDF5Array
 from neondist.errors import DataError
 from neondist.io.hdf5 import CheckedArray, ChecksumTable, NewHDF5File, read_verified_array, size_and_mtime
 
@@ -183,7 +183,7 @@ def test_file_state_is_checked_once_per_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "neondist.data.datasets.hdf5_tiles.size_and_mtime", lambda p: paths.append(p) or size_and_mtime(p)
     )
-    assert isinstance(data.train.tiles, HDF5Tiles)
+    assert isinstance(data.train.tiles, HDF5Array)
     data.train.images(np.arange(20)[::-1])
     assert len(paths) == 1
 

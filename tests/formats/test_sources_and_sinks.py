@@ -150,7 +150,7 @@ def test_hdf5_objects_have_no_timestamps(tmp_path, suffix):
 def test_uncommitted_sinks_keep_the_old_file(tmp_path, suffix):
     array, path = draw_image("YXC"), tmp_path / f"out{suffix}"
     write(path, array, "YXC")
-    with pytest.raises(nd.OutputError, match="exists already"):
+    with pytest.raises(nd.OutputError, match="already exists"):
         nd.create_sink(path, (2, 2, 1), "uint8", "YXC")
     with nd.create_sink(path, (2, 2, 1), "uint8", "YXC", overwrite=True) as sink:
         sink.write([(0, 1), (0, 2), (0, 1)], np.ones((1, 2, 1), "uint8"))
@@ -177,7 +177,7 @@ def test_full_disk_is_one_error(tmp_path, suffix, monkeypatch):
 def test_errors_are_raised_on_all_ranks(tmp_path):
     path = tmp_path / "a.npy"
     path.touch()
-    with pytest.raises(nd.OutputError, match="exists already"):
+    with pytest.raises(nd.OutputError, match="already exists"):
         write(path, draw_image("YXC"), "YXC", ranks=3)
 
 

@@ -22,7 +22,7 @@ STEPS = {"everything": [2, 2, 3], "autoencoder": [2, 5, 7]}  # by stage but the 
 class StepLimit(nd.Hook):
     """Hook that stops a run after a number of steps, of pretraining or training."""
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, steps):
         self.left = steps

@@ -12,7 +12,7 @@ SCHEMES = [
     "every(j=2)", "every(j=2, between=zeros)", "quantised", "quantised(bits=8, feedback=true)",
 ]  # fmt: skip
 
-# input shape, and layers for a scheme: halos wider than a tile, strides out of phase, all numbers of axes
+# input shape and layers: halos wider than a tile, strides not aligned with tile borders, one to three spatial axes
 LAYERS = {
     "conv": ((9, 8, 4), lambda **s: [nd.ConvLayerDist(2, 5, 2, "same", groups=2, **s)]),
     "narrowing": ((10, 9, 6), lambda **s: [nd.ConvLayerDist(1, 4, 2, ((1, 2), (0, 1)), dilation=2, **s)]),

@@ -52,7 +52,7 @@ def test_filter(data, expected, size):
     assert filter_chunks(data, size) == expected
 
 
-def test_incomplete_lines_pass_at_once():
+def test_incomplete_lines_are_passed_through_immediately():
     assert NoticeFilter().feed(b"epoch 1 ...") == b"epoch 1 ..."
 
 

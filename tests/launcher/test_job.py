@@ -11,7 +11,12 @@ OPEN_MPI = {
     "PMIX_RANK": "3",
 }
 HYDRA = {"PMI_SIZE": "6", "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"}
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+SLURM_STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
 
 
 @pytest.mark.parametrize(
@@ -21,9 +26,9 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", 
         ({"PATH": "/bin"}, None),
         (OPEN_MPI, Job(4, 3, 2)),
         (HYDRA, Job(6, 0, 3)),
-        (STEP, Job(8, 5, 4)),
-        ({**STEP, "PMIX_RANK": "5"}, Job(8, 5, 4)),
-        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, None),  # srun --pty bash
+        (SLURM_STEP, Job(8, 5, 4)),
+        ({**SLURM_STEP, "PMIX_RANK": "5"}, Job(8, 5, 4)),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, None),  # srun --pty bash
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, None),  # the batch script itself
         ({"PMIX_RANK": "2"}, Job(None, 2, None)),
         ({"NEONDIST_LAUNCHED": "4"}, Job(4, None, 4)),  # an mpirun without variables of its own

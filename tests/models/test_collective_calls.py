@@ -37,7 +37,7 @@ NESTED = {
     "sum_over_ranks",
     "restore_scheme_state",
     "renew_buffers",
-    "trial_batch",
+    "timing_batch",
 }
 """methods that only call others, and calls made by passes and costs"""
 LOCAL = {
@@ -89,7 +89,7 @@ FILE_CALLS = {
     nd.train.evaluate_files: READ | {"labels": ("0.npy", "1.npy"), "samples": (None, {})},
     nd.train.evaluate_checkpoint: {"checkpoint": ("0.npy", "1.npy"), "split": (None, "train"), "pictures": (None, {})},
 }  # fmt: skip
-REPORTED_NAMES = {"classes": "outputs", "probabilities": "outputs", "steps": "outputs"}
+REPORTED_NAMES = dict.fromkeys(("classes", "probabilities", "steps"), "list of outputs")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,6 @@ def test_different_arrays_are_rejected(kind):
         for targets in (LABELS, LABELS[::-1] if differs and kind == "targets" else LABELS):
             model.train_batch(x, targets)
 
-    description = "the array given to scatter" if kind == "images" else "the targets passed to train_batch"
+    description = "the array given to scatter" if kind == "images" else "the array of targets passed to train_batch"
     with pytest.raises(nd.ConfigError, match=f"rank 1: {description} is of checksum .*, but .* on rank 0"):
         nd.loopback.run(2, body)

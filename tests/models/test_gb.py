@@ -73,7 +73,7 @@ def test_gradient_matches_finite_differences(kind):
         assert (up - down) / 2e-5 == pytest.approx(np.sum(gradient * direction), rel=1e-7)
 
 
-def test_cost_matches_the_papers():
+def test_cost_matches_the_published_formula():
     """Compare with a dense matrix obtained by encoding unit vectors."""
     model, x = build_gb("padded", batch=2)
     stage = model.stages[0]

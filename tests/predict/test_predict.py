@@ -193,7 +193,7 @@ def test_partial_output_of_another_job(network_folder, tmp_path):
     predict_on_ranks(2, network_folder, tmp_path / "y.npy", tmp_path / "x.npy", overwrite=True)
     predict_on_ranks(1, network_folder, tmp_path / "z.npy", tmp_path / "x.npy", block=16)
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
-    with pytest.raises(OutputError, match=r"y\.npy: exists already"):
+    with pytest.raises(OutputError, match=r"y\.npy: already exists"):
         predict_on_ranks(2, network_folder, tmp_path / "y.npy", tmp_path / "x.npy")
     predict_on_ranks(2, network_folder, tmp_path / "y.npy", overwrite=True)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(network_folder / "y.npy"), rtol=1e-12, atol=1e-12)

@@ -50,7 +50,7 @@ class Parts:
     def read(self, part):
         return self.images.read(*self.output_samples_and_box(part), "float32")
 
-    def compute(self, part, x):
+    def compute_local_outputs(self, part, x):
         return x
 
     def output_samples_and_box(self, part):
@@ -174,7 +174,7 @@ def test_interruption_before_every_call(tmp_path, suffix, overwrite):
             failures.append((at, fault, calls[at - 1], code, log[-30:], sorted(before)))
         if before != results:
             code, log = run_in_fork(tmp_path, run)
-            is_complete = code == REFUSED and "exists already" in log[-1] and not overwrite
+            is_complete = code == REFUSED and "already exists" in log[-1] and not overwrite
             if (code and not is_complete) or read_files(tmp_path / "out") != results:
                 remaining = sorted(read_files(tmp_path / "out"))
                 failures.append((at, fault, calls[at - 1], "then", code, log[-1:], sorted(before), remaining))

@@ -256,9 +256,9 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
         with CountingRecovery(client._server_group, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
-    assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
+    assert error.count("warning: cannot save or restore the servers: ") == error.count("\n") == 1
     assert problem in error
-    assert error.endswith("; it is tried again\n")
+    assert error.endswith("; retrying\n")
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])

@@ -141,7 +141,7 @@ def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     assert strategy.grid == {"replicas": 4, "planes": 1, "rows": 1, "cols": 1}
     assert Strategy.load("chosen.yaml") == strategy
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 0
-    assert "4 ranks (4 replicas, 1 rows, 1 cols)" in capsys.readouterr().out
+    assert "4 ranks (4 replicas, 1 row, 1 col)" in capsys.readouterr().out
     yaml_text = (tmp_path / "chosen.yaml").read_text()
     (tmp_path / "chosen.yaml").write_text(yaml_text.replace("rows: 1", "rows: 0"))
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 2

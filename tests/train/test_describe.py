@@ -64,7 +64,7 @@ def test_planned_bytes_match_bytes_sent(ranks, replicas, dtype, first):
 def test_table():
     printed = render(make_experiment(), 6)
     rows = parse_rows(printed)
-    assert "6 ranks (1 replicas, 3 rows, 2 cols)" in printed
+    assert "6 ranks (1 replica, 3 rows, 2 cols)" in printed
     # 13 x 11 over 3 x 2, kernel 3: a corner tile of 5 x 6 cells needs a row of 7 and a column of 5 halo cells;
     # the middle tiles need the most: two rows of 7 and a column of 4
     assert rows["conv1"][:6] == ["conv1", "ConvLayerDist", "13×11×3", "4-5×5-6×3", "6-7×7-8×2", "18"]

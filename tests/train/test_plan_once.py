@@ -42,7 +42,7 @@ def test_plan_reports_bytes_and_memory():
     blocks = plan.arena_bytes(0, 0)
     assert plan.memory(0) == blocks + 4 * 4 * (conv_weights + fc_weights)
     text = plan.describe()
-    assert "2 ranks (1 replicas, 2 rows, 1 cols)" in text
+    assert "2 ranks (1 replica, 2 rows, 1 col)" in text
     assert "batches of 5" in text
     for fragment in ("conv1", "ConvLayerDist", "8×6×4", "planned peak", "sums over ranks"):
         assert fragment in text

@@ -10,7 +10,7 @@ from neondist.comm import loopback
 
 
 class StopPretraining(StopAtStep):
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, stage, step):
         super().__init__(step)
@@ -22,8 +22,8 @@ class StopPretraining(StopAtStep):
 
 
 class ModelRecorder(nd.Hook):
-    def __init__(self, joins_pretraining):
-        self.joins_pretraining, self.models = joins_pretraining, []
+    def __init__(self, runs_during_pretraining):
+        self.runs_during_pretraining, self.models = runs_during_pretraining, []
 
     def before_run(self, run):
         self.models.append(str(run.model))

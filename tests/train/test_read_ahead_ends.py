@@ -27,13 +27,13 @@ def path(tmp_path, monkeypatch):
         for part, count in (("train", 12), ("test", 4)):
             file[f"{part}/images"] = rng.integers(0, 200, (count, 6, 5, 1)).astype("u1")
             file[f"{part}/labels"] = np.arange(count) % 3
-    read = hdf5_tiles.HDF5Tiles.__getitem__
+    read = hdf5_tiles.HDF5Array.__getitem__
 
     def read_slowly(tiles, numbers):
         time.sleep(0.01)
         return read(tiles, numbers)
 
-    monkeypatch.setattr(hdf5_tiles.HDF5Tiles, "__getitem__", read_slowly)
+    monkeypatch.setattr(hdf5_tiles.HDF5Array, "__getitem__", read_slowly)
     for module in ("curves", "tiles_picture"):  # slow, and tested elsewhere
         monkeypatch.setattr(f"neondist.train.callbacks.{module}.has_matplotlib", lambda: False)
     return tmp_path / "x.h5"

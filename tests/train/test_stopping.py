@@ -16,7 +16,7 @@ from neondist.train import Hook, StopOnSignal, TimeLimit
 class RaiseFlag(Hook):
     """Raise a control flag on one rank after a step."""
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, rank, step, flag=Flag.SIGUSR1):
         self.rank, self.step, self.flag = rank, step, flag
@@ -88,7 +88,7 @@ def test_signal_to_this_process():
 class Clock(Hook):
     """Simulated clock, advanced by steps, evaluations and checkpoints; the first hook of a run."""
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, step=1.0, evaluation=0.0, saving=0.0):
         self.now, self.times = 0.0, (step, evaluation, saving)

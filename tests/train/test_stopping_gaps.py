@@ -23,7 +23,7 @@ def make_gb_fields():
 class ActionOnCall(Hook):
     """Perform an action when a hook is called in a run of a certain model, pretraining included."""
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, call, model, action):
         self.model, self.action = model, action

@@ -127,7 +127,7 @@ def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None],
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), factors, shape.size, message_log)
     model.build(sample_shape, whole, grid, model.fit_to_memory(model.plan(sample_shape, shape, whole)))
     model.set_cost_layout(experiment.dataset.fields)
-    x, targets = model.trial_batch(experiment.dataset)
+    x, targets = model.timing_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are incomplete
 
     def step() -> None:

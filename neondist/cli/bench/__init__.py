@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
     cmd = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
     options.add_experiment_options(cmd)
-    cmd.add_argument("--against", choices=["torch"], help="also time the same network in this library, alternating")
+    cmd.add_argument("--against", choices=["torch"], help="also time the same network with this library, alternately")
     cmd.add_argument("--steps", type=options.positive_int, default=10, metavar="K", help="steps to time (default 10)")
     cmd.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"

@@ -53,7 +53,7 @@ class Transform(Registered, ABC):
     """Base class of augmentations, defined on whole images; a tile of the result is computed from a box of the input.
 
     Input and output have the same shape, (*spatial, C). `transform_image` maps normalised cells to such
-    cells, and may overwrite its input. A transform with `moves_cells` is applied to label maps, too.
+    cells, and may overwrite its input. A transform with `moves_cells` is also applied to label maps.
     """
 
     moves_cells = False

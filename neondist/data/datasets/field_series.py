@@ -116,7 +116,7 @@ class FieldSeries:
                     out[start : start + count, ..., index] = fill_missing(f"{source.path}", values, self.fill)
         return out
 
-    def source_at(self, time_index: int, channel: int = 0) -> TileSource:
+    def source_containing(self, time_index: int, channel: int = 0) -> TileSource:
         """Return the variable of a channel in the file that contains a time."""
         return self._open_variable(self._file_index(time_index), self.channels[channel].variable)
 

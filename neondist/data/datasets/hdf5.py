@@ -16,7 +16,7 @@ from ...registry.ranges import Count, above
 from ..base import Dataset, Split
 from ..raw_values import full_scale
 from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
-from .hdf5_tiles import HDF5Tiles, PrefetchingSplit
+from .hdf5_tiles import HDF5Array, PrefetchingSplit
 
 _MAX_CLASSES = 2**31  # classes
 _DEFAULT_TEST_SHARE = 0.1
@@ -181,9 +181,9 @@ class HDF5Dataset(Dataset):
         return count
 
     def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, sample_numbers: np.ndarray) -> Split:
-        def tiles(array: ArrayInfo) -> HDF5Tiles:
+        def tiles(array: ArrayInfo) -> HDF5Array:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_state)
+            return HDF5Array(group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_state)
 
         labels = tiles(group.labels) if group.label_values is None else group.label_values[sample_numbers]
         return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))

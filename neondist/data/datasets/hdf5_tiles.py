@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class HDF5Tiles:
+class HDF5Array:
     """One tile of the samples of an array (N, *spatial, ...), read on demand.
 
     Indexing with an integer array gives local tiles (n, *tile, ...) in the array's dtype. The file is opened at the
@@ -68,7 +68,7 @@ class HDF5Tiles:
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
-        part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
+        part = HDF5Array(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
         with hdf5_read_errors(self.path):
             part._array = self._open_array().part(part.tile)
         return part[indices]

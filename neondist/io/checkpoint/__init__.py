@@ -1,9 +1,10 @@
-"""Checkpoint files of global arrays, which any number of ranks write and any other number read.
+"""Checkpoint files of global arrays, written and read by any number of ranks.
 
-pieces: distribution of an array over ranks. stream: transfer to and from rank 0 in blocks, so that no rank holds a
-distributed array in full. checksum: checksum of the file. write, read: the HDF5 file. keep: older checkpoints. weights:
-loading of weights alone. settings: settings of optimisers as JSON. scheme_memory: state of border schemes. sync_state:
-state of gradient synchronisation. snapshots: files in the shared memory of nodes.
+* pieces: distribution of an array over ranks; checksum: checksum of the file; write, read: the HDF5 file
+* stream: transfer to and from rank 0 in blocks, so that no rank holds a distributed array in full
+* keep: older checkpoints; weights: loading of weights alone; settings: settings of optimisers as JSON
+* scheme_memory, sync_state: state of border schemes and of gradient synchronisation
+* snapshots: files in the shared memory of nodes
 """
 
 from .keep import kept_files

@@ -1,7 +1,7 @@
 """Safe reading of HDF5 files: access to groups and arrays, and conversion of errors.
 
-libhdf5 follows all references of a file: to a pipe, on which it blocks forever; to other people's files; or, in a
-virtual array, to the array itself, until it crashes. So links out of a file and arrays with external data are refused.
+libhdf5 follows every reference in a file: one to a pipe blocks forever, one to another user's file reads it, and one
+from a virtual array to itself crashes. So links out of a file and arrays with external data are rejected.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def iter_arrays(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def array_names(file: Any, max_arrays: int = 10, max_groups: int = 100) -> list[str]:
-    """Return names of at most `max_arrays` arrays of at most `max_groups` groups, breadth-first, without links."""
+    """Return names of at most `max_arrays` arrays of at most `max_groups` groups, breadth-first, skipping links."""
     import h5py
 
     names, queue, seen = list[str](), deque([("", file["/"])]), 1

@@ -1,4 +1,4 @@
-"""Atomic writing of HDF5 files, also if the disk is full."""
+"""Atomic writing of HDF5 files, even if the disk is full."""
 
 from __future__ import annotations
 

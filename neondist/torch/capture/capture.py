@@ -79,7 +79,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
                     raise
                 raise NotRecorded(
                     f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
-                    " by one that it had before; keep one name"
+                    " through an alias made before the write; keep one name"
                 ) from None
         program.functions, program.reads, program.trained = calls, values.reads, values.trained
         return program
@@ -154,7 +154,7 @@ def lower_program(
     lowering : Lowering, optional
         Builder of the plan.
     trained : dict of name to tensor, optional
-        Receives tensors that require gradients but are not parameters; treated as parameters. Default: refused.
+        Receives tensors that require gradients but are not parameters; treated as parameters. Default: rejected.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     lowering.autograd_functions = program.functions

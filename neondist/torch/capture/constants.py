@@ -174,7 +174,7 @@ class KnownValues(TorchDispatchMode):
         return entry
 
 
-class _FunctionCalls(TorchFunctionMode):
+class _KnownValuesMode(TorchFunctionMode):
     """Provide known values to PyTorch function calls: reads of memory, value-dependent shapes, and masks as indices.
 
     Attributes
@@ -325,7 +325,7 @@ def known_values(module: nn.Module) -> Iterator[KnownValues]:
     def begin(module: nn.Module, _: Any) -> None:
         values.record_buffers(dict(module.named_buffers(remove_duplicate=False)), real)
 
-    calls = _FunctionCalls(values)
+    calls = _KnownValuesMode(values)
     with ExitStack() as hooks:
         for part in module.modules():
             if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:

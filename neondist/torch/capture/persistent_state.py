@@ -1,6 +1,6 @@
 """Detection of state that a forward keeps for the next one; a captured module computes the same in every pass.
 
-Counters, caches and stored results are harmless; state that the next forward would read is refused.
+Counters, caches and stored results are harmless; state that the next forward would read is rejected.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class StateWatch:
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def key_after_forward(self, before: StateSnapshot, reads: ValueReads | None = None) -> StateSnapshot:
-        """Return the key after a forward, without the values that it has changed itself, such as a call counter.
+    def exclude_changed_values(self, before: StateSnapshot, reads: ValueReads | None = None) -> StateSnapshot:
+        """Exclude values that a forward has changed itself, such as a call counter, from all keys; return the new key.
 
         Parameters
         ----------
@@ -100,7 +100,7 @@ class StateWatch:
 
     def _is_same(self) -> bool:
         """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
-        if (list(map(len, self._sized_stores)), self._tensor_properties()) != self._known_sizes_and_properties:
+        if (list(map(len, self._sized_stores)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
             return False
         values = self._values()
         if len(values) != len(self._last):
@@ -115,7 +115,7 @@ class StateWatch:
     def _values(self) -> list[Any]:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
-    def _tensor_properties(self) -> list[Any]:
+    def _dtypes_and_devices(self) -> list[Any]:
         """Return the dtypes and devices of the tensors and, where it matters, `requires_grad`."""
         tensors = [where[at] for _, where, at in self._registered_tensors]
         tensors += self._plain_tensors
@@ -155,7 +155,7 @@ class StateWatch:
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
-        self._known_sizes_and_properties = list(map(len, self._sized_stores)), self._tensor_properties()
+        self._known_sizes_and_properties = list(map(len, self._sized_stores)), self._dtypes_and_devices()
 
 
 def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:

@@ -321,7 +321,7 @@ def create_fused_lowering(
     try:
         search = SegmentSearch(program, mesh, layouts, gather_at, schemes, strips)
         segments = plan_segments(search)
-    except UnsupportedOperator:  # it is refused without segments too, or has rows that cannot be partitioned
+    except UnsupportedOperator:  # it is rejected without segments too, or has rows that cannot be partitioned
         if any(isinstance(policy, Fusion) and policy.reads_wide for policy in schemes.values()):
             raise
         return None

@@ -96,14 +96,14 @@ class RecomputedBlocks:
         outputs = zip(self.output_ranges, self.traced.outputs, strict=True)
         return [like.new_empty([hi - lo for lo, hi in ranges], dtype=out.dtype) for ranges, out in outputs]
 
-    def block_inputs(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
+    def narrow_inputs(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
         """Return a block's views of this rank's views of the inputs."""
         return [
             None if tensor is None else narrow_to_ranges(tensor, ranges, first)
             for tensor, ranges, first in zip(tensors, block.input_ranges, self.starts, strict=True)
         ]
 
-    def block_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return a block's parts of tiles of the outputs."""
         return [
             None
@@ -138,7 +138,7 @@ class BlockMoments(RecomputedBlocks):
         for block in self.nonempty_blocks:
             samples, channels, *cells = (hi - lo for lo, hi in block.output_ranges[0])
             number = prod(cells) * (samples if self.groups is None else channels // self.groups)
-            self.block_outputs(block, [counts])[0].fill_(number)
+            self.narrow_outputs(block, [counts])[0].fill_(number)
         return counts
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ class BlockMoments(RecomputedBlocks):
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 
-    def block_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return the rows of one block."""
         samples = slice(None) if self.groups is None else slice(*block.output_ranges[0][0])
         return [None if tile is None else tile[block.number][..., samples, :] for tile in tiles]
@@ -173,8 +173,8 @@ class _BlockedFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         tiles = blocks.empty_outputs(tensors[0])
         for block in blocks.nonempty_blocks:
-            outputs = blocks.run_block(block, *blocks.block_inputs(block, tensors))
-            for part, y in zip(blocks.block_outputs(block, tiles), outputs, strict=True):
+            outputs = blocks.run_block(block, *blocks.narrow_inputs(block, tensors))
+            for part, y in zip(blocks.narrow_outputs(block, tiles), outputs, strict=True):
                 part.copy_(y)
         ctx.mark_non_differentiable(*(tile for tile in tiles if not supports_gradients(tile.dtype)))
         return tuple(tiles)
@@ -185,16 +185,16 @@ class _BlockedFunction(torch.autograd.Function):
         blocks, needed, tensors = ctx.blocks, ctx.needs_input_grad[1:], ctx.saved_tensors
         sums = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=True)]
         for block in blocks.nonempty_blocks:
-            views = blocks.block_inputs(block, tensors)
+            views = blocks.narrow_inputs(block, tensors)
             leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needed, strict=True)]
             with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
-                outputs = zip(blocks.run_block(block, *leaves), blocks.block_outputs(block, dys), strict=True)
+                outputs = zip(blocks.run_block(block, *leaves), blocks.narrow_outputs(block, dys), strict=True)
             pairs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad and dy is not None]
             if not pairs:
                 continue
             ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
             ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total for total in blocks.block_inputs(block, sums) if total is not None]
+            into = [total for total in blocks.narrow_inputs(block, sums) if total is not None]
             for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
                 if grad is not None:
                     total.add_(grad)

@@ -39,7 +39,7 @@ TRUNK_STEP = "blocks"
 
 
 class _TrunkBuilder(SegmentBuilder):
-    """Trunk under construction: a segment that begins at the image; its blocks separate samples, too."""
+    """Trunk under construction: a segment that begins at the image; its blocks also separate samples."""
 
     def __init__(self, program: Program, max_norms: int) -> None:
         super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)

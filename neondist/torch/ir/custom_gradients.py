@@ -1,7 +1,7 @@
 """Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward.
 
 Export records the forward of a Function and drops its backward. So Functions become custom operators here, which run
-the user's code; other gradients that would be dropped are refused.
+the user's code; other gradients that would be dropped are rejected.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[t
     """Return forward and backward as a graph, and which results have a gradient; None if tracing fails."""
     trained: list[bool] = []
 
-    def both(*tensors: torch.Tensor) -> Any:
+    def forward_and_backward(*tensors: torch.Tensor) -> Any:
         with torch.enable_grad():
             xs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             ys = call(*xs)
@@ -110,7 +110,7 @@ def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[t
 
     try:
         with TRACING:
-            graph = make_fx(both, tracing_mode="fake")(*tensors)
+            graph = make_fx(forward_and_backward, tracing_mode="fake")(*tensors)
     except Exception:  # such as a read of values
         return None
     graph.graph.eliminate_dead_code()

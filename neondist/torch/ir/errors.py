@@ -25,14 +25,14 @@ class UnsupportedOperator(UserError):
         self.operator, self.module, self.source = where.operator, where.module, where.source
         self.why = why
         remedy = remedy or (
-            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module on whole arrays on"
+            f"pass gather_at=[{self.module!r}] to compute {'that' if self.module else 'the'} module on whole arrays on"
             " every rank; or define a rule with neondist.torch.rule"
         )
         super().__init__(
             (f"{self.source}: " if self.source else "")
             + self.operator
             + (f" in module '{self.module}'" if self.module else "")
-            + f" cannot {action}{': ' + why if why else ', it has no rule'}; {remedy}"
+            + f" cannot {action}{': ' + why if why else ' because it has no rule'}; {remedy}"
         )
 
 

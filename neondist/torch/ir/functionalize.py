@@ -115,7 +115,7 @@ def separate_statistics_updates(graph: Any) -> None:
 
 
 def store_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
-    """Store a node's result in `env`, also under the values it overwrites; return the overwritten nodes."""
+    """Store a node's result in `env`, including under the values it overwrites; return the overwritten nodes."""
     env[node] = result
     if targets := written_values(node):
         env[node], *values = result if type(result) is tuple else [result] * (1 + len(targets))

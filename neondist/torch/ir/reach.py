@@ -67,7 +67,7 @@ class Reach(NamedTuple):
         return 0 if self.is_whole(source) else self.view(*self.out_atom.range(place), source.extent).ranges[0][0]
 
     def is_whole(self, source: Atom) -> bool:
-        """Return whether every rank has all indices of the dimension and of the results; then the view has all, too."""
+        """Return whether every rank has all indices of the dimension and of the results; then so does the view."""
         return self.out_atom.axis is source.axis is None and not self.with_padding
 
 

@@ -124,7 +124,7 @@ class PlanBuilder(StepList):
             return value
         return self.local(lambda shape, x: x.reshape(shape), [value], layout, at=partial(local_shape, layout))
 
-    def align_to(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
+    def align_for_broadcast(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
         cut_axes = frozenset(cut_axes)
         if value.layout_or_none is None:
@@ -151,7 +151,7 @@ class PlanBuilder(StepList):
 
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
-        seen = self.align_to(value, layout, axes_of(layout))
+        seen = self.align_for_broadcast(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
@@ -190,7 +190,7 @@ class PlanBuilder(StepList):
         if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
             value, dims = self.gathered(value, dims), []
         if not dims:
-            return self.align_to(value, target, cut_axes)
+            return self.align_for_broadcast(value, target, cut_axes)
         gathered_layout = replicated_along(value.layout, dims)
         if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
             value = self.reshard(

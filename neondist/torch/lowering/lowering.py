@@ -200,7 +200,7 @@ class Lowering(PlanBuilder):
         values, run = _tensor_call(target, args, kwargs)
         layout = self.common_layout([value.layout for value in values])
         cut_axes = axes_of(layout)
-        aligned = [self.align_to(value, layout, cut_axes) for value in values]
+        aligned = [self.align_for_broadcast(value, layout, cut_axes) for value in values]
         outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
         several = self.fake_out is outs
         results = self.local_results(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])

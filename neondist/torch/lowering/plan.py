@@ -16,7 +16,7 @@ from ..ir.graph import IDENTITY_KINDS, Step, TorchGraph
 from .traffic import RankSubset, TrafficKey, traffic_of
 
 Traffic = dict[TrafficKey, int]
-"""Bytes by account."""
+"""Bytes by (kind, step, direction)."""
 
 
 PRODUCT_OPS = ("conv", "linear", "matmul", "mm.", "mm_", "mv.", "scaled_dot_product")
@@ -48,7 +48,7 @@ class TorchPlan(TorchGraph):
     def traffic(self, rank: int, trained: Collection[str] | None = None, inputs: bool = False) -> Traffic:
         """Return the bytes that a rank sends, or contributes to reductions, in a forward and a backward pass.
 
-        By kind, step and direction, as the ledger of `comm` records them.
+        Keys are (kind, step, direction), the first fields of those in `comm.ledger`.
 
         Parameters
         ----------

@@ -30,16 +30,16 @@ class _Kept:
         Inputs and outputs.
     extra : float
         Further bytes, per byte of the first output.
-    over : dict of int to int
+    aliases : dict of int to int
         Outputs that share memory with an input.
-    passed : set of int
+    aliased_grads : set of int
         Inputs whose gradient shares memory with an output's.
     """
 
     values: set[int] = field(default_factory=set)
     extra: float = 0.0
-    over: dict[int, int] = field(default_factory=dict)
-    passed: set[int] = field(default_factory=set)
+    aliases: dict[int, int] = field(default_factory=dict)
+    aliased_grads: set[int] = field(default_factory=set)
 
 
 class TrainingMemory:
@@ -86,7 +86,7 @@ class _Lifetimes:
         owner, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
         for at, step, kept in self.steps:
             for out in step.outputs:
-                owner[out] = owner.get(kept.over.get(out, out), kept.over.get(out, out))
+                owner[out] = owner.get(kept.aliases.get(out, out), kept.aliases.get(out, out))
                 first.setdefault(owner[out], at)
             used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
             last |= dict.fromkeys(used, at)
@@ -107,14 +107,14 @@ class _Lifetimes:
         last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
         for at, step, kept in self.steps:
             if id(step) in self.back.visited_ids:
-                passed_ends = [last[value] for value in kept.passed if value in last]
-                last |= dict.fromkeys(step.outputs, max([self.end - at, *passed_ends]))
+                aliased_ends = [last[value] for value in kept.aliased_grads if value in last]
+                last |= dict.fromkeys(step.outputs, max([self.end - at, *aliased_ends]))
                 for value in step.inputs:
-                    moments_of.setdefault(value, []).append((self.end - at, value in kept.passed))
+                    moments_of.setdefault(value, []).append((self.end - at, value in kept.aliased_grads))
         for value, until in last.items():
             if value in self.back.with_grad and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
-                own = [at for number, (at, passed) in enumerate(moments) if number or not passed]
+                own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
                 if own:  # otherwise it shares the memory of another one
                     self._add(value, own[0], until)
 
@@ -122,7 +122,7 @@ class _Lifetimes:
 def _kept_by(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
     """Return the values that a step keeps."""
     if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
-        return _Kept(over=dict(zip(step.outputs, step.inputs, strict=False)), passed={*step.inputs})
+        return _Kept(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
         return _Kept({*step.inputs[: _READ.get(step.kind, 0)], *(step.outputs if step.kind == "ring" else ())})
     everything = _Kept({*step.inputs, *step.outputs})
@@ -150,23 +150,22 @@ def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
         value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _Kept()
         for out, tensor in zip(step.outputs, outputs, strict=True):
             if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage(tensor), out) != out:
-                kept.over[out] = value_of[_storage(tensor)]
-        extra = {
-            _storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _storage(tensor) not in value_of
-        }
+                kept.aliases[out] = value_of[_storage(tensor)]
+        extra = {_storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in value_of}
         kept.values = {value_of[_storage(tensor)] for tensor in saved if _storage(tensor) in value_of}
         kept.extra = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
-        if ends and leaves and id(step) in back.visited_ids and not kept.over:
-            gradients = [torch.empty_like(out) for out in ends]
-            grads = torch.autograd.grad(ends, [*leaves.values()], gradients, allow_unused=True)
-            memory = {*map(_storage, gradients)}
-            kept.passed = {v for v, dx in zip(leaves, grads, strict=True) if dx is None or _storage(dx) in memory}
+        if ends and leaves and id(step) in back.visited_ids and not kept.aliases:
+            dys = [torch.empty_like(out) for out in ends]
+            dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
+            memory = {*map(_storage, dys)}
+            kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage(dx) in memory}
         elif step.run not in IN_PLACE_OPS.values():  # their gradients are new memory nevertheless
-            kept.passed = {*kept.over.values()}
+            kept.aliased_grads = {*kept.aliases.values()}
         if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
-            kept.passed = {v for v in kept.passed if plan.values[v].nbytes <= plan.values[step.outputs[0]].nbytes}
+            limit = plan.values[step.outputs[0]].nbytes
+            kept.aliased_grads = {v for v in kept.aliased_grads if plan.values[v].nbytes <= limit}
         return kept
 
 

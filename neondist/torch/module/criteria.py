@@ -66,7 +66,7 @@ class Criteria:
         entry = self._entries[criterion_key(criterion)].rebind(criterion)
         state = entry.watch.key()
         if state != entry.state:  # it counts its calls
-            state = entry.watch.key_after_forward(entry.state)
+            state = entry.watch.exclude_changed_values(entry.state)
             entry.runners.update(
                 {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
             )
@@ -115,7 +115,7 @@ class Criteria:
             check_scalar(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
-            entry.state = before = watch.key_after_forward(before, ValueReads(names, others))
+            entry.state = before = watch.exclude_changed_values(before, ValueReads(names, others))
             if len(runners) >= MAX_CACHED:
                 del runners[next(iter(runners))]
             runners[before, inputs] = Runner(self.comm, plan), program_digest(plan, program), closed

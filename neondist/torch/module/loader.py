@@ -79,7 +79,7 @@ class Loader:
             except Exception as problem:
                 error = problem
             values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
-            self.grid.check("loader", values | {"its samples": batch}, error)
+            self.grid.check("loader", values | {"the list of samples": batch}, error)
             if part is not None:
                 yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
 
@@ -179,8 +179,7 @@ def loader(
             raise ConfigError(f"loader: {name} is not accepted; use sampler, batch_size, drop_last and seed")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
-            f"loader: dataset is a {type(dataset).__name__}; expected a map-style data set, with __getitem__ and"
-            " __len__"
+            f"loader: expected a map-style data set, with __getitem__ and __len__, got {type(dataset).__name__}"
         )
     if sampler is not None and shuffle:
         raise ConfigError("loader: sampler and shuffle exclude each other; a sampler draws its own order")

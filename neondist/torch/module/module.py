@@ -167,7 +167,7 @@ class DistributedModule(nn.Module):
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
-                self._compiled_states[self._shapes, self._watch.key_after_forward(state)] = prepared
+                self._compiled_states[self._shapes, self._watch.exclude_changed_values(state)] = prepared
             prepared.changes = self._watch.key() != state
         return self._note_layouts(outputs, prepared.layouts)
 
@@ -284,7 +284,7 @@ class DistributedModule(nn.Module):
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        values = {"the model": self._check_name, "tensors that the model did not return": self.tiling.unmarked(tiles)}
+        values = {"the model": self._check_name, "the list of tensors not from the model": self.tiling.unmarked(tiles)}
         self.grid.check("gather", values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._output_layouts)
         remaining = iter(layouts)
@@ -311,7 +311,7 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in positions]
         unknown = self.tiling.unmarked(tensors)
         if unknown:  # all ranks must agree on their layouts
-            self.grid.check("loss", {"the model": self._check_name, "tensors that the model did not return": unknown})
+            self.grid.check("loss", {"the model": self._check_name, "the list of tensors not from the model": unknown})
         layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
         error, digest = None, ""
         try:
@@ -392,7 +392,7 @@ class DistributedModule(nn.Module):
             overlaps = lowering.widened_ranges if lowering is not None else ()
             runner, single_sample = Runner(self.comm, plan, self._deferred_gradients), has_single_sample_norm(plan)
             prepared = _CompiledState(runner, tree, layouts, digest, in_parts, dtypes, overlaps, single_sample)
-            state = self._watch.key_after_forward(state, program.reads)
+            state = self._watch.exclude_changed_values(state, program.reads)
             if len(self._compiled_states) >= MAX_CACHED:
                 del self._compiled_states[next(iter(self._compiled_states))]
             self._compiled_states[self._shapes, state] = prepared

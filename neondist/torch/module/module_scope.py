@@ -95,7 +95,7 @@ class ModuleScope:
     def _replace_calls(self, replaced: bool) -> Iterator[None]:
         """Give the modules classes whose calls are distributed, or restore their own.
 
-        `torch.distributed.fsdp.fully_shard` replaces classes, too; here only while the function runs.
+        `torch.distributed.fsdp.fully_shard` also replaces classes; here only while the function runs.
         """
         before, self._calls_replaced = self._calls_replaced, replaced
         modules = list(self._is_submodule) if before != replaced else []

@@ -149,7 +149,7 @@ def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], va
     mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * rest))
     values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - rest), *shape[dim + 1 :]))
     layout = lowering.common_layout([value.layout for value in (x, mask, values)])
-    args = [lowering.align_to(value, layout, axes_of(layout)) for value in (x, mask, values)]
+    args = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in (x, mask, values)]
     return lowering.local(lambda a, m, v: torch.where(m, a + v if accumulate else v, a), args, layout)
 
 

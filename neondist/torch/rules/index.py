@@ -235,7 +235,9 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
     dtype = lowering.fake_out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
         context = axes_of(rest)
-        aligned = [lowering.align_to(t, replace_dim(rest, dim, Atom(t.shape[dim])), context) for t in tensors]
+        aligned = [
+            lowering.align_for_broadcast(t, replace_dim(rest, dim, Atom(t.shape[dim])), context) for t in tensors
+        ]
         return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, replace_dim(rest, dim, Atom(extent)), dtype)
     tensors = [_gather_if_axis_reused(lowering, t, dim, rest) for t in tensors]
     axis = next((lowering.axis_of(t, dim) for t in tensors if not lowering.is_whole(t, dim)), None)

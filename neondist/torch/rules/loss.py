@@ -41,7 +41,7 @@ def cross_entropy_loss(
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
-    there = lowering.align_to(target, x.layout if probabilities else layout, x.axes)
+    there = lowering.align_for_broadcast(target, x.layout if probabilities else layout, x.axes)
 
     def unreduced(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
@@ -75,7 +75,7 @@ def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
 def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
     """Sum losses over all samples; PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gathered(x, [-1])
-    there = lowering.align_to(target, x.layout, x.axes)
+    there = lowering.align_for_broadcast(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
     return _reduce_losses(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
 
@@ -89,7 +89,7 @@ def nll_loss(
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
-    there = lowering.align_to(target, layout, x.axes)
+    there = lowering.align_for_broadcast(target, layout, x.axes)
     losses = lowering.local(
         lambda a, t, w: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"), [x, there, weight], layout
     )
@@ -106,7 +106,7 @@ def _elementwise_loss_rule(loss_function: Callable[..., torch.Tensor]) -> Callab
         values += named.values()
         layout = lowering.common_layout([value.layout for value in values])
         context = axes_of(layout)
-        aligned = [lowering.align_to(value, layout, context) for value in values]
+        aligned = [lowering.align_for_broadcast(value, layout, context) for value in values]
         static = {name: value for name, value in more.items() if name not in named and value is not None}
 
         def run(a: torch.Tensor, t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: Mayb
     shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
-            there = lowering.align_to(lowering.reshape(value, shape), x.layout, x.axes)
+            there = lowering.align_for_broadcast(lowering.reshape(value, shape), x.layout, x.axes)
             x = lowering.local(run, [x, there], x.layout)
     return x
 

@@ -31,10 +31,8 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
     if len(shape) > 1:
         shape[1] = prod(weight.shape)
     slope = lowering.reshape(weight, shape)
-    layout = x.layout
-    return lowering.local(
-        lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.align_to(slope, layout, x.axes)], layout
-    )
+    args = [x, lowering.align_for_broadcast(slope, x.layout, x.axes)]
+    return lowering.local(lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), args, x.layout)
 
 
 @rule("aten.type_as.default", "aten.to.other", always=True)
@@ -46,7 +44,7 @@ def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
 
 @rule("aten.detach.default", always=True)
 def detach(lowering: Lowering, x: Value) -> Value:
-    """Detach locally, also on ranks without elements."""
+    """Detach locally, including on ranks without elements."""
     detached = lowering.local(torch.Tensor.detach, [x], x.layout)
     detached.kind = "constant"
     return detached
@@ -57,5 +55,5 @@ def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -
     """Copy the second argument, aligned with the first, to its shape and dtype."""
     layout, context, dtype = lowering.common_layout([x.layout]), x.axes, x.dtype
     run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
-    there = lowering.align_to(src, layout, context)
+    there = lowering.align_for_broadcast(src, layout, context)
     return lowering.local(run, [there], layout, dtype, context, at=partial(local_shape, layout))

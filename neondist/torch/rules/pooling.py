@@ -69,7 +69,7 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequen
     x, indices = (lowering.gathered(value, dims) for value in (x, indices))
     rest = lowering.common_layout([value.layout[:-n] for value in (x, indices)])
     layout = (*rest, *((atom,) for atom in atoms))
-    args = [lowering.align_to(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
+    args = [lowering.align_for_broadcast(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
 
     def run(place: Place, a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         a, at = a.flatten(-n), at.flatten(-n)

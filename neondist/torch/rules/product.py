@@ -24,7 +24,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
     dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
-    columns = lowering.align_to(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
+    columns = lowering.align_for_broadcast(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
     product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
@@ -61,7 +61,7 @@ def pdist(lowering: Lowering, x: Value, p: float = 2) -> Value:
 def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: float = 1, alpha: float = 1) -> Value:
     """Compute the product and the sum by simpler operators."""
     product = matmul(lowering, mat1, mat2)
-    there = lowering.align_to(x, product.layout, product.axes)
+    there = lowering.align_for_broadcast(x, product.layout, product.axes)
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.fake_out.dtype)
 
 

@@ -156,7 +156,7 @@ def randn(
         return drawn
 
     never = torch.tensor(False)
-    args = [first, second, *(lowering.align_to(value, layout, axes_of(layout)) for value in given)]
+    args = [first, second, *(lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in given)]
     return lowering.local(run, args, layout, dtype)
 
 

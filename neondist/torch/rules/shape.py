@@ -69,7 +69,7 @@ def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Valu
     """Expand each tensor locally."""
     layout = lowering.common_layout([x.layout for x in tensors])
     context, at = axes_of(layout), partial(local_shape, layout)
-    aligned = [lowering.align_to(x, layout, context) for x in tensors]
+    aligned = [lowering.align_for_broadcast(x, layout, context) for x in tensors]
     return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
 
 

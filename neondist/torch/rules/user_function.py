@@ -26,7 +26,7 @@ def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> 
     has_gradient = function.gradients_if_pointwise([lowering.fake_tensor(value) for value in tensors], partitioned_dims)
     if has_gradient is None:
         lowering.refuse("its forward and backward do not read one index each")
-    aligned = [lowering.align_to(value, layout, axes_of(layout)) for value in tensors]
+    aligned = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in tensors]
     return lowering.mark_constants(
         lowering.local_results(function, aligned, outs, [layout for _ in outs]), has_gradient
     )

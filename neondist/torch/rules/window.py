@@ -54,7 +54,7 @@ def window_view(
     fill : float
         Of cells outside of the image.
     pad_whole : bool or sequence of bool
-        Whether dimensions that are not partitioned are padded, too.
+        Whether dimensions that are not partitioned are also padded.
     """
     dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]

@@ -18,7 +18,7 @@ from .by_name import call_checked
 
 
 def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) as (n, C, *tile); integer labels as int64, target images channels first, too."""
+    """Return images (n, *tile, C) as (n, C, *tile); integer labels as int64, target images also channels first."""
     if labels is not None:
         labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
         labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)

@@ -146,7 +146,7 @@ class ModulePlan:
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)
 
-    def replicated_settings(self) -> list[str]:
+    def settings_equal_on_all_ranks(self) -> list[str]:
         """Return the settings, one per line, that must be the same on all ranks, other than the strategy."""
         return [f"module: {self.steps.digest}"]
 

@@ -11,7 +11,7 @@ from ..state import TrainState
 from .hook import Hook
 
 
-class CompletionMark(Hook):
+class CompletionMarker(Hook):
     """Write the marker after the last checkpoint, when the run is complete."""
 
     def __init__(self, path: Path) -> None:

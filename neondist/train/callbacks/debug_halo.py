@@ -26,7 +26,7 @@ class DebugHalo(Hook):
     >>> nd.DebugHalo().guard(model)  # outside a run                                     # doctest: +SKIP
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     @type_checked
     def __init__(self, seed: int = 0) -> None:

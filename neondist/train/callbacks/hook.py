@@ -15,11 +15,11 @@ class Hook:
 
     Attributes
     ----------
-    joins_pretraining : bool
+    runs_during_pretraining : bool
         Whether pretraining runs also call the hook; there `run.model` is the stage's autoencoder.
     """
 
-    joins_pretraining = False
+    runs_during_pretraining = False
 
     def open(self) -> None:
         """Called once before any other call, before anything is loaded."""

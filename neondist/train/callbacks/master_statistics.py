@@ -39,6 +39,6 @@ class MasterStatistics(Hook):
 
         try:
             with ServiceClient(self._worker.master, "Recovery", self._worker.token, timeout=10.0, patience=1.0) as rpc:
-                return dict(rpc.call("figures").mapping("figures"))
+                return dict(rpc.call("statistics").mapping("statistics"))
         except ServiceError:
             return None

@@ -30,7 +30,7 @@ class ProgressBar(Hook):
         Output stream; default stdout.
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self.file = file

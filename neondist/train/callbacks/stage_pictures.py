@@ -38,7 +38,7 @@ class StagePictures(Hook):
     folder : path
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

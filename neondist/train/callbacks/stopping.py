@@ -29,7 +29,7 @@ class StopOnSignal(Hook):
         How to continue the run, for the message.
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, signals: Signals | None = None, remedy: str = "--resume continues from here") -> None:
         self.signals, self.owns_handlers, self.remedy = signals or Signals(), signals is None, remedy
@@ -100,7 +100,7 @@ class TimeLimit(Hook):
     checkpoint: measured times, or estimates before the first measurement.
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
         self.seconds, self.clock = seconds, clock

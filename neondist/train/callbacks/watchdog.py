@@ -52,7 +52,7 @@ class Watchdog(Hook):
         Output folder of the run.
     """
 
-    joins_pretraining = True
+    runs_during_pretraining = True
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images, block-wise.
     """
     grid = experiment.open_grid() if grid is None else grid
-    settings = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
+    settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block}
     grid.check("evaluate images", settings | {"samples": samples is not None})
     extra_cells = max(
         (metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
@@ -104,7 +104,7 @@ def evaluate_module(
         As `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
-    settings = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
+    settings = {"the source": source, "labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", settings)
     opened = trained.open_method(source, grid, block, None)
     return _evaluate(opened, trained.model, add_misclassification(None), labels, grid, samples)

@@ -150,7 +150,7 @@ class FieldImages:
             )
         self.series, self.factor, self.offset = series, factor, offset
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
-        self.source = series.source_at(0)
+        self.source = series.source_containing(0)
 
     def repeat_last(self, count: int) -> None:
         """Replace the images by `count` copies of the last one, one per replica."""
@@ -195,7 +195,7 @@ def _single_steps(method: WholeImagePrediction, fields: CheckpointFields) -> For
         with all_or_none(method.grid.world):
             x = method.read(part)
         assert x is not None
-        y = method.compute(part, x)
+        y = method.compute_local_outputs(part, x)
         samples, _ = method.output_samples_and_box(part)
         yield slice(samples.start, samples.stop), None if y is None else fields.to_physical_units(y)
 
@@ -280,7 +280,7 @@ def _open_sink(
     """Yield the output file of forecasts at the given times in seconds."""
     place, variables = None, list[tuple[str, Mapping[str, Any]]]()
     with all_or_none(grid.world):
-        source = series.source_at(len(series) - 1)
+        source = series.source_containing(len(series) - 1)
         place = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
         for name, units in zip(fields.output_names, fields.output_units, strict=True):
             variables.append((name, _output_attributes(series, name, units)))

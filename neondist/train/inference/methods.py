@@ -57,7 +57,7 @@ class PredictionMethod(Protocol):
     def read(self, part: int) -> np.ndarray:
         """Return this rank's input for a part."""
 
-    def compute(self, part: int, x: np.ndarray) -> np.ndarray | None:
+    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's outputs; None if other ranks have them."""
 
     def output_samples_and_box(self, part: int) -> tuple[range, Box]:
@@ -129,7 +129,7 @@ class BlockwisePrediction:
         sample, number = divmod(part, len(self.plan))
         return self.images.read(range(sample, sample + 1), self.plan.input_box(number), self.dtype)
 
-    def compute(self, part: int, x: np.ndarray) -> np.ndarray:
+    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""
         y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
@@ -172,7 +172,7 @@ class WholeImagePrediction:
         lo, hi = self.grid.sample_range(len(samples))
         return self.images.read(samples[lo:hi], self.model.input.own, self.dtype)
 
-    def compute(self, part: int, x: np.ndarray) -> np.ndarray | None:
+    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's tile of the output; the first tile has vectors."""
         y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
         return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None

@@ -131,7 +131,7 @@ def predict_module(
 
 def _output_settings(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
     """Return the settings about the output that must be equal on all ranks."""
-    return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
+    return {"the target": target, "the list of outputs": kinds, "block": block, "overwrite": overwrite}
 
 
 def _write_outputs(
@@ -187,7 +187,7 @@ def compute_parts(
             x = _call_all_or_none(method, grid, prefetched.result)
             prefetched = reader.submit(method.read, own_parts[at + 1]) if at + 1 < len(own_parts) else None
             with grid.observers.during("layer", f"part {part}", "forward"):
-                y = method.compute(part, x)
+                y = method.compute_local_outputs(part, x)
             _finish_write(method, grid, pending, sink)
             pending = part, pool.submit(sink.write, part, y)
             if progress is not None:

@@ -22,7 +22,7 @@ class Mismatch(AssertionError):
 
 @dataclass
 class RankResult:
-    """Results of one rank, and the state that continues on another grid.
+    """Results of one rank, and the state to resume from on another grid.
 
     Attributes
     ----------

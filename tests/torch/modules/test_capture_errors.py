@@ -146,7 +146,7 @@ def test_operators_without_a_rule_are_located(name):
         assert name in error.operator
         message = str(error)
         assert message.startswith(error.source)
-        assert "gather_at=['body.1'] computes that module on whole arrays on every rank" in message
+        assert "pass gather_at=['body.1'] to compute that module on whole arrays on every rank" in message
         raise error
 
     check_rejected(body, "in module 'body.1' cannot be distributed")

@@ -169,7 +169,7 @@ def count_keys_sent(ring, rank, direction):
 def test_table_totals():
     plan = make_plan(GridShape(1, 2, 3))
     lines, total = plan.describe().splitlines(), plan.all_costs.total
-    assert lines[0] == "float32 on 6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
+    assert lines[0] == "float32 on 6 ranks (1 replica, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
     sizes = [report.format_size(n) for n in (total.max_sent_bytes, total.total_sent_bytes, total.summed)]
     expected = [*sizes, report.format_count(total.flops), f"{total.parameters:,}", report.format_size(total.memory)]

@@ -15,7 +15,7 @@ import neondist.torch as ndt
 
 
 class Images(Dataset):
-    """Images with cell labels, an index and a name each, randomly augmented in each epoch."""
+    """Images with cell labels, each with an index and a name, randomly augmented in each epoch."""
 
     def __init__(self, samples=7, extent=(9, 11), noise=True):
         generator = torch.Generator().manual_seed(3)
@@ -41,7 +41,7 @@ class Boxes(Images):
     extent = (9, 11)
 
     def __getitem__(self, index):
-        raise AssertionError("a box is read")
+        raise AssertionError("read() should be called instead")
 
     def read(self, index, box):
         image, labels = self.images[index], self.labels[index]
@@ -160,7 +160,7 @@ def test_different_orders_on_ranks_are_rejected():
         order = [0, 1, 2] if world.rank == 0 else [2, 1, 0]
         list(ndt.loader(Images(), 3, grid=nd.ProcessGrid(world), sampler=order))
 
-    with pytest.raises(nd.ConfigError, match=r"rank 1: its samples is \[2, 1, 0\], but \[0, 1, 2\] on rank 0"):
+    with pytest.raises(nd.ConfigError, match=r"rank 1: the list of samples is \[2, 1, 0\], but \[0, 1, 2\] on rank 0"):
         nd.loopback.run(2, body)
 
 
@@ -170,8 +170,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(("dataset", "batch_size", "message"), [
-    (Stream(), 3, "is a Stream; expected a map-style data set"),
-    (3, 3, "is a int; expected a map-style data set"),
+    (Stream(), 3, "expected a map-style data set, .*got Stream"),
+    (3, 3, "expected a map-style data set, .*got int"),
     (Images(), 0, "batch_size should be a positive integer"),
 ])  # fmt: skip
 def test_wrong_arguments(dataset, batch_size, message):

@@ -28,7 +28,7 @@ class Slots:
 
 
 class SharedLayers(nn.Module):
-    """Module with a layer under two names, tied weights and attributes that its forward changes."""
+    """Module with a layer under two names, tied weights and attributes that `forward` modifies."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ def test_parallel_wrappers_are_rejected(kind):
 
 
 @pytest.mark.long
-def test_virtual_ranks_may_seed():
+def test_each_virtual_rank_can_seed():
     shared = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
 
     def build():

@@ -259,7 +259,7 @@ def test_non_finite_losses(folder, nonfinite):
 def test_check_plans_for_more_ranks(folder, capsys):
     assert main(["check", "classifier.yaml", "--import", "nets.py", "-n", "6"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("TorchModel (float64) on 6 ranks (1 replicas, 3 rows, 2 cols), Synthetic 13×11×1, batches")
+    assert output.startswith("TorchModel (float64) on 6 ranks (1 replica, 3 rows, 2 cols), Synthetic 13×11×1, batches")
     assert re.search(r"^0 +halo +8×5×13×11 +", output, re.M)
     assert re.search(r"^total +[\d.]+ kB +", output, re.M)
     assert "gradient reduction: " in output
