@@ -26,6 +26,8 @@ from .run import parse_duration
 DEFAULT_POLL_SECONDS = 30.0
 """seconds between two polls for checkpoints"""
 _WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
+_PREPARATION_DELAY = 1.0
+"""seconds until a command that is preparing reports it"""
 
 
 def add_parser(commands: Any) -> None:
@@ -323,10 +325,11 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
 
 
 def _preparation_progress(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
-    """Report after a few seconds that the command is preparing; importing PyTorch may be slow."""
+    """Report early that the command is preparing: importing PyTorch may be slow, and prediction has a delay again."""
     from ..train.inference.progress import first_rank_progress
 
-    return first_rank_progress(world.rank, sys.stderr if arguments.words[0] == "evaluate" else None)
+    file = sys.stderr if arguments.words[0] == "evaluate" else None
+    return first_rank_progress(world.rank, file, first=_PREPARATION_DELAY)
 
 
 def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:

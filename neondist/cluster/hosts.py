@@ -31,7 +31,7 @@ UNREACHABLE_TEXT = "cannot be reached"
 _PROBE_SCRIPT = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
 _REASON_BY_EXIT_CODE: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
-    114: "has another version of neondist; install the same one",
+    114: "has a different version of neondist; install the same version",
 }
 _MAX_FILE_BYTES = 1 << 22  # bytes of a host file
 _HOST_PATTERN = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"

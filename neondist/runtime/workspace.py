@@ -20,7 +20,7 @@ class Workspace:
     shapes : list of tuple
         Shapes of this rank's tile of every value, without the batch.
     inputs : list of GlobalArray or None
-        Arrays that make the view of each step.
+        Array that produces the view of each step; None: it has none.
     """
 
     def __init__(self, arena: Arena, shapes: Sequence[tuple[int, ...]], inputs: Sequence[GlobalArray | None]) -> None:
@@ -95,15 +95,15 @@ class SectionPass:
     samples : int
         Samples of this rank.
     steps, value : int
-        Number of steps, and the value that they compute.
+        Number of steps, and the index of the value that they compute.
     reduced_forward, reduced_backward : list or None
         For a repeated pass: the results of the reductions of each step.
     keeps_states : bool
         Whether its saved states are kept when it is closed, so that another pass can skip steps.
     first_new_step : int
-        Steps before this one have been run before, and change no state.
+        Earlier steps have already run, and change no state.
     accumulated_from_step : int
-        Steps from this one on have accumulated the gradients of their weights before.
+        Steps from this one on have already accumulated the gradients of their weights.
     """
 
     reduced_backward: list[Any] | None = None

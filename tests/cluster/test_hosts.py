@@ -104,7 +104,7 @@ def test_unusable_hosts(tmp_path, monkeypatch):
     assert find_unusable_hosts(["a", "b", "c"], env) == {"b": "cannot be reached"}
     assert find_unusable_hosts(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}
     monkeypatch.setattr("neondist.version.__version__", "0.0.1")
-    assert find_unusable_hosts(["a"], env) == {"a": "has another version of neondist; install the same one"}
+    assert find_unusable_hosts(["a"], env) == {"a": "has a different version of neondist; install the same version"}
     for name, value in (("sys.executable", "/nowhere/python"), ("neondist.version.__file__", "/nowhere")):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)

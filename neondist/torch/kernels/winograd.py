@@ -1,7 +1,7 @@
 """3 x 3 convolutions of many channels by Winograd's F(2 x 2, 3 x 3) (Lavin and Gray 2016): 2.25 times fewer products.
 
-Tiles of 2 x 2 outputs see 4 x 4 cells, which lie `dilation` apart: y = A^T [sum over channels of (G w G^T) (B^T x B)]
-A, 16 products of matrices (outputs, channels) (channels, tiles). Errors of float32 are about those of direct sums: with
+Each tile of 2 x 2 outputs reads 4 x 4 cells, `dilation` apart: y = A^T [sum over channels of (G w G^T) (B^T x B)] A, 16
+products of matrices (outputs, channels) (channels, tiles). float32 errors are comparable to those of direct sums: with
 128 to 2048 channels 0.1 to 1.6 times oneDNN's for outputs and the weights' gradients, 1.1 to 2.8 times for the inputs'.
 """
 
@@ -20,8 +20,8 @@ from ..ir.once_differentiable import once_differentiable
 Pair = Sequence[int]
 _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
 _FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
-_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: the smallest numbers with a gain
-_MAX_CELLS_PER_OUTPUT = 1.25  # measured: of whole tiles, with a gain; large for small outputs with dilation
+_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: the smallest numbers with which it is faster
+_MAX_CELLS_PER_OUTPUT = 1.25  # measured: the largest with which it is faster; large for small outputs with dilation
 _BATCH_BYTES = 16 << 20  # bytes of transformed cells
 
 

@@ -33,11 +33,11 @@ def distribute(
     strips: Strips = None,
     spatial: int | None = None,
 ) -> DistributedModule:
-    """Distribute a PyTorch module: images are split into tiles, one per rank; results match one process.
+    """Distribute a PyTorch module: images are split into tiles, one per rank; results are those of one process.
 
-    The module is captured with torch.export at the global shape, without allocating it; each operator becomes local
-    computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all ranks when
-    `backward` returns. Collective.
+    The module is captured with torch.export at the global shape, without allocating tensors of it; each operator
+    becomes local computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all
+    ranks when `backward` returns. Collective.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def distribute(
         The same on every rank; it is neither copied nor modified.
     example_shape : sequence of int
         Global shape (N, C, *spatial) of the whole batch and image. For several inputs, a sequence of shapes; inputs
-        with another number of dimensions than the first are split only along the batch. (N, features) has no spatial
-        axes. Batches and images of other sizes may follow: pass them to `scatter`, and the module is captured once for
-        each.
+        with a different number of dimensions from the first are split only along the batch. (N, features) has no
+        spatial axes. Batches and images of other sizes may follow: pass them to `scatter`, and the module is captured
+        once for each.
     grid : ProcessGrid, optional
         Default: all ranks.
     gather_at : sequence of str
@@ -58,7 +58,7 @@ def distribute(
         Transport when no grid is given: mpi4py, or torch.distributed (for `torchrun`).
     recompute : bool
         Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
-        segments in the backward pass, including their messages: less memory for the time of another forward pass (Chen
+        segments in the backward pass, including their messages: saves memory at the cost of a forward pass (Chen
         et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool or callable
         Compile the computation between messages with torch.compile, or with this function. On one rank the module
@@ -68,10 +68,11 @@ def distribute(
         'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
         chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Others, such as
         'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules not named inherit the scheme of their parent.
-        Only windows are approximated.
+        Only operators with windows are approximated.
     memory : int or str, optional
         Memory limit for all ranks on a machine together, such as '8GiB'. A pass that needs more is computed block by
-        block up to the first operator that depends on the whole image, twice in training. Default: no limit.
+        block up to the first operator that depends on the whole image; in training, blocks are computed twice. Default:
+        no limit.
     strips : int or 'auto', optional
         Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
         image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
@@ -94,13 +95,13 @@ def distribute(
         If the module cannot be captured, or differs between ranks.
     """
     if memory is not None and (scheme != "halo" or compile or len(_parse_shapes(example_shape)) > 1):
-        raise ConfigError("memory: requires a module with one input and exact halos, without compile")
+        raise ConfigError("memory: requires a module with one input and scheme 'halo', without compile")
     if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
         raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
     if strips is not None and (memory is not None or compile):
         raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
     if recompute and compile:
-        raise ConfigError("recompute: cannot be combined with compile, which chooses itself what to keep")
+        raise ConfigError("recompute: cannot be combined with compile, which itself decides what to keep")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if transport not in ("mpi", "torch"):

@@ -232,7 +232,8 @@ class ModulePlan:
         rank = self.all_costs.max_memory_rank
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {rank}, which needs most"]
         peak = report.format_size(self.max_training_memory)
-        notes.append(f"planned peak: {peak}, for parameters, optimiser, values and gradients")
+        arrays = "parameters, optimiser, values and gradients"
+        notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory: of the process")
         if sums:
             notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
         if sent:

@@ -272,7 +272,7 @@ def test_strips_save_little_for_backward():
         ({"strips": True}, "strips: True; expected"),
         ({"strips": 4, "memory": "1GiB"}, "strips: cannot be combined with memory"),
         ({"strips": 4, "compile": True}, "strips: cannot be combined .* compile"),
-        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: requires a module with one input and exact halos"),
+        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: requires a module with one input and scheme 'halo'"),
         ({"scheme": "deep_halo(layers=0)"}, "layers"),
     ],
 )
