@@ -325,7 +325,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
 
 
 def _preparation_progress(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
-    """Report early that the command is preparing: importing PyTorch may be slow, and prediction has a delay again."""
+    """Report early that the command is preparing, since the progress of a prediction begins with a delay of its own."""
     from ..train.inference.progress import first_rank_progress
 
     file = sys.stderr if arguments.words[0] == "evaluate" else None

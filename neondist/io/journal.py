@@ -67,7 +67,7 @@ class Journal:
         if differ and not overwrite:
             raise OutputError(
                 f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
-                " resume it, or overwrite to start over"
+                " resume it, or start over (--overwrite)"
             )
         return set() if differ else set(self._completed_parts)
 

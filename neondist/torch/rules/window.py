@@ -92,12 +92,12 @@ def conv(
         same = same_padding(x.shape[-n:], weight.shape[2:], value_per_axis(stride, n), value_per_axis(dilation, n))
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
+    is_view = not all(lowering.is_whole(x, dim) for dim in range(-n, 0))
+    uneven = any(before != after for before, after in window.padding)
     # kernels cannot pad unevenly, and would copy a view again in order to pad it
-    in_view = any(before != after for before, after in window.padding) or not all(
-        lowering.is_whole(x, -axis) for axis in range(1, n + 1)
-    )
-    pad_whole = [in_view and any(sides) for sides in window.padding]
-    view, remaining_padding, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], 0.0, pad_whole)
+    pad_whole = [(is_view or uneven) and any(sides) for sides in window.padding]
+    extents = lowering.fake_out.shape[-n:]
+    view, remaining_padding, atoms = window_view(lowering, x, window, extents, pad_whole=pad_whole)
     run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
     conv_args = window.stride, remaining_padding, window.dilation, groups
     layout, dtype = image_layout(x, weight.shape[0], atoms), lowering.fake_out.dtype

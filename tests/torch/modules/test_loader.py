@@ -170,8 +170,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(("dataset", "batch_size", "message"), [
-    (Stream(), 3, "expected a map-style data set, .*got Stream"),
-    (3, 3, "expected a map-style data set, .*got int"),
+    (Stream(), 3, "expected a map-style data set, with __getitem__ and __len__, got Stream"),
+    (3, 3, "expected a map-style data set, with __getitem__ and __len__, got int"),
     (Images(), 0, "batch_size should be a positive integer"),
 ])  # fmt: skip
 def test_wrong_arguments(dataset, batch_size, message):

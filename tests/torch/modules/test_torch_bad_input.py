@@ -219,7 +219,9 @@ class Criterion:
     method = __call__
 
 
-NO_RULE = "test_torch_bad_input.py:{}: aten.histc.default cannot be distributed because it has no rule; write"
+NO_RULE = (
+    "test_torch_bad_input.py:{}: aten.histc.default cannot be distributed because it has no rule; write the criterion"
+)
 LINE = Criterion.__call__.__code__.co_firstlineno
 CRITERIA = {
     "no rule, object": (Criterion(), NO_RULE.format(LINE)),
