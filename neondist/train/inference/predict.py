@@ -311,9 +311,9 @@ def _remove_on_failure(
     """Remove unfinished outputs of `factories` on an error that all ranks raise, if no part is done."""
     try:
         yield
-    except (DataError, OutputError):
+    except (ConfigError, DataError, OutputError):
         if factories:
-            with suppress(OutputError):  # the first error is the one to report
+            with suppress(ConfigError, OutputError):  # the first error is the one to report
                 _remove_if_empty(factories, grid, journal)
         raise
 
