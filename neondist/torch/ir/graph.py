@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -220,7 +221,9 @@ class TorchGraph:
             if len(steps) > 1:
                 freed = {value for step in steps for value in step.freed}
                 free = tuple(value for value in (*inputs, *outputs) if value in freed)
-                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.run), freed=free)]
+                steps = [
+                    replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.function()), freed=free)
+                ]
             compiled += steps
         self.steps = compiled
 
@@ -263,6 +266,14 @@ class Segment(NamedTuple):
     steps: list[Step]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """Return a function that runs local steps, with its own code: torch.compile limits compilations per code."""
+
+        def run(*tensors: Any) -> tuple[Any, ...]:
+            return self.run(*tensors)
+
+        return FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
     def run(self, *tensors: Any) -> tuple[Any, ...]:
         """Run local steps."""

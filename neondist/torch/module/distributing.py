@@ -100,8 +100,6 @@ def distribute(
         raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
     if strips is not None and (memory is not None or compile):
         raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
-    if recompute and compile:
-        raise ConfigError("recompute: cannot be combined with compile, which itself decides what to keep")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if transport not in ("mpi", "torch"):

@@ -9,9 +9,6 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from torch import nn  # noqa: E402
 from torch_runs import check_module  # noqa: E402
 
-import neondist.torch as ndt  # noqa: E402
-from neondist.errors import ConfigError  # noqa: E402
-
 
 class Net(nn.Module):
     def __init__(self):
@@ -39,6 +36,30 @@ def test_torch_compile_matches_single_process():
     check_module(Net(), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend="aot_eager"))
 
 
-def test_recompute_and_compile_are_exclusive():
-    with pytest.raises(ConfigError, match="recompute: cannot"):
-        ndt.distribute(Net(), (1, 2, 9, 8), recompute=True, compile=True)
+@pytest.mark.parametrize("grid", [(1, 2, 2), (1, 1, 4)])
+def test_recomputed_segments_are_compiled(grid):
+    compiled = []
+    check_module(Net(), (2, 2, 9, 3), grids=[grid], recompute=True, compile=lambda run: compiled.append(run) or run)
+    assert compiled
+
+
+@pytest.mark.long
+def test_recomputed_segments_match_single_process_with_torch_compile():
+    check_module(
+        Net(), (1, 2, 9, 8), grids=[(1, 2, 1)], recompute=True, compile=partial(torch.compile, backend="aot_eager")
+    )
+
+
+@pytest.mark.long
+def test_more_segments_are_compiled_than_torch_compile_allows_for_one_function():
+    graphs = []
+
+    def record(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layers = [nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Sigmoid()] * (torch._dynamo.config.recompile_limit + 2)
+    check_module(
+        nn.Sequential(*layers), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend=record)
+    )
+    assert len(graphs) >= 2 * (torch._dynamo.config.recompile_limit + 2)
