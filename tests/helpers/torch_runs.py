@@ -19,12 +19,14 @@ from neondist import ProcessGrid
 from neondist.comm import loopback
 from neondist.torch.execution.image_blocks import TracedImage
 from neondist.torch.ir.layout import place_ranges, shape_of
+from neondist.torch.lowering import training_memory
 from neondist.torch.module import criteria
 from neondist.torch.module import module as capturing
 from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU", allow_module_level=True)
+training_memory.MIN_BYTES = 1  # tests are small: let views replace all saved tensors
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 """device of modules; inputs and results are on the host"""
 CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")

@@ -282,14 +282,23 @@ class Channel:
             self._at(part, piece.source).add_(cells)
         return part
 
+    def own_cells(
+        self, view: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
+    ) -> torch.Tensor | None:
+        """Return the cells of this rank's part, of this shape, in a result of `view`; None if it lacks some."""
+        for dim, before, after in pads:
+            view = view.narrow(dim, before, view.shape[dim] - before - after)
+        own = [self._at(view, piece.target) for piece in self.own]
+        return own[0] if len(own) == 1 and own[0].shape == tuple(shape) else None
+
     def own_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
-        own = [self._at(gradient, piece.target) for piece in self.own]
-        if len(own) == 1 and own[0].shape == tuple(shape):  # this rank's whole part, once
-            return own[0] if in_place else own[0].clone(memory_format=format_of(gradient))
+        whole = self.own_cells(gradient, shape)
+        if whole is not None:
+            return whole if in_place else whole.clone(memory_format=format_of(gradient))
         part = gradient.new_zeros(tuple(shape))
-        for piece, cells in zip(self.own, own, strict=True):
-            self._at(part, piece.source).add_(cells)
+        for piece in self.own:
+            self._at(part, piece.source).add_(self._at(gradient, piece.target))
         return part
 
     def _at(self, tensor: torch.Tensor, indices: Lattice) -> torch.Tensor:

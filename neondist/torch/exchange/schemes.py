@@ -73,6 +73,9 @@ class SchemeChannel:
         padded[tuple(inside)] = view
         return padded
 
+    def own_cells(self, view: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]]) -> None:
+        """Return None: a scheme need not copy the cells of this rank's part."""
+
     def adjoint(
         self,
         gradient: torch.Tensor,

@@ -18,10 +18,11 @@ from ..exchange.schemes import SchemeChannel
 from ..ir.graph import Segment, Step, Value, autocast_states, supports_gradients
 from ..lowering.plan import TorchPlan
 from ..lowering.traffic import message_kind
+from .saved_tensors import SavedTensors
 
 
 class Runner:
-    """Executor of one plan on this rank; keeps the plan's channels and no state of a pass.
+    """Executor of one plan on this rank; keeps the plan's channels.
 
     The bytes sent by a pass are compared with the planned ones.
 
@@ -48,6 +49,7 @@ class Runner:
         # for some the plan has the mean of many steps
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._segments = plan.segments() if plan.recompute else []
+        self._saved_tensors = SavedTensors(plan)
         self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
     @ordinary_tensors()
@@ -66,10 +68,11 @@ class Runner:
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.sent
-        if self._segments and torch.is_grad_enabled():
-            self._run_segments(env)
-        else:
-            self._run_steps(plan.steps, env)
+        with self._saved_tensors.recorded():
+            if self._segments and torch.is_grad_enabled():
+                self._run_segments(env)
+            else:
+                self._run_steps(plan.steps, env)
         self._check_sent_bytes(self.comm.sent - before)
         if plan.mutated_buffers:
             with torch.no_grad():
@@ -183,8 +186,7 @@ class Runner:
             channel = self.rings[id(step)]
             return lambda q, k, v, mask=None: (RingAttention.apply(q, k.to(q.dtype), v.to(q.dtype), mask, channel),)
         if step.kind == "view":
-            view_args = self.channels[id(step)], step.pads, step.fill, step.owns_gradient
-            return lambda x: (functions.View.apply(x, *view_args),)
+            return partial(self._run_view, step)
         if step.kind == "gather":
             return lambda x: (functions.Gather.apply(x, self.channels[id(step)]),)
         if step.kind == "sum":
@@ -194,6 +196,14 @@ class Runner:
         if step.kind == "spread":
             return lambda x: (functions.Spread.apply(x, comm, name, axes) if x.requires_grad else x,)
         return lambda x: (functions.CountOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)
+
+    def _run_view(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
+        channel = self.channels[id(step)]
+        view: torch.Tensor = functions.View.apply(x, channel, step.pads, step.fill, step.owns_gradient)
+        own = channel.own_cells(view, x.shape, step.pads)
+        if own is not None:
+            self._saved_tensors.replace(x, own)
+        return (view,)
 
 
 def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,6 +14,8 @@ from ..ir.graph import IDENTITY_KINDS, IN_PLACE_OPS, Step, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
+MIN_BYTES = 1 << 16
+"""Size of a saved tensor below which it is kept beside its copy in a view."""
 BLOCKS = 64
 """Most blocks of a step that are run to determine what it keeps."""
 _READ = {"norm": 1, "ring": 3}
@@ -90,10 +92,13 @@ class _Lifetimes:
                 first.setdefault(owner[out], at)
             used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
             last |= dict.fromkeys(used, at)
+        copies = self._copies_in_views(owner)
         for at, step, kept in self.steps:
             if id(step) in self.back.visited_ids:
                 for value in {owner[value] for value in kept.values if value in owner}:
-                    last[value] = max(last[value], self.end - at)
+                    copied_at, copy = copies.get(value, (0, value))
+                    kept_value = copy if at < copied_at else value
+                    last[kept_value] = max(last[kept_value], self.end - at)
                 if kept.extra:
                     self._add(step.outputs[0], at, self.end - at, kept.extra)
         for out in self.plan.outputs:
@@ -102,6 +107,17 @@ class _Lifetimes:
         for value, until in last.items():
             if value in owner:  # otherwise it is an input's memory
                 self._add(value, first[value], until)
+
+    def _copies_in_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Return for values of which a view has a copy the view's step, and the view, which is kept instead."""
+        copies = dict[int, tuple[int, int]]()
+        for at, step, _ in self.steps:
+            if step.kind == "view" and step.scheme is None and not self.plan.recompute:
+                value, view = owner.get(step.inputs[0], step.inputs[0]), step.outputs[0]
+                size, view_size = (self.ranks.nbytes(self.plan.values[each])[0] for each in (value, view))
+                if MIN_BYTES <= size <= view_size:
+                    copies.setdefault(value, (at, view))
+        return copies
 
     def _gradients(self) -> None:
         last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()

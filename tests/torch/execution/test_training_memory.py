@@ -14,6 +14,7 @@ from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.torch.lowering import training_memory  # noqa: E402
 from neondist.torch.lowering.training_memory import TrainingMemory  # noqa: E402
 
 SHAPE = (2, 3, 96, 80)
@@ -107,3 +108,25 @@ def test_planned_peak_memory(build, ranks, autocast):
     with share_captures():
         for planned, measured in nd.loopback.run(ranks, body):
             assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_a_tensor_and_its_view_are_saved_once(monkeypatch):
+    """A ReLU saves its result, and the convolution after it a view that contains the result."""
+    shape = (1, 3, 16, 12)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+
+    def live_after_forward(world):
+        with nd.ProcessGrid(world, rows=2) as grid:
+            model = ndt.distribute(module, shape, grid)
+            tile = model.scatter(torch.ones(shape))
+            model(tile)  # one-time allocations
+            with LiveTensors() as tensors:
+                output = model(tile)
+            return tensors.live, output
+
+    with share_captures():
+        shared = [live for live, _ in nd.loopback.run(2, live_after_forward)]
+        monkeypatch.setattr(training_memory, "MIN_BYTES", 1 << 30)
+        separate = [live for live, _ in nd.loopback.run(2, live_after_forward)]
+    result = 8 * 8 * 12 * 4  # bytes of the ReLU's result on each rank
+    assert [b - a for a, b in zip(shared, separate, strict=True)] == [result, result]

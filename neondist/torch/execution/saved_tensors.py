@@ -1,0 +1,69 @@
+"""Tensors saved for the backward pass: what a view contains too is kept only there.
+
+A rank's view of a tensor has a copy of its own cells. Autograd saves the view for the operator that reads it, and often
+the tensor itself for the operator that computed it, such as a ReLU; the two copies would double the memory of tiles.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..lowering import training_memory
+from ..lowering.plan import TorchPlan
+
+
+class _SavedTensor:
+    """A tensor saved for the backward pass, or a copy of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedTensors:
+    """The large tensors that the current forward pass of a plan has saved.
+
+    Parameters
+    ----------
+    plan : TorchPlan
+    """
+
+    def __init__(self, plan: TorchPlan) -> None:
+        self._by_address: dict[int, list[ref[_SavedTensor]]] = {}
+        views = (plan.values[step.inputs[0]] for step in plan.steps if step.kind == "view")
+        self._has_large_views = any(value.nbytes >= training_memory.MIN_BYTES for value in views)
+
+    def recorded(self) -> AbstractContextManager[Any]:
+        """Return the context of a pass, in which saved tensors are recorded, unless others have hooks on them."""
+        self._by_address.clear()
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):
+            return nullcontext()
+        return saved_tensors_hooks(self._record, _tensor_of)
+
+    def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """Keep this copy of a tensor instead, wherever the tensor has been saved."""
+        for reference in self._by_address.pop(tensor.data_ptr(), ()):
+            saved = reference()
+            if saved is not None and _is_same_memory(saved.tensor, tensor):
+                saved.tensor = copy.detach()
+
+    def _record(self, tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < training_memory.MIN_BYTES:
+            return tensor
+        saved = _SavedTensor(tensor)
+        self._by_address.setdefault(tensor.data_ptr(), []).append(ref(saved))
+        return saved
+
+
+def _tensor_of(saved: Any) -> torch.Tensor:
+    tensor: torch.Tensor = saved.tensor if type(saved) is _SavedTensor else saved
+    return tensor
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
