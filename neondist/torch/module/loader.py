@@ -90,7 +90,8 @@ class Loader:
             self._order.manual_seed(self._seed)
             self._last_epoch = -1
         while self._last_epoch < epoch:
-            torch.empty((), dtype=torch.int64).random_(generator=self._order)  # a DataLoader's base seed
+            if self._last_epoch < 0 or not self._loader.persistent_workers:
+                torch.empty((), dtype=torch.int64).random_(generator=self._order)  # base seed of a DataLoader's workers
             batches = [list(map(int, batch)) for batch in self._batches]
             self._last_epoch += 1
         return batches
@@ -152,7 +153,8 @@ def loader(
     batch_size : int
         Samples per global batch, over all ranks.
     shuffle : bool
-        Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
+        Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`
+        and the same options.
     seed : int
     num_workers : int
         Worker processes per rank.

@@ -92,12 +92,14 @@ def test_worker_processes_change_nothing():
     np.testing.assert_array_equal(train(Images(), None, shuffle=True, num_workers=2), expected)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_match_data_loader(shuffle):
+@pytest.mark.parametrize(
+    ("shuffle", "options"), [(False, {}), (True, {}), (True, {"num_workers": 1, "persistent_workers": True})]
+)
+def test_batches_match_data_loader(shuffle, options):
     images, order = Images(noise=False), torch.Generator().manual_seed(4)
-    loader = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
-    resumed = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
-    data_loader = DataLoader(images, 3, shuffle, generator=order)
+    loader = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial(), **options)
+    resumed = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial(), **options)
+    data_loader = DataLoader(images, 3, shuffle, generator=order, **options)
     for epoch in range(3):
         resumed.epoch = epoch
         for batch, resumed_batch, expected in zip(loader, resumed, data_loader, strict=True):
