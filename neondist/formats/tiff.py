@@ -113,8 +113,10 @@ class TIFFSource(TileSource):
             {"mask": None} if masks else {}
         )
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
+        # samples per pixel are channels; unnamed pages may be samples or depth
+        axes_known = axes is not None or ("C" in inner and outer in ("", "Z"))
         super().__init__(
-            name, "".join(named), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes is not None
+            name, "".join(named), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes_known
         )
         if series.dtype.kind == "f":
             check_side_file_nodata(path)

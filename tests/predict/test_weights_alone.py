@@ -254,6 +254,25 @@ def test_incompatible_channels_and_options(folder):
         assert message in err
 
 
+def test_channels_of_tiff_are_never_rows_or_columns(folder, tmp_path):
+    cells = tifffile.imread(folder / "slide.ome.tif")
+    planes = {"planarconfig": "separate", "photometric": "rgb"}
+    tifffile.imwrite(tmp_path / "planes.tif", np.moveaxis(cells, -1, 0), metadata=None, **planes)
+    trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense")
+    with nd.ProcessGrid.serial() as grid:
+        predict_module(trained, tmp_path / "planes.tif", tmp_path / "y.npy", grid)
+        np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "dense.npy"), atol=1e-4)
+
+        def grey():
+            return torch.nn.Conv2d(1, 2, 3, padding=1)
+
+        torch.save(grey().state_dict(), tmp_path / "grey.pt")
+        with pytest.raises(DataError, match="has 3 channels, but the first convolution of grey takes 1"):
+            predict_module(
+                TrainedModule(grey, tmp_path / "grey.pt", "grey"), folder / "slide.ome.tif", tmp_path / "z.npy", grid
+            )
+
+
 class PickledExit:
     def __reduce__(self):
         return exec, ("raise SystemExit(7)",)
