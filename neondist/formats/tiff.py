@@ -28,6 +28,7 @@ from .tiff_tags import (
     image_metadata,
     nodata_value,
     rename_metadata_axes,
+    sizes_from_resolution,
 )
 from .tiles import default_chunks
 
@@ -238,6 +239,9 @@ class TIFFSink(PlacedSink):
         place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
         if resolution := self._copy_metadata(like, "resolution"):
             tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
+            if like is not None and like.metadata.get("scale") == sizes_from_resolution(resolution):
+                self._copy_metadata(like, "scale", "XY")
+                self._copy_metadata(like, "units", "XY")
         if ome and like is not None:
             calibration = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
             for name in ("scale", "units"):

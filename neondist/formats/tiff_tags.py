@@ -32,6 +32,7 @@ _IMAGEJ_STRUCTURAL_KEYS = {
 _HANDLED_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
 _MICRONS_PER_PIXEL = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
 _NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_CENTIMETER = 3
 _YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
 _RGB_CONVERTING_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
 
@@ -64,12 +65,22 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
         metadata |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
     if "scale" in metadata:
         metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
+    elif not place and (sizes := sizes_from_resolution(metadata.get("resolution"))):
+        metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
     metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
     for suffix in _SIDE_FILE_SUFFIXES:
         for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
             if side.is_file():
                 metadata[f"side file {side.name}"] = None
     return metadata
+
+
+def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dict[str, float]:
+    """Return the pixel sizes in micrometers of a resolution per centimeter, as slide scanners write; {} if per inch."""
+    if resolution is None or resolution[2] != _CENTIMETER:
+        return {}
+    counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution[:2]]
+    return {axis: 1e4 / count for axis, count in zip("XY", counts, strict=True)} if all(counts) else {}
 
 
 def nodata_value(path: Path, keyframe: Any) -> float | None:

@@ -46,6 +46,21 @@ def write_plain_tiff(folder, seed):
     return "a.tif", {"resolution": (300, 150, 2), "description": 1, "date": 1, "colour profile": 1}
 
 
+def write_scanned_tiff(folder, seed, level=0):
+    options = {"resolutionunit": 3, "metadata": None}
+    with tifffile.TiffWriter(folder / "a.tif") as file:
+        file.write(make_cells("YX"), resolution=(20000, 40000), subifds=level, **options)
+        if level:
+            file.write(make_cells("YX")[::2, ::2], subfiletype=1, **options)
+    scale = {"X": 0.5 * 2**level, "Y": 0.25 * 2**level}
+    resolution = (20000 / 2**level, 40000 / 2**level, 3)
+    return f"a.tif#{level}", {"scale": scale, "units": dict.fromkeys("XY", "micrometer"), "resolution": resolution}
+
+
+def write_scanned_tiff_level(folder, seed):
+    return write_scanned_tiff(folder, seed, level=1)
+
+
 def write_shaped_tiff(folder, seed):
     tifffile.imwrite(folder / "a.tif", make_cells("ZYX"), metadata={"axes": "ZYX", "voxel size": 3})
     return "a.tif", {"voxel size": 3}
@@ -262,7 +277,8 @@ def write_npy(folder, seed):
 
 
 SOURCES = [
-    write_plain_tiff, write_shaped_tiff, write_geotiff, write_geotiff_with_mask, write_geotiff_overview,
+    write_scanned_tiff, write_scanned_tiff_level, write_plain_tiff, write_shaped_tiff, write_geotiff,
+    write_geotiff_with_mask, write_geotiff_overview,
     write_point_geotiff, write_rational_polynomials, write_world_file, write_rotated_geotiff, write_imagej,
     write_ome_tiff, write_ome_tiff_level, write_slide, write_nifti, write_nifti_volume, write_ome_zarr,
     write_ome_zarr_5, write_plain_zarr, write_hdf5, write_netcdf, write_picture, write_jpeg, write_npy,
@@ -278,6 +294,9 @@ def read_tiff(path, _):
     with tifffile.TiffFile(path) as file:
         tags = {tag.code: tag.value for tag in file.pages[0].tags}
         resolution = (*(tags[code][0] / tags[code][1] for code in (282, 283)), tags[296]) if 296 in tags else None
+    if resolution is not None and resolution[2] == 3:
+        entries |= {"scale": {"X": 1e4 / resolution[0], "Y": 1e4 / resolution[1]}}
+        entries |= {"units": dict.fromkeys("XY", "micrometer")}
     return entries | {"resolution": resolution}
 
 
