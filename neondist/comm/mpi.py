@@ -17,7 +17,7 @@ from ..arrays.namespace import namespace
 from ..errors import LaunchError
 from ..system import threads
 from ..system.heartbeat import send_to_supervisor
-from ..system.job import count_torchrun_ranks, detect_job
+from ..system.job import LAUNCHED_RANKS, count_torchrun_ranks, detect_job
 from .cuda import reports_cuda_support, verify_device_messages
 from .large_counts import MAX_COUNT, chunk_slices, create_box_datatype
 from .shared_memory import start_in_job_folder, unlink_segments
@@ -121,11 +121,15 @@ class MPITransport(Transport):
         return self._accepts_device
 
     def share_cores(self) -> Callable[[], None]:
-        """Share the cores of a machine among its ranks, unless the number of threads is set."""
+        """Share the cores of a machine among its ranks, unless threads are set; warn if there are too few."""
         job = detect_job(os.environ)
         if job is None or not job.local_size:
             return super().share_cores()
-        return threads.limit_threads_and_log(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
+        first = self.mpi.COMM_WORLD.Get_rank() == 0
+        undo = threads.limit_threads_and_log(job.local_size, first)
+        if first and LAUNCHED_RANKS not in os.environ:  # `neondist run -n N` has warned already
+            threads.log_oversubscription(job.local_size)
+        return undo
 
     def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks with the same colour, ordered by key."""

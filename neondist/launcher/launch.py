@@ -25,8 +25,6 @@ from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_addresses, place_job
 from .supervise import JobEnding, supervise
 
-CROWDED_THREADS_PER_CORE = 4
-"""Threads per core above which a warning is printed."""
 MAX_RANKS_PER_CORE = 16
 """Ranks that may share a core: more than any practical test needs, few enough to keep the machine responsive."""
 MIN_RANK_BYTES = 64 << 20
@@ -132,20 +130,11 @@ def refuse_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
 
 
 def warn_of_too_many_threads(ranks: int, env: Mapping[str, str]) -> None:
-    """Print a warning if the ranks have several times as many threads as this machine has cores."""
-    cores, thread_count = threads.count_cores(), threads.default_thread_count() if threads.is_set_by_user(env) else 1
-    if may_span_machines(env) or ranks * thread_count <= CROWDED_THREADS_PER_CORE * cores:
-        return
-    remedies = [
-        f"use -n {max(1, cores // thread_count)}",
-        *(["set OMP_NUM_THREADS=1"] if thread_count > 1 else []),
-        "use more machines",
-    ]
-    say(
-        f"warning: {ranks} ranks x {thread_count} {'thread' if thread_count == 1 else 'threads'} on {cores}"
-        f" {'core' if cores == 1 else 'cores'} mostly wait for each other; {', or '.join(remedies)}",
-        sys.stderr,
-    )
+    """Print a warning if the ranks have more threads than this machine can run without loss of time."""
+    thread_count = threads.default_thread_count() if threads.is_set_by_user(env) else 1
+    warning = threads.describe_oversubscription(ranks, thread_count, threads.count_cores())
+    if warning and not may_span_machines(env):
+        say(warning, sys.stderr)
 
 
 def rank_command(arguments: argparse.Namespace) -> list[str]:

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ..terminal.console import counted
+
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+CROWDED_RANKS_PER_CORE = 2
+"""ranks per core that lose little time; several threads of a rank busy-wait and need a core each"""
 THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -78,6 +82,29 @@ def limit_threads_and_log(ranks: int, first: bool) -> Callable[[], None]:
             os.environ.pop(name, None)
 
     return undo
+
+
+def describe_oversubscription(ranks: int, thread_count: int, cores: int) -> str:
+    """Return a warning with its remedies if the ranks of a machine lose time waiting for cores, otherwise ''."""
+    if ranks * thread_count <= cores * (CROWDED_RANKS_PER_CORE if thread_count == 1 else 1):
+        return ""
+    fewer_ranks = max(1, cores // thread_count)
+    remedies = [
+        *([f"use -n {fewer_ranks}"] if fewer_ranks < ranks else []),
+        *([f"set OMP_NUM_THREADS={max(1, cores // ranks)}"] if thread_count > 1 else []),
+        "use more machines",
+    ]
+    return (
+        f"warning: {counted(ranks, 'rank')} x {counted(thread_count, 'thread')} on {counted(cores, 'core')} mostly wait"
+        f" for each other; {', or '.join(remedies)}"
+    )
+
+
+def log_oversubscription(ranks: int) -> None:
+    """Log a warning if the ranks of this machine, of which this process is one, lose time waiting for cores."""
+    warning = describe_oversubscription(ranks, default_thread_count(), count_cores(os.getppid()))
+    if warning:
+        logging.getLogger("neondist").warning("%s", warning)
 
 
 def is_set_by_user(env: Mapping[str, str]) -> bool:

@@ -26,14 +26,17 @@ def test_cores(machine):
 def test_oversubscription_warning(machine, monkeypatch, capsys):
     for name in threads.THREAD_COUNT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    warn_of_too_many_threads(16, {})
+    warn_of_too_many_threads(8, {})
     assert capsys.readouterr().err == ""
-    warn_of_too_many_threads(17, {})
-    assert "17 ranks x 1 thread on 4 cores mostly wait for each other; use -n 4" in capsys.readouterr().err
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    warn_of_too_many_threads(6, {"OMP_NUM_THREADS": "3"})
-    assert "6 ranks x 3 threads on 4 cores" in (text := capsys.readouterr().err)
-    assert "use -n 1, or set OMP_NUM_THREADS=1, or use more machines" in text
+    warn_of_too_many_threads(9, {})
+    assert "9 ranks x 1 thread on 4 cores mostly wait for each other; use -n 4" in capsys.readouterr().err
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    warn_of_too_many_threads(2, {"OMP_NUM_THREADS": "2"})
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    warn_of_too_many_threads(2, {"OMP_NUM_THREADS": "4"})
+    assert "2 ranks x 4 threads on 4 cores" in (text := capsys.readouterr().err)
+    assert "use -n 1, or set OMP_NUM_THREADS=2, or use more machines" in text
     warn_of_too_many_threads(60, {"SLURM_JOB_NUM_NODES": "8"})
     assert capsys.readouterr().err == ""
 
