@@ -109,7 +109,7 @@ def _classification_yaml(folder: Path) -> str:
         images, pattern, labels = (
             [path for sub in classes for path in _list_images(sub)], _image_pattern(folder, "*"), "folders",
         )  # fmt: skip
-    crop = _choose_crop(images)
+    crop, crops_per_image = _choose_crop(images)
     values, count, are_classes = read_labels(labels, list_images(match_files("images", pattern), len(crop)), None)
     if values.ndim > 1:
         task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
@@ -121,8 +121,8 @@ def _classification_yaml(folder: Path) -> str:
         task, cost = f"Image classification, {count} classes{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _EXPERIMENT_TEMPLATE.format(
-        task=escape_invisible(task, keep=""), crop=crop, images=_quote_yaml(pattern), labels=_quote_yaml(labels),
-        layers=_CLASSIFIER_TEMPLATE.format(outputs),
+        task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
+        images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_CLASSIFIER_TEMPLATE.format(outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
@@ -158,8 +158,9 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
         if ignored:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
+    crop, crops_per_image = _choose_crop(images)
     return _EXPERIMENT_TEMPLATE.format(
-        task=escape_invisible(task, keep=""), crop=_choose_crop(images),
+        task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(_image_pattern(folder / "images")), labels=labels,
         layers=_SEGMENTER_TEMPLATE.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
@@ -183,17 +184,20 @@ def _quote_yaml(text: str) -> str:
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
-def _choose_crop(paths: list[Path]) -> list[int]:
-    """Return crop extents that fit in all images and can be halved."""
+def _choose_crop(paths: list[Path]) -> tuple[list[int], int]:
+    """Return crop extents that fit in all images and can be halved, and the number of crops to draw from each image."""
     from ..formats import open_source
 
     crop: list[int] = []
+    shapes = set[tuple[int, ...]]()
     for path in paths:
         with open_source(path) as source:
             extents = [n for n, name in zip(source.shape, source.axes, strict=True) if name in "ZYX"]
+        shapes.add(tuple(extents))
         crop = crop or [64 if len(extents) < 3 else 32] * len(extents)
         crop = [min(pair) for pair in zip(crop, extents, strict=False)]
-    return [side // 8 * 8 or side for side in crop]
+    crop = [side // 8 * 8 or side for side in crop]
+    return crop, 1 if shapes == {tuple(crop)} else 4
 
 
 _EXPERIMENT_TEMPLATE = """\
@@ -204,7 +208,7 @@ dataset: !ImageFiles
   images: {images}
   labels: {labels}
   crop: {crop}         # cells per sample; larger crops give more context
-  crops_per_image: 4
+  crops_per_image: {crops_per_image}
   validation: 0.2        # fraction of the images held out for validation
 augment: [!Flip {{}}]      # remove transforms that change the meaning of an image
 model: !ConvnetDist

@@ -111,9 +111,20 @@ def test_init_writes_a_valid_file(tmp_path, monkeypatch, capsys, kind):
     experiment = load_experiment("mine.yaml")
     experiment.validate(2)
     assert experiment.dataset.crop == [64, 48]  # a crop lies in every image
+    assert experiment.dataset.crops_per_image == 4
     assert experiment.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
     assert main(["init", "mine"]) == 2
     assert "mine.yaml: already exists; choose another name with --to" in capsys.readouterr().err
+
+
+def test_init_takes_whole_images_once(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat", "dog"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        image.fromarray(np.zeros((40, 48), "u1")).save(tmp_path / "mine" / name / "0.png")
+    assert main(["init", "mine"]) == 0
+    assert load_experiment("mine.yaml").dataset.crops_per_image == 1
 
 
 @pytest.mark.parametrize("point", ["", ".0"])
