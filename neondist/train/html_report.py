@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def run_report_html(folder: Path) -> str:
         "<h2>Curves</h2>",
         *(line_plot_svg(name, _split_points(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",
-        table_tag(["epoch", *metrics], [[format_value(r.get(n)) for n in ("epoch", *metrics)] for r in last_rows]),
+        _epoch_table_html(metrics, last_rows),
         *_class_tables_html(last),
         *(_worst_samples_html(_read_worst_samples(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
@@ -165,6 +166,15 @@ def _name_without_split(name: str) -> str:
     """Return 'loss' for 'train_loss': the name of a plot with all splits."""
     split, _, rest = name.partition("_")
     return rest if split in SPLIT_COLOURS and rest else name
+
+
+def _epoch_table_html(metrics: Sequence[str], records: Sequence[Record]) -> str:
+    """Return a table of the metrics of every epoch, whose columns are grouped by split."""
+    names = {name: _name_without_split(name) for name in metrics}
+    splits = [name.removesuffix(names[name]).rstrip("_") for name in metrics]
+    groups = [("", 1), *((split, len(list(columns))) for split, columns in groupby(splits))]
+    rows = [[format_value(record.get(name)) for name in ("epoch", *metrics)] for record in records]
+    return table_tag(["epoch", *names.values()], rows, groups if any(splits) else ())
 
 
 def _split_points(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:

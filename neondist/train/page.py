@@ -24,7 +24,7 @@ SPLIT_COLOURS = {"train": "#1f77b4", "validation": "#2ca02c", "test": "#ff7f0e"}
 _STYLE = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 h1,h2,h3{line-height:1.2;overflow-wrap:anywhere}h2{margin-top:1.6em}
 table{border-collapse:collapse}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
-td.text{text-align:left}
+td.text{text-align:left}th.group{text-align:center}
 figure{display:inline-block;vertical-align:top;margin:0 .8em 1em 0;max-width:100%}
 pre{background:#f6f6f6;padding:1em;overflow:auto}img,svg{max-width:100%;height:auto}
 .samples{display:grid;gap:1em}.samples figure{margin:0}.row{display:flex;gap:4px;align-items:flex-start}
@@ -76,10 +76,17 @@ def escape_text(text: str, max_length: int = 200) -> str:
     return escape(shown + " [...]" * (len(text) > max_length))
 
 
-def table_tag(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of cells from `format_value`; without a header row if `head` is empty."""
+def table_tag(head: Iterable[str], rows: Iterable[Iterable[str]], column_groups: Iterable[tuple[str, int]] = ()) -> str:
+    """Return a table of cells from `format_value`; without a header row if `head` is empty.
+
+    Parameters
+    ----------
+    column_groups : iterable of (str, int)
+        Names of groups of neighbouring columns and their numbers of columns, for a row above `head`.
+    """
+    groups = "".join(f"<th class='group' colspan='{count}'>{escape_text(name)}</th>" for name, count in column_groups)
     names = "".join(f"<th>{_add_line_break_hints(name)}</th>" for name in head)
-    lines = [f"<tr>{names}</tr>"] if names else []
+    lines = [f"<tr>{row}</tr>" for row in (groups, names) if row]
     lines += ["<tr>" + "".join(f"<td{_cell_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return scrollable(f"<table>{''.join(lines)}</table>")
 

@@ -52,6 +52,27 @@ def test_limits_include_all_points(draw_axes, losses, scale, bottom):
     assert high - low < 2 * (max(losses) - min(losses)) or scale == "log"
 
 
+def test_constant_zero_error_has_no_negative_limit(draw_axes):
+    _, error = draw_axes(make_records((2.0, 0.5), validation_error=(0.0, 0.0)))
+    assert error.get_ylim() == (0, 1)
+
+
+def test_logarithmic_ticks_are_plain_numbers(draw_axes):
+    (panel,) = draw_axes(make_records((50.0, 2.0)))
+    panel.figure.draw_without_rendering()
+    assert {"5", "10", "20"} <= {label.get_text() for label in panel.get_yticklabels()}
+
+
+def test_epoch_table_groups_columns_by_split(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"epoch": 1, "train_loss": 2.0, "validation_loss": 1.0, "validation_iou": 0.5, "rmse": 3.0})
+    )
+    head = re.search(r"<h2>Epochs</h2>.*?<table>(<tr>.*?</tr><tr>.*?</tr>)", run_report_html(tmp_path), re.S)[1]
+    groups = re.findall(r"colspan='(\d)'>(\w*)</th>", head)
+    assert groups == [("1", ""), ("1", ""), ("1", "train"), ("2", "validation")]
+    assert re.findall(r"<th>(\w+)</th>", head) == ["epoch", "rmse", "loss", "iou", "loss"]
+
+
 def test_chosen_metrics_have_panels(draw_axes):
     history = make_records((2.0, 0.5), iou=(0.1, 0.4), validation_iou=(0.2, 0.3))
     _, iou = draw_axes(history)

@@ -78,12 +78,18 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
 
 
 def _set_limits(axes: Any) -> None:
+    """Set the scale and limits of the y axis, with plain numbers at the ticks."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     values = [y for line in axes.get_lines() for y in line.get_ydata()]
     low, _, logarithmic = axis_range(values) if values else (None, None, False)
     if logarithmic:
         axes.set_yscale("log")
-    elif low == 0 and max(values) > 0:
-        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif low == 0:
+        axes.set_ylim(0, None if max(values) > 0 else 1)
 
 
 def _plot_line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
