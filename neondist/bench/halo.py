@@ -13,6 +13,7 @@ from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
 from ..io.environment import describe_environment
+from ..train.inference.progress import ProgressLine
 from .rest import sleeping_barrier
 
 SAMPLES, CHANNELS = 8, 64
@@ -22,13 +23,21 @@ ROUND_SECONDS = 0.02
 """seconds of one round of one contestant"""
 
 
-def bench_halo(world: Transport, extents: tuple[int, ...] = EXTENTS) -> dict[str, Any]:
+def bench_halo(
+    world: Transport, extents: tuple[int, ...] = EXTENTS, progress: ProgressLine | None = None
+) -> dict[str, Any]:
     """Measure exchanges of one cell's width, image split along H; collective, every rank gets the same result.
 
     Images are (8, n, n, 64) float32. Seconds are medians over rounds, of the slowest rank.
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
-    sizes = [_measure_size(grid, n) for n in extents]
+    sizes = []
+    for n in extents:
+        if progress is not None:
+            progress.begin(f"{n} x {n} cells")
+        sizes.append(_measure_size(grid, n))
+        if progress is not None:
+            progress.add(1)
     return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 

@@ -24,6 +24,7 @@ from ..plan import ModelPlan
 from ..runtime.observers.clock import WORK_KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
+from ..train.inference.progress import ProgressLine
 from . import memory
 from .allocations import measure_allocations
 from .rest import sleeping_barrier
@@ -52,6 +53,7 @@ def bench_step(
     roofline: bool = False,
     trace: Path | None = None,
     reading: bool = False,
+    progress: ProgressLine | None = None,
 ) -> dict[str, Any]:
     """Measure training steps on one batch; collective, every rank gets the same result.
 
@@ -72,6 +74,8 @@ def bench_step(
         Trace file for Perfetto or chrome://tracing of a few more steps of all ranks.
     reading : bool
         Also time steps whose batches are read from the data set, as in training, alternating.
+    progress : ProgressLine, optional
+        On rank 0: counts the steps.
 
     Returns
     -------
@@ -88,16 +92,22 @@ def bench_step(
     results |= {"backend": get_backend(model.backend).name}
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
+    if progress is not None:
+        progress.expect(WARM_UP_STEPS + 1 + steps)
+
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
         sleeping_barrier(grid.world)
         begin = time.perf_counter()
         for images, labels in itertools.islice(batches, count):
             model.train_batch(images, labels, batch_size=batch_size)
+        if progress is not None:
+            progress.add(count)
         return max(grid.world.allgather(time.perf_counter() - begin))
 
     with _start_baseline(model, grid, x, targets, batch_size, threads, against) as (baseline, agreement):
-        train(WARM_UP_STEPS)
+        for _ in range(WARM_UP_STEPS):
+            train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count

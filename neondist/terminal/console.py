@@ -18,6 +18,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration as text such as '2 h 5 min'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def emit(*texts: object) -> None:
     """Print a command's results to stdout, line by line; unlike `say`, raises OSError on failure."""
     for text in texts:

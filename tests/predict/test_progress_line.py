@@ -38,6 +38,14 @@ def test_first_line_appears_during_the_first_part(early_first_line):
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_line_is_repeated_during_a_long_part(early_first_line, monkeypatch):
+    monkeypatch.setattr(module, "_FILE_INTERVAL", 0.05)
+    file = io.StringIO()
+    with ProgressLine(2, file, "measurement", first=0) as progress:
+        progress.begin("2 ranks")
+        wait_until(lambda: file.getvalue().count("measurement 0 of 2, now 2 ranks") >= 3, 10)
+
+
 def test_preparation_is_reported(early_first_line):
     file = io.StringIO()
     with first_rank_progress(0, file) as progress:

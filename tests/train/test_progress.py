@@ -1,6 +1,7 @@
 """Progress display: lines in a file, a bar on a terminal."""
 
 import io
+import re
 
 import pytest
 from toy_training import Recorder, ToyData, ToyModel
@@ -27,6 +28,15 @@ def test_one_line_per_epoch(capsys):
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     assert "valid" not in "".join(lines), "the only split is the test split"
     assert all("train loss " in line and "test error " in line and "samples/s" in line for line in lines)
+
+
+def test_steps_of_a_long_epoch_are_reported_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("neondist.train.callbacks.progress._FIRST_DELAY", 0)
+    fit(ToyModel(), ToyData(), 2, 4, [ProgressBar()])
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3
+    (line,) = err.splitlines()  # the next one follows after half a minute
+    assert re.fullmatch(r"step 1: epoch 1/2, 40%, loss [\d.]+, [\d,.e+]+ samples/s, 0 s left in this epoch", line)
 
 
 def test_validation_and_test_splits_are_shown(capsys):

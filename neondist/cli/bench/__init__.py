@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ def add_parser(commands: Any) -> None:
         "--reading", action="store_true", help="also time steps that include reading their batches, as in training"
     )
     cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
+    cmd.add_argument("--no-progress", action="store_true", help="print no progress")
     cmd.set_defaults(command=step)
 
     cmd = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
@@ -63,11 +66,14 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
+        from ...train.inference.progress import ProgressLine
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
-        results = bench_step(experiment, experiment.open_grid(world), *settings)
+        first = world.rank == 0 and not arguments.no_progress
+        with ProgressLine(None, sys.stderr, "step", first=1) if first else nullcontext() as progress:
+            results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
         _print_and_write(world, results, step_table, arguments.json)
         return int(not results.get("against", {}).get("agree", True))
 
@@ -90,10 +96,13 @@ def halo(arguments: argparse.Namespace) -> int:
             raise ConfigError("bench halo: a single rank has no neighbours; give -n 2 or more")
 
     def work(world: Transport, _: None) -> int:
-        from ...bench.halo import bench_halo
+        from ...bench.halo import EXTENTS, bench_halo
         from ...bench.tables import halo_table
+        from ...train.inference.progress import first_rank_progress
 
-        _print_and_write(world, bench_halo(world), halo_table, arguments.json)
+        with first_rank_progress(world.rank, sys.stderr, len(EXTENTS), "size", first=0) as progress:
+            results = bench_halo(world, EXTENTS, progress)
+        _print_and_write(world, results, halo_table, arguments.json)
         return 0
 
     return run_on_ranks(arguments, check, work)

@@ -124,7 +124,7 @@ def run_step_bench(
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the results of `neondist bench step` in a new job with `cores` threads per rank and extra options."""
-    words = ["-n", str(count), "--steps", str(steps), *extra]
+    words = ["-n", str(count), "--steps", str(steps), "--no-progress", *extra]
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if cores is None else dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(cores)))
     words += [f"--import={module}" for module in arguments.modules]

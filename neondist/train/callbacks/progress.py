@@ -10,19 +10,23 @@ from typing import IO, Any
 
 from ...arrays.precision import FLOAT32
 from ...data.base import SPLITS
-from ...terminal.console import say
+from ...terminal.console import format_duration, say
 from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
 
 _SPLIT_TITLES = {"train": "training"}
 _TITLES = {ReconstructionError.name: "reconstruction error"}
+_FIRST_DELAY, _LINE_INTERVAL = 3.0, 30.0
+"""seconds until the first progress line of a run without a terminal, and between them"""
 _STANDARD = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
 """Fields that every epoch's line has."""
 
 
 class ProgressBar(Hook):
-    """Progress bar of the current epoch on rank 0, and one line per epoch; only the lines without a terminal.
+    """Progress bar of the current epoch on rank 0, and one line per epoch; without a terminal, lines on stderr.
+
+    Without a terminal, progress and an estimate of the time left in the epoch are printed early and then periodically.
 
     Parameters
     ----------
@@ -37,6 +41,7 @@ class ProgressBar(Hook):
         self.bar: Any = None
         self.task: Any = None
         self.start_time, self.first_sample = 0.0, 0
+        self.next_line_time = 0.0
 
     def before_run(self, run: TrainState) -> None:
         """Print the headline and show the bar."""
@@ -49,14 +54,19 @@ class ProgressBar(Hook):
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
         self.start_time, self.first_sample = time.perf_counter(), run.samples_seen
+        self.next_line_time = self.start_time + _FIRST_DELAY
 
     def after_step(self, run: TrainState) -> None:
         """Update the bar; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             where = run.model.whole_model.nonfinite_monitor.where
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
-        if self.bar is not None:
-            speed = (run.samples_seen - self.first_sample) / max(time.perf_counter() - self.start_time, 1e-9)
+        now = time.perf_counter()
+        speed = (run.samples_seen - self.first_sample) / max(now - self.start_time, 1e-9)
+        if self.bar is None and run.first_rank and now >= self.next_line_time:
+            self.next_line_time = now + _LINE_INTERVAL
+            say(step_line(run, speed), sys.stderr if self.file is None else self.file)
+        elif self.bar is not None:
             self.bar.update(
                 self.task, completed=run.samples_seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
             )
@@ -140,6 +150,16 @@ def run_headline(run: TrainState) -> str:
 def is_metric(name: str, value: object) -> bool:
     """Return whether a value of a record is a number of a requested metric."""
     return name not in _STANDARD and type(value) is float and not math.isnan(value)
+
+
+def step_line(run: TrainState, speed: float) -> str:
+    """Return the progress in the current epoch in one line, with an estimate of the time left."""
+    samples = len(run.dataset.train)
+    left = f", {format_duration((samples - run.samples_seen) / speed)} left in this epoch" if speed > 0 else ""
+    return (
+        f"step {run.step}: epoch {run.epoch + 1}/{run.epochs}, {run.samples_seen / samples:.0%}, loss {run.loss:.4f},"
+        f" {speed:,.3g} samples/s{left}"
+    )
 
 
 def epoch_line(record: Record, epochs: int) -> str:

@@ -8,17 +8,19 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import IO
 
-from ...terminal.console import say
+from ...terminal.console import format_duration, say
 from ..callbacks.progress import terminal_console
 
 _FIRST_DELAY, _FILE_INTERVAL, _TERMINAL_INTERVAL = 3.0, 30.0, 0.2
 """seconds until the first line, between lines of a file, and between updates of a terminal's line"""
+_IDLE_TERMINAL_INTERVAL = 1.0
+"""seconds between updates of a terminal's line during a part"""
 
 
 class ProgressLine:
     """Progress line: first after 3 seconds, then every 30 if there is no terminal.
 
-    As a context manager it prints the first line on time even during the first part.
+    As a context manager it prints lines on time even during a long part.
 
     Parameters
     ----------
@@ -45,9 +47,8 @@ class ProgressLine:
         self._thread: Thread | None = None
 
     def __enter__(self) -> ProgressLine:
-        if self.first_delay > 0:
-            self._thread = Thread(target=self._print_first_line, name="progress", daemon=True)
-            self._thread.start()
+        self._thread = Thread(target=self._print_during_parts, name="progress", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
@@ -105,11 +106,18 @@ class ProgressLine:
             say("", self.file)
             self.last_printed = None
 
-    def _print_first_line(self) -> None:
-        """Print the first line on time, even during the first part."""
-        if not self._end.wait(self.first_delay):
+    def _print_during_parts(self) -> None:
+        """Print the lines that are due while a part takes long."""
+        wait = self.first_delay
+        while not self._end.wait(wait or self._idle_interval):
             with self._lock:
-                self._print_if_due(time.monotonic())
+                if self.last_printed is None or self.parts is None or self.done < self.parts:
+                    self._print_if_due(time.monotonic())
+            wait = self._idle_interval
+
+    @property
+    def _idle_interval(self) -> float:
+        return _IDLE_TERMINAL_INTERVAL if self.terminal else _FILE_INTERVAL
 
     def _print_if_due(self, now: float) -> None:
         """Print the line if it is due: once early, with the first estimate, and then periodically."""
@@ -129,12 +137,3 @@ def first_rank_progress(
 ) -> AbstractContextManager[ProgressLine | None]:
     """Return a ProgressLine on rank 0, None on other ranks; `parts` may not be known yet."""
     return ProgressLine(parts, file, unit, first) if rank == 0 else nullcontext()
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as text such as '2 h 5 min'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
