@@ -38,6 +38,14 @@ def test_first_line_appears_during_the_first_part(early_first_line):
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_first_line_appears_if_the_parts_become_known_late(monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_DELAY", 0.2)
+    file = io.StringIO()
+    with ProgressLine(None, file) as progress:
+        progress.expect(1)
+        wait_until(lambda: "part 0 of 1" in file.getvalue(), 10)
+
+
 def test_line_is_repeated_during_a_long_part(early_first_line, monkeypatch):
     monkeypatch.setattr(module, "_FILE_INTERVAL", 0.05)
     file = io.StringIO()

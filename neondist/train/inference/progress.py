@@ -108,12 +108,14 @@ class ProgressLine:
 
     def _print_during_parts(self) -> None:
         """Print the lines that are due while a part takes long."""
-        wait = self.first_delay
-        while not self._end.wait(wait or self._idle_interval):
+        wait = self.first_delay or self._idle_interval
+        while not self._end.wait(wait):
             with self._lock:
+                now, wait = time.monotonic(), self._idle_interval
                 if self.last_printed is None or self.parts is None or self.done < self.parts:
-                    self._print_if_due(time.monotonic())
-            wait = self._idle_interval
+                    self._print_if_due(now)
+                if self.last_printed is None:  # `expect` has restarted the clock
+                    wait = max(0.01, self.start + self.first_delay - now)
 
     @property
     def _idle_interval(self) -> float:
