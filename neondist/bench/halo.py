@@ -41,13 +41,12 @@ def bench_halo(
     return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 
-def _measure_size(grid: ProcessGrid, n: int) -> dict[str, Any]:
-    array = GlobalArray(grid, (SAMPLES, n, n, CHANNELS), Window(3, padding=1), reuse=True)
+def _measure_size(grid: ProcessGrid, extent: int) -> dict[str, Any]:
+    array = GlobalArray(grid, (SAMPLES, extent, extent, CHANNELS), Window(3, padding=1), reuse=True)
     tile = np.ones(array.local_shape, np.float32)
     view = array.get_fprop_view(tile)
     sent = array.bytes_sent
-    inside = [slice(o - v, o - v + m) for o, v, m in zip(array.own.lo, array.need.lo, array.own.shape, strict=True)]
-    in_place = view[(slice(None), *inside)]
+    in_place = array.buffer(SAMPLES).tile
     source, target = np.ones((2, max(1, sent // 4)), np.float32)
     calls_by_name: dict[str, Callable[[], object]] = {
         "exchange": lambda: array.get_fprop_view(in_place),
@@ -58,7 +57,7 @@ def _measure_size(grid: ProcessGrid, n: int) -> dict[str, Any]:
     }
     seconds = _time_rounds(grid.world, calls_by_name)
     return {
-        "shape": [SAMPLES, n, n, CHANNELS],
+        "shape": [SAMPLES, extent, extent, CHANNELS],
         "bytes_sent": max(grid.world.allgather(sent)),
         **{f"{name}_seconds": median(times) for name, times in seconds.items()},
         "exchange_over_raw": median(a / b for a, b in zip(seconds["exchange"], seconds["raw"], strict=True)),

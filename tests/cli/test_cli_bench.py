@@ -10,6 +10,7 @@ import pytest
 from availability import needs_mpirun
 from cli_runs import EXPERIMENT, build_command, run_command
 
+from neondist.backends.cells import CompiledCells
 from neondist.bench import halo, step
 from neondist.bench.tables import halo_table
 from neondist.cli import main
@@ -120,6 +121,17 @@ def test_halo_sizes(monkeypatch, capsys):
     assert [size["bytes_sent"] for size in reports[0]["sizes"]] == [8 * n * 64 * 4 for n in (4, 6)]
     Console(width=200).print(halo_table(reports[0]))
     assert "8×6×6×64" in capsys.readouterr().out
+
+
+def test_exchange_of_a_tile_in_place_copies_no_tile(monkeypatch):
+    calls, copies = {}, []
+    monkeypatch.setattr(halo, "_time_rounds", lambda _, by_name: calls.update(by_name) or {n: [1.0] for n in by_name})
+    halo.bench_halo(SingleTransport(), (4,))
+    monkeypatch.setattr(CompiledCells, "copy", lambda self, source, target: copies.append(source.shape))
+    for name, number in (("exchange", 0), ("with_tile", 1)):
+        copies.clear()
+        calls[name]()
+        assert len(copies) == number
 
 
 def test_rest_on_a_single_rank():
