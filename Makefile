@@ -54,7 +54,7 @@ test-matrix: .venv/test
 
 # a few minutes, 1 GB of memory (Linux, root): the Dockerfile's commands, then its sshd and a run, without Docker
 image: .venv/test
-	$(BIN)/python tools/image_steps.py
+	$(BIN)/python tools/run_dockerfile.py
 
 # a quarter of an hour, 5 GB: images of 2048 x 2048 in strips of several heights, on 1 to 6 ranks, against whole ones
 streams: .venv/test

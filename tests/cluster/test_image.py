@@ -46,6 +46,6 @@ def test_image_matches_manifests():
 @pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 def test_launcher_reaches_a_worker():
     """Connect by ssh, without questions about host keys, with the key as operators mount it."""
-    words = [sys.executable, ROOT / "tools" / "image_steps.py", "--last", "1"]
+    words = [sys.executable, ROOT / "tools" / "run_dockerfile.py", "--last", "1"]
     process = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (process.returncode, process.stdout) == (0, "sshd: mpiuser\n"), process.stderr

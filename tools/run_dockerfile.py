@@ -1,7 +1,7 @@
 """Run the Dockerfile's commands without Docker, in a temporary copy of this machine's file system.
 
-python tools/image_steps.py              # all commands, in minutes and 1 GB of memory; then an experiment on two ranks
-python tools/image_steps.py --last 1     # commands after the packages: users and sshd
+python tools/run_dockerfile.py              # all commands (minutes, 1 GB of memory), then an experiment on two ranks
+python tools/run_dockerfile.py --last 1     # commands after the packages: users and sshd
 
 The copy is an overlay in a separate mount namespace (Linux, root). Finally it starts sshd like a worker, with the key
 as mounted by an operator, and runs ssh like a launcher.
@@ -50,25 +50,25 @@ $as neondist run toy.yaml -n 2 --set epochs=1 model.optimizer.schedule.epochs=1 
 
 
 def parse_instructions(path: Path) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile, each with its words."""
+    """Return the instructions of a Dockerfile, each with its arguments."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     pairs = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", "").splitlines()]
-    return [(name, words) for name, words in pairs]
+    return [(name, arguments) for name, arguments in pairs]
 
 
-def steps(last: int | None) -> str:
+def script_of_commands(last: int | None) -> str:
     """Return a shell script of all or the last commands."""
     script, runs = ["set -e", *REMOVE_OTHER_USER], 0
     count = sum(name == "RUN" for name, _ in parse_instructions(ROOT / "Dockerfile"))
-    for name, words in parse_instructions(ROOT / "Dockerfile"):
+    for name, arguments in parse_instructions(ROOT / "Dockerfile"):
         runs += name == "RUN"
         skipped = last is not None and runs <= count - last
         if name == "ENV":
-            script.append(f"export {words}")
+            script.append(f"export {arguments}")
         elif name == "RUN" and not skipped:
-            script.append(f"( {words} )")
+            script.append(f"( {arguments} )")
         elif name == "COPY" and not skipped:
-            place = shlex.quote(words.split()[1])
+            place = shlex.quote(arguments.split()[1])
             script.append(
                 f"mkdir -p {place} && cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {place}"
             )
@@ -81,8 +81,8 @@ def main() -> int:
     parser.add_argument("--last", type=int, metavar="N", help="only the last N commands")
     last = parser.parse_args().last
     words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SETUP_SCRIPT.format(place="/mnt")]
-    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # excludes the Pythons of this machine
-    env = {**os.environ, "PATH": path, "STEPS": steps(last)}
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # excludes this machine's Python
+    env = {**os.environ, "PATH": path, "STEPS": script_of_commands(last)}
     training = TRAINING_SCRIPT.format(root=shlex.quote(str(ROOT))) if last is None else ""
     env["CHECKS"] = f"set -e\n{SSH_SCRIPT}{training}kill $server"
     return subprocess.run(words, env=env, check=False).returncode
