@@ -20,19 +20,19 @@ class NeondistError(Exception):
 class UserError(NeondistError):
     """Invalid input; the message says where, what is wrong and how to fix it.
 
-    `subject` is the object at fault, if any: the command line adds its file and line. `agreed` means that every rank
-    has this error (comm.agree), so that one of them can report it.
+    `subject` is the object at fault, if any: the command line adds its file and line. `raised_on_all_ranks`: one of
+    them can report it, since every rank has this error (comm.raise_if_any_failed).
     """
 
     subject: object = None
-    agreed: bool = False
+    raised_on_all_ranks: bool = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_shorten_middle(one) if isinstance(one, str) else one for one in args))
 
     def on_all_ranks(self: _UserErrorType) -> _UserErrorType:
         """Mark this error as raised on every rank, and return it."""
-        self.agreed = True
+        self.raised_on_all_ranks = True
         return self
 
 

@@ -52,7 +52,7 @@ class Observers:
         for observer in self.observers:
             observer.on_value(layer, name, array)
 
-    def during(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> ObservedEvent:
+    def observe(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> ObservedEvent:
         """Return a context manager that notifies all observers of the begin and end of an event."""
         return ObservedEvent(self.observers, what, name, direction, subject)
 

@@ -50,7 +50,7 @@ def compare_exchanges(folder):
         "| --- | --- |",
         "| halo of (8, 256, 256, 64), 2 ranks, cut along H ÷ the same messages in plain mpi4py"
         f" | {halo['exchange_over_raw']:.2f} |",
-        f"| a step on one 2048² image: peak of memory of a rank, 4 ranks ÷ 1 rank | {four_ranks / one_rank:.2f} |",
+        f"| a step on one 2048² image: peak memory per rank, 4 ranks ÷ 1 rank | {four_ranks / one_rank:.2f} |",
     ]
 
 

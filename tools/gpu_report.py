@@ -174,7 +174,7 @@ def measure_in_process(network: str, precision: str, compiles: bool) -> Measurem
 def measure_network(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Measurements:
     """Measure a training step of a network with neondist and with PyTorch."""
     rng = np.random.default_rng(0)
-    x = rng.random((case.batch, *case.shape), np.float32)
+    x = rng.random((case.batch_size, *case.sample_shape), np.float32)
     try:
         measurements, *network = _measure_neondist(case, x, precision, card, rounds)
     except (TypeError, nd.ConfigError) as error:  # unsupported precision
@@ -190,8 +190,8 @@ def _measure_neondist(
     options = {} if precision == "float32" else {"precision": precision}
     training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
     model = nd.ConvnetDist(case.layers(), backend=card.backend, **training, **options)
-    model.build(case.shape, case.batch, nd.ProcessGrid.serial())
-    labels = np.random.default_rng(1).integers(0, case.classes, (case.batch, *model.output_shape[:-1]))
+    model.build(case.sample_shape, case.batch_size, nd.ProcessGrid.serial())
+    labels = np.random.default_rng(1).integers(0, case.classes, (case.batch_size, *model.output_shape[:-1]))
     tile, measurements = model.scatter(x), Measurements()
     measurements["ours"], measurements["our memory"] = _time_step(lambda: model.train_batch(tile, labels), rounds, card)
     return measurements, model.state(), list(model.gradients()), labels

@@ -38,7 +38,7 @@ def key(*parts: int | str) -> int:
     return state
 
 
-def shuffled(samples: int, seed: int, epoch: int) -> np.ndarray:
+def shuffled_indices(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of an epoch's samples (int, shape (samples,)), the same on all ranks."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 

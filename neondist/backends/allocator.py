@@ -32,13 +32,13 @@ def keep_freed_memory() -> Callable[[], None]:
     return restore
 
 
-def release_cached_memory(above: int) -> None:
-    """Return freed memory to the system if this process holds more than `above` bytes.
+def release_cached_memory(byte_limit: int) -> None:
+    """Return freed memory to the system if this process holds more than `byte_limit` bytes.
 
     PyTorch's aligned blocks leave gaps too small for the next block of their size, so that cached memory grows beyond
     the peak in use (measured: by 400 MiB in 39 strips).
     """
     import psutil
 
-    if platform.libc_ver()[0] == "glibc" and psutil.Process().memory_info().rss > above:
+    if platform.libc_ver()[0] == "glibc" and psutil.Process().memory_info().rss > byte_limit:
         ctypes.CDLL(None).malloc_trim(0)

@@ -156,7 +156,7 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
     if importlib.util.find_spec("torch") is not None:
         from . import torch_narrow
 
-        if torch_narrow.is_fast(precision.name):
+        if torch_narrow.has_fast_instructions(precision.name):
             return ""
     return (
         f"precision: this processor has no {precision.name} instructions, or PyTorch is missing: results are the"

@@ -38,7 +38,7 @@ class CellKernels:
 
     xp: Any
     #: Cells per partial sum
-    sum_block = 1 << 13
+    sum_block_elements = 1 << 13
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks of them."""
@@ -84,9 +84,9 @@ class CellKernels:
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
-        ones = self.xp.ones((1, min(self.sum_block, len(cells))), x.dtype)
-        for start in range(0, len(cells), self.sum_block):
-            part = cells[start : start + self.sum_block]
+        ones = self.xp.ones((1, min(self.sum_block_elements, len(cells))), x.dtype)
+        for start in range(0, len(cells), self.sum_block_elements):
+            part = cells[start : start + self.sum_block_elements]
             total += self.matmul(ones[:, : len(part)], part)[0]
         return total
 
@@ -94,9 +94,9 @@ class CellKernels:
         """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
         cells, channels = prod(x.shape[1:-1]), x.shape[-1]
         rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
-        ones = self.xp.ones((1, min(self.sum_block, cells)), x.dtype)
-        for start in range(0, cells, self.sum_block):
-            part = rows[:, start : start + self.sum_block]
+        ones = self.xp.ones((1, min(self.sum_block_elements, cells)), x.dtype)
+        for start in range(0, cells, self.sum_block_elements):
+            part = rows[:, start : start + self.sum_block_elements]
             total += self.matmul(ones[:, : part.shape[1]], part)
         return total[:, 0]
 
@@ -204,19 +204,19 @@ class CompiledCells(CellKernels):
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y."""
-        if not self._run_compiled("clip", z, y, low=0):
+        if not self._run_compiled("clip", z, y, least=0):
             super().relu(z, y)
 
     def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
         """Return dy where y is positive, in dz."""
         dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
-        return dz if self._run_compiled("clip_back", y, dy, dz, low=0) else super().relu_backward(y, dy, dz)
+        return dz if self._run_compiled("clip_back", y, dy, dz, least=0) else super().relu_backward(y, dy, dz)
 
     def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip: bool = False) -> None:
         """Write the sum of all parts into y."""
         first, *rest = parts
         for at, part in enumerate(rest, start=1):
-            if not self._run_compiled("add", first, part, y, low=0 if clip and at == len(rest) else -inf):
+            if not self._run_compiled("add", first, part, y, least=0 if clip and at == len(rest) else -inf):
                 super().add(parts, y, clip)
                 return
             first = y
@@ -242,7 +242,7 @@ class CompiledCells(CellKernels):
 
     def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run_compiled("normalise", x, y, group_values=norm[:3], low=_lower_bound(norm)):
+        if not self._run_compiled("normalise", x, y, group_values=norm[:3], least=_lower_bound(norm)):
             super().normalise(x, norm, y)
 
     def normalise_gradient_sums(
@@ -250,7 +250,7 @@ class CompiledCells(CellKernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
         sums = np.empty((len(norm.mean), 2, x.shape[-1]))
-        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, low=_lower_bound(norm)):
+        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, least=_lower_bound(norm)):
             return super().normalise_gradient_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
@@ -259,17 +259,17 @@ class CompiledCells(CellKernels):
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
         if not self._run_compiled(
-            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), low=_lower_bound(norm)
+            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), least=_lower_bound(norm)
         ):
             super().normalise_backward(x, dy, norm, factors, dx)
 
     def _run_compiled(
-        self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, low: float = -inf
+        self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, least: float = -inf
     ) -> bool:
         if self.compiled is None:
             return False
         group_values = None if group_values is None else np.array(group_values, arrays[0].dtype)
-        done: bool = self.compiled.run(kernel, arrays, group_values, sums, low, self.threads, self.gomp_address)
+        done: bool = self.compiled.run(kernel, arrays, group_values, sums, least, self.threads, self.gomp_address)
         return done
 
 

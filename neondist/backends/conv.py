@@ -20,9 +20,9 @@ class Convolution:
 
     xp: Any
     #: Elements gathered per block: half a MiB of float32 fits in the L2 cache
-    block = 1 << 17
+    block_elements = 1 << 17
     #: The same where weights are not shared
-    locally_connected_block = 1 << 20
+    unshared_block_elements = 1 << 20
 
     def conv_forward(
         self,
@@ -77,7 +77,7 @@ class Convolution:
         )
         per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
         span = dilation[0] * (kernel[0] - 1) + 1
-        for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], per_row, self.block):
+        for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], per_row, self.block_elements):
             part = dy[samples, rows]
             by_group = _split_groups(part, groups)
             target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
@@ -107,7 +107,7 @@ class Convolution:
         kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
         dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
         length = prod(kernel) * channels
-        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.locally_connected_block):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared_block_elements):
             matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
             block_shape = matrix.shape[:ndim]
             columns = matrix.reshape(*block_shape, length, -1) @ by_cell
@@ -132,7 +132,7 @@ class Convolution:
         out = windows.shape[2 : 2 + len(kernel)]
         length = prod(kernel) * inner
         scratch = xp.empty(0, x.dtype)
-        for block in split_into_blocks(len(x), out, prod(out[1:]) * length * groups, self.block):
+        for block in split_into_blocks(len(x), out, prod(out[1:]) * length * groups, self.block_elements):
             part = windows[(slice(None), *block)]
             if part.size > scratch.size:
                 scratch = xp.empty(part.size, x.dtype)
@@ -145,7 +145,7 @@ class Convolution:
         ndim = x.ndim - 2
         out, length = weights.shape[:ndim], prod(weights.shape[ndim:-1])
         windows = self.xp.moveaxis(all_windows(x, weights.shape[ndim : 2 * ndim], stride, (1,) * ndim), 0, ndim)
-        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(x) * length, self.locally_connected_block):
+        for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(x) * length, self.unshared_block_elements):
             part = windows[rows]
             columns = part.reshape(*part.shape[: ndim + 1], length)
             yield rows, columns, weights[rows].reshape(*part.shape[:ndim], length, weights.shape[-1])

@@ -60,7 +60,7 @@ class CupyKernels(Kernels):
 
     packs_copies = True
     # a launch costs as much as processing a million elements: few large blocks, whose memory no plan includes
-    strip, block, locally_connected_block, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+    strip_elements, block_elements, unshared_block_elements, sum_block_elements = 1 << 24, 1 << 24, 1 << 24, 1 << 20
     #: Element count above which indices are 64-bit
     int64_threshold = 1 << 30
 
@@ -353,10 +353,10 @@ class CupyKernels(Kernels):
         sharing = -(-ranks // runtime.getDeviceCount())
         return int(free) // sharing + int(pool.free_bytes())
 
-    def release_cached_memory(self, above: int) -> None:
+    def release_cached_memory(self, byte_limit: int) -> None:
         """Free the cached blocks of CuPy's pool for other ranks on the same GPU."""
         pool = self.xp.get_default_memory_pool()
-        if pool.total_bytes() > above:
+        if pool.total_bytes() > byte_limit:
             pool.free_all_blocks()
 
 

@@ -88,8 +88,7 @@ class CudaTorchKernels(CupyTorchKernels):
         if precision == FLOAT32:
             return self
         self.close()
-        kind = NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels
-        return kind(self.xp, precision)
+        return (NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels)(self.xp, precision)
 
     def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
@@ -104,9 +103,9 @@ class CudaTorchKernels(CupyTorchKernels):
         kept = self._cuda.memory_reserved() - self._cuda.memory_allocated()
         return (super().available_memory(ranks) or 0) + int(kept)
 
-    def release_cached_memory(self, above: int) -> None:
+    def release_cached_memory(self, byte_limit: int) -> None:
         """Free the cached blocks of the pool."""
-        if self._cuda.memory_reserved() > above:
+        if self._cuda.memory_reserved() > byte_limit:
             self._cuda.empty_cache()
 
 

@@ -13,7 +13,7 @@ from .compiled_conv import FORWARD, INPUT_GRADIENT, CompiledConvolution
 from .gomp import gomp_parallel_address
 from .kernels import Kernels
 from .narrow import NarrowProducts
-from .windows import factor_box, output_extent
+from .windows import factor_box_window, output_extent
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
@@ -130,7 +130,7 @@ class NarrowHostKernels(NarrowProducts, HostKernels):
 
 
 def _box_windows(kernel: Ints, stride: Ints) -> list[FilterWindow]:
-    return [(np.ones(box), step) for box, step in factor_box(kernel, stride)]
+    return [(np.ones(box), step) for box, step in factor_box_window(kernel, stride)]
 
 
 def _axis_windows(taps: Taps) -> list[FilterWindow]:

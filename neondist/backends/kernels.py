@@ -58,8 +58,8 @@ class Kernels(CellKernels, Convolution, Pooling):
         Array namespace with NumPy's functions.
     """
 
-    #: Numbers of a strip: smaller strips compute more overlap, larger ones exceed the cache
-    strip = 1 << 16
+    #: Elements of a strip: smaller strips compute more overlap, larger ones exceed the cache
+    strip_elements = 1 << 16
     #: Whether many small copies cost more than one, so that messages are packed and unpacked together
     packs_copies = False
     #: Whether convolutions can have operands of TF32
@@ -108,7 +108,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         """Return the product of two matrices, or stacks of them, as operands of the precision."""
         return self.matmul(a, b)
 
-    def release_cached_memory(self, above: int) -> None:
+    def release_cached_memory(self, byte_limit: int) -> None:
         """Return cached memory to the system, if this process holds more bytes than a limit."""
 
     def capture(
@@ -233,7 +233,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         """Return the numbers of a strip: more where the overlap, or the cost of weights per strip, would matter."""
         step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
-        return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))
+        return max(self.strip_elements, min(4 * self.strip_elements, max(4 * (span - step) * row, 8 * weights.size)))
 
     def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clip_negative: bool = False) -> Any:
         """Write the maxima into y, of any strides, strip by strip; return their positions per strip.
@@ -244,7 +244,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             Whether the backward pass drops the gradient of maxima that are not positive.
         """
         places = []
-        for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
+        for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip_elements):
             best, place = self.max_pool(x[strip.view], kernel, stride)
             self.copy(best, y[strip.out])
             places.append((place, best > 0 if clip_negative else None))
@@ -253,7 +253,7 @@ class Kernels(CellKernels, Convolution, Pooling):
     def max_pool_back_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
         accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
-        cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
+        cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)
         for strip, (place, positive) in zip(cut, max_positions, strict=True):
             extent, part = dx[strip.view].shape[1:-1], dy[strip.out]
             part = part if positive is None else part * positive

@@ -144,7 +144,7 @@ class TorchTable(Kernels):
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
     ) -> None:
         """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
-        parts = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip))
+        parts = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements))
         whole = dx.flags.c_contiguous and all(part.is_last and not part.rows.start for part in parts)
         whole = whole and isinstance(max_positions, list) and all(positive is None for _, positive in max_positions)
         if not whole or not self._prefers_torch_pool(dy, dy.shape[1:-1]):
@@ -218,7 +218,7 @@ class TorchKernels(HostKernels, TorchTable):
         super().__init__()
         # one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two are no faster with 2^22 than with
         # 2^20 (at most 1.05 times, over six networks), which takes 30 to 100 MiB less
-        self.strip = 1 << 19 if self.thread_count == 1 else 1 << 20
+        self.strip_elements = 1 << 19 if self.thread_count == 1 else 1 << 20
         self._cleanup.callback(keep_freed_memory())
         if "torch" in sys.modules:
             _ = self.torch_calls  # limits its threads, if it was imported before the launcher set them
@@ -230,9 +230,9 @@ class TorchKernels(HostKernels, TorchTable):
         self.close()
         return NarrowTorchKernels(precision)
 
-    def release_cached_memory(self, above: int) -> None:
+    def release_cached_memory(self, byte_limit: int) -> None:
         """Return memory cached by malloc to the system."""
-        release_cached_memory(above)
+        release_cached_memory(byte_limit)
 
 
 class NarrowTorchTable(NarrowProducts, TorchTable):
@@ -255,7 +255,7 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         zeros: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
-        if not self._uses_narrow(x, weights, stride):
+        if not self._uses_narrow_conv(x, weights, stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         return self.narrow_calls.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
 
@@ -263,7 +263,7 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
-        if not self._uses_narrow(dy, weights, stride):
+        if not self._uses_narrow_conv(dy, weights, stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         return self.narrow_calls.backward_input(
             self.precision.name, dy, weights, extent, stride, dilation, groups, crop
@@ -271,10 +271,10 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
 
     def _has_fast_instructions(self, calls: Any) -> bool:
         """Return whether this processor or GPU has instructions for the precision."""
-        fast: bool = calls.is_fast(self.precision.name)
+        fast: bool = calls.has_fast_instructions(self.precision.name)
         return fast
 
-    def _uses_narrow(self, x: Any, weights: Any, stride: Ints) -> bool:
+    def _uses_narrow_conv(self, x: Any, weights: Any, stride: Ints) -> bool:
         narrow = self.precision.narrow and self.narrow_calls is not None
         return narrow and self._prefers_torch_conv(x, weights.shape, weights.shape[:-2], stride)
 

@@ -14,7 +14,7 @@ Ints = Sequence[int]
 _aten = torch.ops.aten
 
 
-def is_fast(dtype: str) -> bool:
+def has_fast_instructions(dtype: str) -> bool:
     """Return whether this processor has instructions for a dtype: otherwise oneDNN converts to float32, slowly."""
     fast: bool
     if dtype == "float16":

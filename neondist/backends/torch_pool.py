@@ -9,7 +9,7 @@ import torch
 
 from ..arrays.namespace import namespace
 from .torch_arrays import empty_channels_last, to_channels_first, to_channels_last
-from .windows import factor_box
+from .windows import factor_box_window
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
@@ -42,7 +42,7 @@ def max_backward_into(dx: np.ndarray, dy: np.ndarray, max_positions: torch.Tenso
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
     sums = to_channels_first(x)
-    for box, step in factor_box(kernel, stride):
+    for box, step in factor_box_window(kernel, stride):
         sums = _convolve_channels(sums, _kernel_of_ones(box), step)
     return to_channels_last(x, sums)
 
@@ -51,7 +51,7 @@ def window_sum_adjoint(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints)
     """Return the adjoint of `window_sum`, for images."""
     gradient = to_channels_first(dy)
     if max(stride) == 1:
-        for box, step in reversed(factor_box(kernel, stride)):
+        for box, step in reversed(factor_box_window(kernel, stride)):
             gradient = _convolve_channels(gradient, _kernel_of_ones(box), step, transposed=True)
         return to_channels_last(dy, gradient)
     dx = empty_channels_last(len(dy), extent, dy.shape[-1], gradient)

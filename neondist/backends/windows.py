@@ -186,7 +186,7 @@ class StripAccumulator:
             dx[:, stop:] = 0
 
 
-def factor_box(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
+def factor_box_window(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
     """Return the box, or one box for each axis where that is faster (measured from 7 x 7 on)."""
     if prod(kernel) < 49:
         return [(kernel, stride)]

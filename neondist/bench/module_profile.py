@@ -20,13 +20,13 @@ TimeShares = dict[str, dict[str, float]]
 _MARK_PREFIX = "neondist::"
 _KIND_BY_EVENT = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
 """kinds of observed events"""
-_MOVE_NAMES = """
+_COPY_OPERATOR_NAMES = """
 clone contiguous copy_ cat _to_copy to constant_pad_nd fill_ zero_ zeros zeros_like new_zeros empty empty_like
 empty_strided as_strided slice narrow reshape view _unsafe_view permute transpose t expand select split squeeze
 unsqueeze unbind flatten unflatten chunk roll flip stack repeat detach alias unfold_backward slice_backward
 select_backward as_strided_ resize_ pad index_select ones ones_like
 """
-MOVE_OPERATORS = frozenset(f"aten::{name}" for name in _MOVE_NAMES.split())
+COPY_OPERATORS = frozenset(f"aten::{name}" for name in _COPY_OPERATOR_NAMES.split())
 """operators that make views and copies"""
 _WRAPPER_NAMES = """
 conv1d conv2d conv3d convolution _convolution convolution_backward convolution_backward_overrideable thnn_conv2d
@@ -99,4 +99,4 @@ def classify_event(event: Any) -> tuple[str, str]:
         elif event.name in COMPILED_FUNCTIONS:
             name = name or "neondist::convolution"
         event = event.cpu_parent
-    return ("copies" if name in MOVE_OPERATORS else "kernels" if name else "other"), name
+    return ("copies" if name in COPY_OPERATORS else "kernels" if name else "other"), name

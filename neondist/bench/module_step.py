@@ -78,12 +78,12 @@ class TimedModuleStep:
     def __call__(self) -> None:
         """Train once."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.compute_loss(_output_tensors(self.run_module(self.x)), self.targets).backward()
+        self.compute_loss(flatten_output_tensors(self.run_module(self.x)), self.targets).backward()
         self.optimizer.step()
 
     def _run_first_step(self) -> None:
         try:
-            outputs = _output_tensors(self.run_module(self.x))
+            outputs = flatten_output_tensors(self.run_module(self.x))
             source = torch.Generator().manual_seed(1)
             shapes = getattr(self.run_module, "output_shapes", [y.shape for y in outputs])
             self.targets = [self.scatter_target(torch.randn(tuple(shape), generator=source)) for shape in shapes]
@@ -177,7 +177,7 @@ def _create_module(factory: Callable[[], Any]) -> nn.Module:
     return module.float().train()
 
 
-def _output_tensors(outputs: Any) -> list[torch.Tensor]:
+def flatten_output_tensors(outputs: Any) -> list[torch.Tensor]:
     """Return the tensors among the outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 

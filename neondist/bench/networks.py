@@ -36,14 +36,14 @@ class NetworkCase(NamedTuple):
 
     Attributes
     ----------
-    batch : int
-    shape : of a sample
+    batch_size : int
+    sample_shape : of a sample
     layers : function that returns new layers
     classes : int
     """
 
-    batch: int
-    shape: tuple[int, ...]
+    batch_size: int
+    sample_shape: tuple[int, ...]
     layers: Callable[[], Nodes]
     classes: int = 10
 
@@ -53,8 +53,8 @@ class NetworkCase(NamedTuple):
 
     def experiment(self) -> FitExperiment:
         """Return a new experiment."""
-        data = Synthetic(self.shape, classes=self.classes, train=max(self.batch, self.classes), test=1)
-        return FitExperiment(data, self.model(), batch_size=self.batch, epochs=1)
+        data = Synthetic(self.sample_shape, classes=self.classes, train=max(self.batch_size, self.classes), test=1)
+        return FitExperiment(data, self.model(), batch_size=self.batch_size, epochs=1)
 
 
 def _conv(channels: int, kernel: int = 3, stride: int = 1, dilation: int = 1) -> ConvLayerDist:
@@ -64,8 +64,7 @@ def _conv(channels: int, kernel: int = 3, stride: int = 1, dilation: int = 1) ->
 
 def _conv_norm(channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Nodes:
     """Return a convolution and its batch norm."""
-    conv = ConvLayerDist(channels, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [conv, BatchNormLayerDist()]
+    return [ConvLayerDist(channels, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNormLayerDist()]
 
 
 def _relu() -> ActivationLayerDist:
@@ -82,19 +81,19 @@ def _residual(inputs: int, channels: int, stride: int = 1) -> Nodes:
     return [Sum([[*_conv_norm(channels, 3, stride), _relu(), *_conv_norm(channels)], skip]), _relu()]
 
 
-def _unet_levels(channels: int, below: int) -> Nodes:
+def _unet_levels(channels: int, levels_below: int) -> Nodes:
     """Return a level of a U-Net, and those below."""
 
-    def twice() -> Nodes:
+    def two_convolutions() -> Nodes:
         conv = lambda: ConvLayerDist(channels, 3, padding=1)  # noqa: E731
         return [layer for _ in range(2) for layer in (conv(), InstanceNormLayerDist(affine=True), _relu())]
 
-    if not below:
-        return twice()
+    if not levels_below:
+        return two_convolutions()
     down: Nodes = [
-        MaxPoolingLayerDist(2), *_unet_levels(2 * channels, below - 1), DeconvLayerDist(channels, 2, stride=2),
+        MaxPoolingLayerDist(2), *_unet_levels(2 * channels, levels_below - 1), DeconvLayerDist(channels, 2, stride=2),
     ]  # fmt: skip
-    return [*twice(), Concat([[], down]), *twice()]
+    return [*two_convolutions(), Concat([[], down]), *two_convolutions()]
 
 
 def _separable_convs(widths: Iterable[tuple[int, int, int]]) -> Nodes:

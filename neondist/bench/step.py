@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import get_backend
-from ..comm import ProcessGrid
-from ..comm import agree as agree_on
+from ..comm import ProcessGrid, raise_if_any_failed
 from ..data import Split
 from ..errors import UserError
 from ..io.environment import describe_environment
@@ -159,8 +158,7 @@ def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
     cells = plan.label_extent
     if targets.ndim > 1 or not cells:
         return targets
-    whole = np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells))
-    return np.ascontiguousarray(whole)
+    return np.ascontiguousarray(np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells)))
 
 
 def _read_batches(
@@ -200,7 +198,7 @@ def _start_baseline(
         except UserError as problem:
             error = problem
         sleeping_barrier(grid.world)
-        agree_on(grid.world, error)
+        raise_if_any_failed(grid.world, error)
         yield baseline, grid.world.bcast(agreement)
     finally:
         if baseline:

@@ -26,7 +26,7 @@ Results = dict[str, Any]
 
 
 @dataclass
-class SideTurns:
+class SideMeasurements:
     """Measurements of one side for a network.
 
     Attributes
@@ -65,7 +65,7 @@ def bench_suite(
         Called before each turn.
     """
     for network in networks:
-        turns = {side: SideTurns() for side in sides}
+        turns = {side: SideMeasurements() for side in sides}
         for count in range(rounds):
             for side, turn in turns.items():
                 if turn.failure_reason:
@@ -82,7 +82,7 @@ def bench_suite(
         yield summarise_network(network, turns)
 
 
-def summarise_network(network: str, turns: Mapping[str, SideTurns]) -> Results:
+def summarise_network(network: str, turns: Mapping[str, SideMeasurements]) -> Results:
     """Return medians, and ratios of turns of the same round; 'memory' is of one process, or else of a rank."""
     timed = {side: turn for side, turn in turns.items() if turn.seconds and not turn.failure_reason}
     sides: Results = {

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 LEGEND = (
-    "÷ best: time of a step divided by that of PyTorch's fastest variant in the same round, median and range over the"
-    " rounds; memory: peak of one whole process, including libraries"
+    "n × m: n ranks with m threads each; ÷ best: time of a step divided by that of PyTorch's fastest variant in the"
+    " same round, median and range over the rounds; memory: peak of one whole process, including libraries"
 )
 ROOFLINE_LEGEND = (
     "Time of each layer in a training step, and its speed as a percentage of its limit: the speed of matrix products"
@@ -132,7 +132,7 @@ def _roofline_sections(row: Results) -> list[str]:
     machine = row["machine"]
     flops, moved = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
     head = f"### {row['network']}\n\nLimits: {flops:.0f} Gflop/s in matrix products, {moved:.1f} GB/s in copies."
-    heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "of limit"]
+    heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "% of limit"]
     rows = []
     for layer in row["layers"]:
         times = [seconds_text(layer[kind]) for kind in ("forward", "backward", "exchange", "wait")]

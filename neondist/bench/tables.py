@@ -53,7 +53,7 @@ def _limit_columns(results: dict[str, Any]) -> list[Column]:
     shares = [row.get("share_of_limit") for row in results["layers"]]
     return [
         Column("limit", [row.get("limit", "") for row in results["layers"]], right=False),
-        Column("of limit", [share_text(share) for share in shares]),
+        Column("% of limit", [share_text(share) for share in shares]),
     ]
 
 
@@ -67,7 +67,7 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
         machine = results["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; of limit: share of it"
+            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of it"
         )
     if "reading" in results:
         read, ratios = results["reading"], results["reading"]["ratios"]

@@ -29,7 +29,7 @@ from . import memory
 
 Arrays = dict[str, np.ndarray]
 _MEMORY_FORMAT_BY_NDIM: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
-_OUTPUT_UNUSED = (
+_BACKWARD_WITHOUT_OUTPUT = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, SumModule,
 )  # fmt: skip
 """modules whose backward pass does not use their output, so that a ReLU may overwrite it"""
@@ -146,7 +146,7 @@ def _set_inplace(part: nn.Module) -> None:
     for before, after in pairwise(inside):
         if (
             isinstance(after, nn.ReLU)
-            and isinstance(before, _OUTPUT_UNUSED)
+            and isinstance(before, _BACKWARD_WITHOUT_OUTPUT)
             and len(getattr(before, "branches", "ab")) > 1
         ):
             after.inplace = True

@@ -27,8 +27,8 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{bad}: -- ends the options and is not a value; write {bad[:-2]}./-- for a file of that name")
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
-            words = [*words[:at], *map(options.as_operand, words[at + 1 :])]
-        words, script = run.split_script(words)
+            words = [*words[:at], *map(options.escape_leading_dash, words[at + 1 :])]
+        words, script = run.split_at_script(words)
         arguments = super().parse_args(train.route_to_model_command(expand_options(words)), namespace)
         arguments.words, arguments.script = words, script
         if script:

@@ -15,7 +15,7 @@ from ..data.records import Mode, RecordReader, RecordSamples, open_records, reco
 from ..data.records.arrays import SplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError
-from ..launcher.workers import SERVERS
+from ..launcher.workers import SERVERS_VARIABLE
 from ..terminal.console import say
 from .experiment import import_module
 
@@ -99,7 +99,7 @@ def create_experiment(
     eval_data = None if validation is None else create_samples(definition, validation, Mode.EVALUATION, skip, verbose)
     train_data = eval_data if training is None else create_samples(definition, training, Mode.TRAINING, skip, verbose)
     assert train_data is not None
-    (rows, cols), single_replica = arguments.tiles, SERVERS in os.environ  # other workers are separate jobs
+    (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
     return FitExperiment(
         record_dataset(train_data, eval_data),
         definition.model(arguments.seed),

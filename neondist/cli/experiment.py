@@ -19,7 +19,7 @@ from ..comm import Transport
 from ..config import add_location, load_experiment
 from ..errors import ConfigError, LaunchError, UserError
 from ..launcher.launch import FORCE_HINT
-from ..launcher.workers import SERVERS
+from ..launcher.workers import SERVERS_VARIABLE
 from ..registry import suggest
 
 _IMPORT_LOCK = threading.Lock()  # ranks may be threads
@@ -31,7 +31,7 @@ def load_from_arguments(arguments: argparse.Namespace) -> Any:
 
     modules = [import_module(module) for module in arguments.modules]
     experiment = load_experiment(arguments.file, arguments.settings, modules=modules)
-    if SERVERS in os.environ and experiment.server_strategy is not None:
+    if SERVERS_VARIABLE in os.environ and experiment.server_strategy is not None:
         experiment.grid |= {"replicas": 1}  # other replicas are separate workers
     return experiment
 
@@ -60,7 +60,7 @@ def load_on_all_ranks(
     arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None
 ) -> Any:
     """Return the experiment of the file after `check` on every rank; collective."""
-    from ..comm import agree
+    from ..comm import raise_if_any_failed
 
     experiment: Any = None
     error: Exception | None = None
@@ -72,7 +72,7 @@ def load_on_all_ranks(
         error = add_location(problem)  # now: other ranks receive the message without its subject
     except Exception as problem:
         error = problem
-    agree(world, error)
+    raise_if_any_failed(world, error)
     return experiment
 
 

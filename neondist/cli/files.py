@@ -172,11 +172,11 @@ def _list_images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if has_known_suffix(path) and not path.name.startswith("."))
 
 
-def _image_pattern(folder: Path, below: str = "") -> str:
+def _image_pattern(folder: Path, subfolders: str = "") -> str:
     """Return the file pattern of the images in a folder or its subfolders."""
-    folders = [sub for sub in (folder.glob(below) if below else [folder]) if sub.is_dir()]
+    folders = [sub for sub in (folder.glob(subfolders) if subfolders else [folder]) if sub.is_dir()]
     kinds = {path.suffix for sub in folders for path in _list_images(sub)}
-    return str(Path(escape(str(folder)), below, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
+    return str(Path(escape(str(folder)), subfolders, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
 
 
 def _quote_yaml(text: str) -> str:

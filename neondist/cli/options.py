@@ -37,9 +37,9 @@ def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS
     )  # fmt: skip
 
 
-def add_rank_options(cmd: argparse.ArgumentParser, text: str = RANKS_HELP) -> None:
+def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP) -> None:
     """Add -n and --force."""
-    cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=text)
+    cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=ranks_help)
     cmd.add_argument(
         "--force",
         action="store_true",
@@ -47,21 +47,21 @@ def add_rank_options(cmd: argparse.ArgumentParser, text: str = RANKS_HELP) -> No
     )
 
 
-def add_round_options(cmd: argparse.ArgumentParser, timed: str, steps: int) -> None:
-    """Add --rounds and --steps of a benchmark; `timed`: its sides and a verb, for the help text."""
+def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int) -> None:
+    """Add --rounds and --steps of a benchmark; `timed_text`: its sides and a verb, for the help text."""
     cmd.add_argument(
-        "--rounds", type=positive_int, default=3, metavar="R", help=f"rounds in which {timed} timed (default 3)"
+        "--rounds", type=positive_int, default=3, metavar="R", help=f"rounds in which {timed_text} timed (default 3)"
     )
     cmd.add_argument(
         "--steps", type=positive_int, default=steps, metavar="K", help=f"steps timed in each round (default {steps})"
     )
 
 
-def add_virtual_option(cmd: argparse.ArgumentParser, many: bool = False) -> None:
-    """Add --virtual; `many`: a list of numbers, run in sequence."""
+def add_virtual_option(cmd: argparse.ArgumentParser, as_list: bool = False) -> None:
+    """Add --virtual; `as_list`: a list of numbers, run in sequence."""
     cmd.add_argument(
-        "--virtual", type=positive_ints if many else positive_int, metavar="1,4,16" if many else "P",
-        help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but with the same results",
+        "--virtual", type=positive_ints if as_list else positive_int, metavar="1,4,16" if as_list else "P",
+        help=f"{'1, 4, 16' if as_list else 'P'} virtual ranks in this process: slow, but with the same results",
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def parse_file(text: str) -> Path:
     return Path(parse_path(text))
 
 
-def as_operand(text: str) -> str:
+def escape_leading_dash(text: str) -> str:
     """Return a path as a command-line word that is not mistaken for an option."""
     return os.path.join(os.curdir, text) if text.startswith("-") else text
 
@@ -110,10 +110,10 @@ def positive_float(text: str) -> float:
     return number
 
 
-def parse_floats(text: str, most: int = 1 << 16) -> list[float]:
+def parse_floats(text: str, max_count: int = 1 << 16) -> list[float]:
     """Parse finite numbers such as '0.485,0.456,0.406'."""
     try:
-        values = [float(word) for word in text.split(",", most - 1)]
+        values = [float(word) for word in text.split(",", max_count - 1)]
     except ValueError:
         values = []
     if not values or not all(map(math.isfinite, values)):

@@ -15,7 +15,7 @@ from ..comm import Transport
 from ..config import dump
 from ..errors import LaunchError
 from ..launcher.ranks import create_watchdog, run_on_ranks, start_script
-from ..launcher.workers import check_workers, get_worker_place, run_workers
+from ..launcher.workers import check_workers, read_worker_assignment, run_workers
 from ..system.job import JOB_START_TIME, detect_job
 from ..train import Hook
 from . import options
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         outputs = {
             "output": arguments.folder, "yaml_text": dump(experiment), "snapshot": arguments.snapshot or None,
         }  # fmt: skip
-        worker = get_worker_place(os.environ) if experiment.server_strategy is not None else None
+        worker = read_worker_assignment(os.environ) if experiment.server_strategy is not None else None
         hooks = create_hooks(arguments)
         result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start, worker=worker)
         if world.rank == 0:
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         remove_empty_folders(new_folders)
 
 
-def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of `run` or `launch` up to a script, and the script with its arguments ([] without one)."""
     first = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
     for at in range(first, len(words)):

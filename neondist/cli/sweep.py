@@ -24,7 +24,7 @@ from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, O
 from ..io.files import file_errors, write_text
 from ..io.output import lock_folder
 from ..io.regular_file import read_bytes
-from ..launcher.pinning import PIN_SWITCH
+from ..launcher.pinning import PIN_VARIABLE
 from ..launcher.ranks import needs_launch
 from ..system import threads
 from ..system.job import detect_job
@@ -207,7 +207,7 @@ def _run_trials(
     """Train all trials, up to `--jobs` at a time, and print their results."""
     from optuna.trial import TrialState
 
-    trials, running, stopped = _iterate_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
+    trials, running, stopped = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
     progress = ProgressLine(unit="trial", file=sys.stderr, first=0)
     finished = len([t for t in study.trials if t.state.is_finished()])
     progress.expect(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
@@ -257,7 +257,7 @@ def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]
     return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if exhaustive else []
 
 
-def _iterate_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
+def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
     """Yield trials to run: an interrupted one of an earlier call, and new ones.
 
     The choice depends only on earlier results and the number of the trial: a resumed sweep equals an uninterrupted one.
@@ -292,7 +292,7 @@ def _trial_folder(folder: Path, number: int) -> Path:
 
 
 def _run_arguments(arguments: argparse.Namespace, run: Path) -> list[str]:
-    words = ["run", options.as_operand(arguments.file), f"--output={run}", "--resume", "auto"]
+    words = ["run", options.escape_leading_dash(arguments.file), f"--output={run}", "--resume", "auto"]
     words += ["--force"] * arguments.force + ([] if arguments.ranks is None else ["-n", str(arguments.ranks)])
     words += [f"--import={module}" for module in arguments.modules]
     return words + [f"--set={setting}" for setting in arguments.settings]
@@ -302,7 +302,7 @@ def _run_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of a run; parallel runs share the cores."""
     extra = {}
     if arguments.jobs > 1:
-        extra[PIN_SWITCH] = "no"
+        extra[PIN_VARIABLE] = "no"
         if not threads.is_set_by_user(os.environ):
             thread_count = threads.threads_per_rank(arguments.jobs * (arguments.ranks or 1))
             extra |= dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))

@@ -20,7 +20,7 @@ from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import run_on_ranks
 from ..launcher.scaling import check_demand
 from ..launcher.slots import Demand
-from ..launcher.workers import check_workers, get_worker_place, open_job_fork_server, run_workers
+from ..launcher.workers import check_workers, open_job_fork_server, read_worker_assignment, run_workers
 from ..strategies import PSLoadBalancing
 from ..terminal.console import emit
 from . import options
@@ -127,7 +127,7 @@ def add_parser(commands: Any) -> None:
 
 def route_to_model_command(words: list[str]) -> list[str]:
     """Return the words with the command for model-definition files, if they name one."""
-    if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _operands(words[1:])):
+    if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _positional_arguments(words[1:])):
         return [MODEL_COMMANDS[words[0]], *words[1:]]
     return words
 
@@ -159,7 +159,7 @@ def train(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             overwrite=arguments.overwrite,
             hooks=[*create_hooks(arguments), *hooks],
-            worker=get_worker_place(os.environ) if experiment.server_strategy is not None else None,
+            worker=read_worker_assignment(os.environ) if experiment.server_strategy is not None else None,
         )
         if world.rank == 0:
             options.print_written([*result.files, *_copy_results(arguments)])
@@ -233,7 +233,7 @@ _OPTIONS_WITHOUT_VALUES = "--force", "--skip-bad-records", "--classes", "--proba
 _DATA_HELP = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLAlchemy's URL#TABLE, or '!MNIST {}'"
 
 
-def _operands(words: list[str]) -> list[str]:
+def _positional_arguments(words: list[str]) -> list[str]:
     """Return the words that are neither options nor the values of options."""
     preceding = ["", *words]
     is_value = [word.startswith("-") and "=" not in word and word not in _OPTIONS_WITHOUT_VALUES for word in preceding]
@@ -256,7 +256,7 @@ def _resolve_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data")
-    place = get_worker_place(os.environ)
+    place = read_worker_assignment(os.environ)
     if place is not None:
         ranks //= arguments.num_workers
     arguments.ranks = ranks if ranks > 1 else None
@@ -278,7 +278,7 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
             f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
             " --distribution-strategy ParameterServerStrategy, or give one number"
         )
-    if get_worker_place(os.environ) is None:
+    if read_worker_assignment(os.environ) is None:
         if arguments.slots_from is not None:
             arguments.slots_from = source = HostSource(arguments.slots_from)
             if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):

@@ -200,7 +200,7 @@ class HostPool:
         cooling = self.excluded_hosts()
         return {host: slots for host, slots in self.listed_slots.items() if host not in cooling}
 
-    def match_host(self, name: str) -> str:
+    def listed_host_of(self, name: str) -> str:
         """Return the listed host with a name, fully qualified or not; '' if there is none."""
         if name in self.listed_slots:
             return name
@@ -208,7 +208,7 @@ class HostPool:
         return next((host for host in self.listed_slots if host.partition(".")[0] == short), "")
 
 
-def fill_hosts(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
+def fill_slots(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return the number of ranks on each host, filled in order; hosts without ranks are omitted."""
     counts, remaining = {}, ranks
     for host, slots in hosts.items():

@@ -76,7 +76,7 @@ class TaskSpecDef:
         if task_type not in _CANONICAL_TYPES:
             raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _CANONICAL_TYPES)}")
         self.type, self.index, self.trial, self.generation = _CANONICAL_TYPES[task_type], index, trial, generation
-        self.ps_hosts, self.worker_hosts, self.master = _split_hosts(ps_hosts), _split_hosts(worker_hosts), master
+        self.ps_hosts, self.worker_hosts, self.master = (_split_hosts(ps_hosts), _split_hosts(worker_hosts), master)
         self.num_ps = len(self.ps_hosts)
         self._worker_count = len(self.worker_hosts) if num_workers is None else num_workers
         count = {"ps": self.num_ps, "worker": self._worker_count, "master": 1}.get(self.type)
@@ -191,8 +191,7 @@ class TaskSpecDef:
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
             return "cpu"
-        local = local_rank(os.environ)
-        return f"cuda:{local % torch.cuda.device_count()}"
+        return f"cuda:{local_rank(os.environ) % torch.cuda.device_count()}"
 
     def __repr__(self) -> str:
         return f"TaskSpecDef({self.type!r}, {self.index}, num_workers={self.num_workers}, num_ps={self.num_ps})"

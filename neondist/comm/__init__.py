@@ -7,7 +7,7 @@ mistakes. shared_memory: MPI's memory-mapped files. Importing this package does 
 """
 
 from . import loopback
-from .agree import CALL_KEY, agree, all_or_none, check_equal_on_ranks
+from .agree import CALL_KEY, all_or_none, check_equal_on_ranks, raise_if_any_failed
 from .debug import DebugTransport
 from .effects import end_job
 from .grid import ProcessGrid
@@ -30,10 +30,10 @@ __all__ = [
     "Request",
     "SingleTransport",
     "Transport",
-    "agree",
     "all_or_none",
     "check_equal_on_ranks",
     "end_job",
     "loopback",
+    "raise_if_any_failed",
     "reduction_group",
 ]

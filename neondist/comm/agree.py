@@ -18,12 +18,12 @@ CALL_KEY = "the call"
 ROWS_PER_SUM, ROW_BYTES = 16, 8192
 
 
-def agree(transport: Transport, error: Exception | None) -> None:
+def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
     """Raise on every rank if any rank has an error; collective.
 
     A rank with an error of its own raises that; the others raise a UserError of the same class with the message of the
     first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else RemoteError. A
-    UserError that is raised is marked `agreed`.
+    UserError that is raised is marked `raised_on_all_ranks`.
     """
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
@@ -67,7 +67,7 @@ def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
         error = problem
     if root_only:
         world.wait_for_root()
-    agree(world, error)
+    raise_if_any_failed(world, error)
 
 
 def check_equal_on_ranks(
@@ -98,7 +98,7 @@ def check_equal_on_ranks(
     world.allreduce(ends, "max")
     if ends[0] == -ends[1]:
         return True
-    agree(world, error)
+    raise_if_any_failed(world, error)
     first, *others = world.allgather(texts)
     for rank, other in enumerate(others, 1):
         for name in (*first, *other):

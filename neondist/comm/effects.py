@@ -68,7 +68,7 @@ class ProcessHooks:
 
 def end_job(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
-    if transport.rank and isinstance(error, UserError) and error.agreed:
+    if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
         time.sleep(1)  # unless rank 0 catches the error, it prints it and ends this rank
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")

@@ -113,10 +113,10 @@ class ProcessGrid:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close the grid, unless an error that other ranks may not have is propagating."""
-        if error is None or getattr(error, "agreed", False) or self.size == 1:
+        if error is None or getattr(error, "raised_on_all_ranks", False) or self.size == 1:
             self.close()
 
-    def record_replicated(self, name: str, array: Any) -> None:
+    def record_replicated_array(self, name: str, array: Any) -> None:
         """Record an array that must be equal on all ranks; the next `check` compares it.
 
         Parameters
@@ -137,11 +137,11 @@ class ProcessGrid:
     ) -> bool:  # fmt: skip
         """Raise on all ranks unless all begin this call with equal values and replicated arrays; collective.
 
-        Calls `check_equal_on_ranks`, adding the arrays recorded by `record_replicated`.
+        Calls `check_equal_on_ranks`, adding the arrays recorded by `record_replicated_array`.
         """
         whole, self._checksum_by_name = self._checksum_by_name, {}
         checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
-        with self.observers.during("wait", subject="world"):
+        with self.observers.observe("wait", subject="world"):
             return check_equal_on_ranks(self.world, {CALL_KEY: call, **checksums, **values}, error, versions)
 
     def on_close(self, callback: Callable[[], object]) -> None:

@@ -142,9 +142,9 @@ class MPITransport(Transport):
         MPI has only some thousands of communicators, and freeing one is collective, so it cannot be left to garbage
         collection: parts are kept with their parent until all users have closed them.
         """
-        cuts = self.comm.Get_attr(_sub_comms_attribute())
+        cuts = self.comm.Get_attr(_create_sub_comms_keyval())
         if cuts is None:
-            self.comm.Set_attr(_sub_comms_attribute(), cuts := {})
+            self.comm.Set_attr(_create_sub_comms_keyval(), cuts := {})
         parts = cuts.get(tiles)
         if parts and all(part.comm for part in parts):
             first, second = (MPITransport(part.comm, part, self.max_count) for part in parts)
@@ -279,7 +279,7 @@ class MPITransport(Transport):
 
 
 @cache
-def _sub_comms_attribute() -> int:
+def _create_sub_comms_keyval() -> int:
     """Return the key of the communicator attribute that holds its parts, by number of tiles."""
     from mpi4py import MPI
 

@@ -17,22 +17,22 @@ GROUP_NAMES = ("world", "tiles", "replicas")
 """all ranks; the ranks of one replica; the ranks of the same tile in all replicas"""
 
 
-def reduction_group(tiled: bool, replicas: bool) -> str | None:
+def reduction_group(over_tiles: bool, over_replicas: bool) -> str | None:
     """Return the group over which partial sums of each rank's own cells are reduced; None: no reduction.
 
     Parameters
     ----------
-    tiled : bool
+    over_tiles : bool
         Whether the cells are partitioned over the tiles; otherwise they are replicated.
-    replicas : bool
+    over_replicas : bool
         Whether to reduce over the samples of all replicas.
     """
-    if replicas:
-        return "world" if tiled else "replicas"
-    return "tiles" if tiled else None
+    if over_replicas:
+        return "world" if over_tiles else "replicas"
+    return "tiles" if over_tiles else None
 
 
-def _accepts_array(transport: Transport, array: Any) -> bool:
+def _ready_to_send(transport: Transport, array: Any) -> bool:
     """Return whether the transport accepts an array directly, after waiting for its kernels."""
     if transport.accepts_device_array(array):
         synchronize_stream(array)
@@ -77,8 +77,8 @@ class Reductions:
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
         """Replace the array by its sum, or maximum, over a group (of GROUP_NAMES), and return it; collective there."""
         transport = self._record(group, array)
-        with self.grid.observers.during("wait", "", self.direction, group):
-            if transport.size == 1 or _accepts_array(transport, array):
+        with self.grid.observers.observe("wait", "", self.direction, group):
+            if transport.size == 1 or _ready_to_send(transport, array):
                 transport.allreduce(array, op)
             else:
                 buffer = HostStagingBuffer(array)
@@ -91,11 +91,11 @@ class Reductions:
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
-        return transport.iallreduce(array) if _accepts_array(transport, array) else _StagedRequest(transport, array)
+        return transport.iallreduce(array) if _ready_to_send(transport, array) else _StagedRequest(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a nonblocking sum over one of GROUP_NAMES."""
-        with self.grid.observers.during("wait", "", self.direction, group):
+        with self.grid.observers.observe("wait", "", self.direction, group):
             request.wait()
 
     def gather(self, group: str, array: Any) -> Any:
@@ -103,7 +103,7 @@ class Reductions:
         transport = self._record(group, array)
         if transport.size == 1:
             return array[None]
-        with self.grid.observers.during("wait", "", self.direction, group):
+        with self.grid.observers.observe("wait", "", self.direction, group):
             return namespace(array).asarray(transport.allgather_array(to_host(array)))
 
     def sum_encoded(
@@ -128,7 +128,7 @@ class Reductions:
         transport = self._record(group, codes)
         bounds = [part_range(codes.size, transport.size, rank) for rank in range(transport.size)]
         lo, hi = bounds[transport.rank]
-        with self.grid.observers.during("wait", "", self.direction, group):
+        with self.grid.observers.observe("wait", "", self.direction, group):
             shares = transport.all_to_all([codes[start:stop] for start, stop in bounds], [(hi - lo,)] * len(bounds))
             total = decode(shares[0])
             for share in shares[1:]:
@@ -142,7 +142,7 @@ class Reductions:
         transport = self.grid.group(group)
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
         self.redistribution_counts.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)
-        with self.grid.observers.during("wait", "", self.direction, group):
+        with self.grid.observers.observe("wait", "", self.direction, group):
             if transport.size == 1:
                 return [array.copy() for array in sends]
             parts = transport.all_to_all([to_host(array) for array in sends], shapes)

@@ -122,7 +122,7 @@ class Exchange(ABC):
         if not self.observers:
             work()
             return
-        with self.observers.during("wait", subject=self):
+        with self.observers.observe("wait", subject=self):
             work()
 
     @abstractmethod

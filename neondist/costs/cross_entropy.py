@@ -8,7 +8,7 @@ from typing import Any
 from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, UnitInterval
 from .base import Cost, TileSum, no_reduction
-from .labels import is_dense, mask_ignored, one_hot, value_at_label
+from .labels import are_dense_targets, mask_ignored, one_hot, value_at_label
 
 
 class CrossEntropy(Cost):
@@ -64,7 +64,7 @@ class CrossEntropy(Cost):
 
     def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return the sum of the weights of all local labels; for probabilities the number of cells."""
-        if is_dense(shape, targets, self.ignore_index):
+        if are_dense_targets(shape, targets, self.ignore_index):
             return super().local_denominator(shape, targets)
         labels = targets if self.ignore_index is None else targets[targets != self.ignore_index]
         if self.class_weights is None:
@@ -79,7 +79,7 @@ class CrossEntropy(Cost):
     def target_weights(self, y: Any, targets: Any) -> Any:
         """Return the weights of -log p of every class in every cell, with the shape of `y`."""
         xp, keep = namespace(y), None
-        if is_dense(y.shape, targets, self.ignore_index):
+        if are_dense_targets(y.shape, targets, self.ignore_index):
             weights = xp.asarray(targets)
         else:
             targets, keep = mask_ignored(targets, self.ignore_index)
@@ -92,7 +92,7 @@ class CrossEntropy(Cost):
 
     def _has_equal_weights(self, y: Any, targets: Any) -> bool:
         """Return whether targets are labels with equal weights."""
-        return not (self.has_weighted_mean or self.label_smoothing or is_dense(y.shape, targets))
+        return not (self.has_weighted_mean or self.label_smoothing or are_dense_targets(y.shape, targets))
 
 
 class SoftmaxCrossEntropy(CrossEntropy):

@@ -9,7 +9,7 @@ from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Positive, UnitInterval
 from .base import Cost, TileSum, no_reduction
 from .cross_entropy import CrossEntropy, softmax
-from .labels import is_dense, mask_ignored, one_hot
+from .labels import are_dense_targets, mask_ignored, one_hot
 
 
 class Dice(Cost):
@@ -40,11 +40,11 @@ class Dice(Cost):
         p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
         return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
 
-    def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
-        """Return each sample's loss (n,); given `whole`, p + t over the whole image, the contribution of this part."""
+    def losses_from_sums(self, sums: Any, total: Any | None = None) -> Any:
+        """Return each sample's loss (n,); given `total`, p + t over the image, the share of this part."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
-        return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
+        return ((both - 2 * overlap) / ((both if total is None else total) + self.smooth)).sum(axis=1) / classes
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
@@ -67,7 +67,7 @@ class Dice(Cost):
     def _one_hot_and_mask(self, y: Any, targets: Any) -> tuple[Any, Any]:
         """Return the targets, 0 in ignored cells, and the mask of counted cells."""
         xp = namespace(y)
-        if is_dense(y.shape, targets, self.ignore_index):
+        if are_dense_targets(y.shape, targets, self.ignore_index):
             return xp.asarray(targets), 1.0
         labels, keep = mask_ignored(targets, self.ignore_index)
         t = one_hot(labels, y).astype(y.dtype)

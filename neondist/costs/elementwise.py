@@ -15,7 +15,7 @@ from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry.ranges import NotNegative, Positive
 from .base import Cost, TileSum, no_reduction
-from .labels import is_dense, mask_ignored, one_hot, targets_as_values
+from .labels import are_dense_targets, mask_ignored, one_hot, targets_as_values
 
 
 class Regression(Cost):
@@ -210,7 +210,7 @@ class BCE(Cost):
         """Return the targets as numbers, the weights of positive ones, and the mask of counted cells."""
         xp, outputs = namespace(y), y.shape[-1]
         positive = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
-        if targets.dtype.kind == "f" or is_dense((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
+        if targets.dtype.kind == "f" or are_dense_targets((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
             return targets_as_values(y, targets), positive, 1.0
         labels, keep = mask_ignored(targets, self.ignore_index)
         t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(labels, y).astype(y.dtype)

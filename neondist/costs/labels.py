@@ -11,7 +11,7 @@ from ..arrays.namespace import namespace
 from ..errors import DataError, ShapeError
 
 
-def is_dense(shape: Sequence[int], targets: Any, ignore_index: int | None = None) -> bool:
+def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | None = None) -> bool:
     """Return whether `targets` has one value per output (one-hot, probabilities), and not one label per cell.
 
     Parameters
@@ -68,19 +68,19 @@ def targets_as_values(y: Any, targets: Any) -> Any:
     xp = namespace(y)
     if y.shape[-1] == 1 and targets.shape == y.shape[:-1]:
         targets = targets[..., None]
-    if is_dense(y.shape, targets):
+    if are_dense_targets(y.shape, targets):
         return xp.asarray(targets, y.dtype)
     return one_hot(targets, y).astype(y.dtype)
 
 
 def targets_as_labels(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return integer labels of the shape of `y` without its last axis; argmax of dense targets."""
-    return targets.argmax(axis=-1) if is_dense(y.shape, targets) else targets
+    return targets.argmax(axis=-1) if are_dense_targets(y.shape, targets) else targets
 
 
 def are_class_targets(y: np.ndarray, targets: np.ndarray) -> bool:
     """Return whether `targets` are labels, one-hot vectors or probabilities, and not regression targets."""
-    if not is_dense(y.shape, targets):
+    if not are_dense_targets(y.shape, targets):
         return True
     sums = targets.sum(axis=-1, dtype=np.float64)
     return bool(targets.min(initial=0) >= 0 and np.allclose(sums, 1, rtol=0, atol=1e-3))

@@ -1,4 +1,4 @@
-"""Half the squared distance."""
+"""Half the sum of squared differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .elementwise import Regression
 
 
 class SumSquared(Regression):
-    """Half the sum of squared differences; the mean is over the batch only, unlike MSE's over all elements.
+    """Half the sum of squared differences, averaged over the batch only; MSE averages over all elements.
 
     Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers with the shape of `y`, or, for
     one output, without the last axis; integer labels for several outputs stand for one-hot vectors.

@@ -8,7 +8,7 @@ from copy import copy
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from ..comm import ProcessGrid, agree
+from ..comm import ProcessGrid, raise_if_any_failed
 from ..comm.argument_text import describe_object
 from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import FieldMetadata
@@ -139,7 +139,7 @@ class Dataset(Registered, ABC):
             for transform in augment:
                 transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
-            reading = Overlapping.one(self.sample_shape[:-1], tile.input_box) if augment else None
+            reading = Overlapping.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
             self.train, *validation, self.test = self.open_splits(grid.with_tiles(reading))
             self.validation = validation[0] if validation else None
             if self.validation is None and self._validation_share is not None:
@@ -160,7 +160,7 @@ class Dataset(Registered, ABC):
             )
         except Exception as caught:
             error = caught
-        agree(grid.world, error)
+        raise_if_any_failed(grid.world, error)
 
     def shard(self: AnyDataset, num_shards: int, index: int) -> AnyDataset:
         """Return the data set restricted to one shard of the training samples; other splits stay whole.
@@ -196,7 +196,7 @@ class Dataset(Registered, ABC):
                 shard._keep_shard(num_shards, index, self._grid)
             except UserError as problem:
                 error = problem
-            agree(self._grid.world, error)
+            raise_if_any_failed(self._grid.world, error)
         return shard
 
     def _keep_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
@@ -234,9 +234,9 @@ class Dataset(Registered, ABC):
         """Return the number of training samples held out for validation; DataError if none would remain."""
         return count_held_out("validation", self._validation_share or 0, samples)
 
-    def fingerprint(self) -> list[str]:
+    def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""
-        lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
+        lines = [f"{name} split: {split.properties_equal_on_all_ranks()}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content_hash}"] if self.content_hash else [])]
 
     def close(self) -> None:

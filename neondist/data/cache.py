@@ -85,8 +85,8 @@ def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, ext
     return json.dumps(key, sort_keys=True)
 
 
-def load_or_build(path: Path, stamp: str, build: Callable[[], ArraysByName]) -> ArraysByName:
-    """Return the arrays cached in `path` with the fingerprint `stamp`; otherwise `build` and cache them.
+def load_or_build(path: Path, fingerprint: str, build: Callable[[], ArraysByName]) -> ArraysByName:
+    """Return the arrays cached in `path` with this fingerprint; otherwise `build` and cache them.
 
     Raises
     ------
@@ -95,10 +95,10 @@ def load_or_build(path: Path, stamp: str, build: Callable[[], ArraysByName]) -> 
     """
     with suppress(OSError):  # missing, or reading and writing report the error
         _require_own_file(path, os.stat(path))
-    arrays = read_cache(path, stamp)
+    arrays = read_cache(path, fingerprint)
     if arrays is None:
         arrays = build()
-        write_cache(path, stamp, arrays)
+        write_cache(path, fingerprint, arrays)
     return arrays
 
 
@@ -117,7 +117,7 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
         )
 
 
-def read_cache(path: Path, stamp: str) -> ArraysByName | None:
+def read_cache(path: Path, fingerprint: str) -> ArraysByName | None:
     """Return the arrays in `path`; None if it is missing, damaged, outdated, or writable by other users."""
     try:
         opened = open_regular(path)
@@ -126,16 +126,16 @@ def read_cache(path: Path, stamp: str) -> ArraysByName | None:
     with opened:
         _require_own_file(path, os.fstat(opened.fileno()))  # the file may have been replaced since the first check
         with suppress(Exception):  # HDF5 may raise nearly any error for a damaged file; the cache is rebuilt
-            return _read_verified(opened, stamp)
+            return _read_verified(opened, fingerprint)
     return None
 
 
-def _read_verified(opened: BinaryIO, stamp: str) -> ArraysByName | None:
+def _read_verified(opened: BinaryIO, fingerprint: str) -> ArraysByName | None:
     import h5py
 
     is_shared = os.fstat(opened.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     with h5py.File(opened, "r") as file:
-        if is_shared or hdf5.get_text_attribute(file.attrs, "stamp") != stamp:
+        if is_shared or hdf5.get_text_attribute(file.attrs, "stamp") != fingerprint:
             return None
         sums: dict[str, str] = json.loads(hdf5.get_text_attribute(file.attrs, "checksums"))
         entries = {name: hdf5.find_object(file, name) for name in sums}
@@ -143,7 +143,7 @@ def _read_verified(opened: BinaryIO, stamp: str) -> ArraysByName | None:
     return arrays if checksums(arrays) == sums else None
 
 
-def write_cache(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write_cache(path: Path, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write the arrays atomically to `path`; DataError if it cannot be written, or is another kind of file."""
     if _is_not_a_cache(path):
         raise DataError(
@@ -153,7 +153,7 @@ def write_cache(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> Non
         with hdf5.NewHDF5File(path, private=True) as new:
             for name, array in arrays.items():
                 new.file[name] = array
-            hdf5.put_text_attribute(new.file.attrs, "stamp", stamp)
+            hdf5.put_text_attribute(new.file.attrs, "stamp", fingerprint)
             hdf5.put_text_attribute(new.file.attrs, "checksums", json.dumps(checksums(arrays)))
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -199,13 +199,13 @@ def _describe_source(path: Path) -> list[str | int]:
 
 
 _FORMAT_SPEC = re.compile(r"(0?[1-9])?d?")  # limits the width: format strings could exhaust the memory
-_EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
+_PATH_EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
 
 
 def check_path_template(template: object) -> None:
     """Raise ConfigError unless `template` is a path whose only fields are {rank} and {size}."""
     if not isinstance(template, (str, os.PathLike)) or not os.fspath(template):
-        raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_EXAMPLE}")
+        raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_PATH_EXAMPLE}")
     text = os.fspath(template)
     try:
         unknown = _field_names(text) - {"rank", "size"}
@@ -217,12 +217,12 @@ def check_path_template(template: object) -> None:
             raise ValueError("it has a null character")
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"serialized_path: {text!r} is not a template ({error}); write it as a path, {_EXAMPLE}"
+            f"serialized_path: {text!r} is not a template ({error}); write it as a path, {_PATH_EXAMPLE}"
         ) from error
     if unknown:
         names = ", ".join("{" + name + "}" for name in sorted(unknown))
         raise ConfigError(
-            f"serialized_path: unknown field {names} in {text!r}; only {{rank}} and {{size}} are allowed, {_EXAMPLE}"
+            f"serialized_path: unknown field {names} in {text!r}; only {{rank}} and {{size}} are valid, {_PATH_EXAMPLE}"
         )
 
 
@@ -233,7 +233,7 @@ def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
     if grid.size > 1 and "rank" not in _field_names(text):
         raise ConfigError(
             f"serialized_path: {text!r} has no {{rank}}, but each of the {grid.size} ranks needs a file of its own; add"
-            f" {{rank}} to the name, {_EXAMPLE}"
+            f" {{rank}} to the name, {_PATH_EXAMPLE}"
         )
     return Path(os.path.expanduser(text.format(rank=grid.rank, size=grid.size)))
 

@@ -27,25 +27,25 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     return (1, *(_chunk_extent(n, n / pieces_per_axis, max_ratios) for n in spatial), channels)
 
 
-def cells_read(n: int, chunk: int, parts: int) -> int:
-    """Return the total number of cells that `parts` tiles of an axis of n cells read from chunks of `chunk` cells."""
+def cells_read(extent: int, chunk: int, parts: int) -> int:
+    """Return the number of cells that `parts` tiles of an axis of `extent` cells read from chunks of `chunk` cells."""
     total = 0
-    for lo, hi in (part_range(n, parts, part) for part in range(parts)):
+    for lo, hi in (part_range(extent, parts, part) for part in range(parts)):
         if hi > lo:
-            total += min(n, ceil(hi / chunk) * chunk) - lo // chunk * chunk
+            total += min(extent, ceil(hi / chunk) * chunk) - lo // chunk * chunk
     return total
 
 
-def _chunk_extent(n: int, target: float, max_ratios: dict[int, float]) -> int:
-    candidates = range(max(1, int(target / 8)), min(n, int(target * 8)) + 1)
+def _chunk_extent(extent: int, target: float, max_ratios: dict[int, float]) -> int:
+    candidates = range(max(1, int(target / 8)), min(extent, int(target * 8)) + 1)
     allowed = [
         c
-        for c in {*candidates, ceil(n / 2), max(1, n // 16)}
-        if all(cells_read(n, c, p) <= excess * n for p, excess in max_ratios.items())
+        for c in {*candidates, ceil(extent / 2), max(1, extent // 16)}
+        if all(cells_read(extent, c, p) <= excess * extent for p, excess in max_ratios.items())
     ]
 
     def cost(chunk: int) -> float:
-        thirds, quarters = (cells_read(n, chunk, parts) / n - 1 for parts in (3, 4))
+        thirds, quarters = (cells_read(extent, chunk, parts) / extent - 1 for parts in (3, 4))
         return abs(log(chunk / target)) + thirds + quarters
 
     return min(sorted(allowed), key=cost)

@@ -29,10 +29,10 @@ def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray
     return np.where(missing, fill, cells).astype(cells.dtype)
 
 
-def normalise(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
-    """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
+def normalise(raw: ArrayLike, factor: Sequence[float], subtrahend: Sequence[float], dtype: DTypeLike) -> np.ndarray:
+    """Return `raw` (n, *tile, C) times `factor` minus `subtrahend`, each one number or one per channel, contiguous."""
     raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
-    scale, shift = np.asarray(factor, out.dtype), np.asarray(offset, out.dtype)
+    scale, shift = np.asarray(factor, out.dtype), np.asarray(subtrahend, out.dtype)
     rows, target = raw, out
     if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
         rows, target = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes

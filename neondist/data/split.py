@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..arrays.rng import shuffled
+from ..arrays.rng import shuffled_indices
 from ..errors import ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import Box
@@ -89,14 +89,14 @@ class Split:
         sample_numbers = _as_index_array(indices)
         if self._augmented is not None:
             return self._augmented.images(partial(self._read_cells, dtype), sample_numbers, self.epoch)
-        return normalise(self.tiles[sample_numbers], *self.factor_and_offset, dtype)
+        return normalise(self.tiles[sample_numbers], *self.factor_and_subtrahend, dtype)
 
     def lazy_images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
         """Return the same images, to be read and normalised on demand, strip by strip."""
         return _LazyImages(self, _as_index_array(indices), np.dtype(dtype))
 
     def _read_cells(self, dtype: DTypeLike, sample_numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return normalise(read_cells(self.tiles, sample_numbers, cells), *self.factor_and_offset, dtype)
+        return normalise(read_cells(self.tiles, sample_numbers, cells), *self.factor_and_subtrahend, dtype)
 
     def augment_with(self, tile: AugmentedTile) -> Split:
         """Return a split that returns `tile` of the samples, augmented from the cells of this split."""
@@ -122,13 +122,13 @@ class Split:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order of training samples in an epoch (int, shape (N,)), the same on every rank."""
-        return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
+        return shuffled_indices(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
-    def fingerprint(self) -> str:
+    def properties_equal_on_all_ranks(self) -> str:
         """Return the properties that agree on all ranks as text: size, scale, and labels that are not maps."""
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
-        factor, offset = self.factor_and_offset
+        factor, offset = self.factor_and_subtrahend
         return f"{len(self)} samples, times {factor} minus {offset}{labels}"
 
     def normalise(self, mean: ArrayLike, std: ArrayLike, scale: float = 1.0) -> None:
@@ -137,7 +137,7 @@ class Split:
         self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
 
     @property
-    def factor_and_offset(self) -> tuple[list[float], list[float]]:
+    def factor_and_subtrahend(self) -> tuple[list[float], list[float]]:
         """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
         return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
 

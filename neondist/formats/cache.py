@@ -13,12 +13,12 @@ class ChunkCache:
 
     Parameters
     ----------
-    nbytes : int
+    capacity_bytes : int
         Capacity.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._cached_bytes = nbytes, 0
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes, self._cached_bytes = capacity_bytes, 0
         self._chunks = OrderedDict[Hashable, np.ndarray]()
 
     def get(self, key: Hashable) -> np.ndarray | None:
@@ -31,5 +31,5 @@ class ChunkCache:
         """Add a chunk, and evict the least recently used ones."""
         self._chunks[key] = chunk
         self._cached_bytes += chunk.nbytes
-        while self._cached_bytes > self.nbytes:
+        while self._cached_bytes > self.capacity_bytes:
             self._cached_bytes -= self._chunks.popitem(last=False)[1].nbytes

@@ -34,7 +34,7 @@ _DAYS_BEFORE_MONTH = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 """days of a common year before each month"""
 
 
-def seconds_since(where: str, values: Any, units: str, calendar: str = "standard") -> np.ndarray:
+def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "standard") -> np.ndarray:
     """Convert times to seconds since an epoch that depends only on the calendar.
 
     Parameters

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import DataError
 from .base import TileSource
-from .cf_time import seconds_since
+from .cf_time import seconds_of_cf_times
 from .conventions import AuxiliaryVariable, attribute_text, unreadable_attribute_text
 from .packing import PACKING_ATTRIBUTES, Packing
 
@@ -66,7 +66,7 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     values = np.asarray(unpacked_values(where, coord), np.float64)
     if coord.values is not None and coord.values.dtype.kind in "iu":
         values[_missing_mask(coord)] = np.nan
-    return seconds_since(f"{where}:{coord.name}", values, units, calendar_of(coord))
+    return seconds_of_cf_times(f"{where}:{coord.name}", values, units, calendar_of(coord))
 
 
 def _require_readable(where: str, coord: AuxiliaryVariable, *names: str) -> None:

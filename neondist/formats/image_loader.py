@@ -119,7 +119,7 @@ class ImageLoader:
         cells = self.load(path)
         return cells.shape, cells.dtype
 
-    def metadata(self, path: Path) -> dict[str, Any]:
+    def embedded_metadata(self, path: Path) -> dict[str, Any]:
         """Return metadata: resolution, EXIF, colour profile, texts."""
         with _opened_image(path, None) as image:
             info = image.info

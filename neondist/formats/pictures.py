@@ -30,7 +30,7 @@ class PictureSource(TileSource):
         self._decoded_cells: np.ndarray | None = None
         self._path = path
         super().__init__(
-            path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape, metadata=ImageLoader().metadata(path)
+            path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape, metadata=ImageLoader().embedded_metadata(path)
         )
 
     def _read(self, cells: Cells) -> np.ndarray:

@@ -13,7 +13,7 @@ from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
 from .lattice import Cells, Lattice, Range, as_ranges, clip_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
-from .plan import HaloPlan, Level, PartKinds, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
+from .plan import HaloPlan, KeyDetail, PartKinds, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
 from .regions import Overlapping, hull_of_ranges, hull_partition, source_cells, view_cells
 from .transfer import DimRequest, Piece, Transfer
 from .upsampling import Upsampling
@@ -28,8 +28,8 @@ __all__ = [
     "GridShape",
     "HaloPlan",
     "IndexMap",
+    "KeyDetail",
     "Lattice",
-    "Level",
     "Overlapping",
     "PartKinds",
     "Partition",

@@ -72,10 +72,10 @@ class Box:
         """Return the box in the coordinates of an array whose first cell is origin.lo."""
         return self.shift([-o for o in origin.lo])
 
-    def outside(self, inner: Box) -> list[Box]:
-        """Return disjoint boxes that cover the cells not in `inner`."""
+    def difference(self, other: Box) -> list[Box]:
+        """Return disjoint boxes that cover the cells not in `other`."""
         boxes, lo, hi = [], self.lo, self.hi
-        for axis, (first, end) in enumerate(inner.axes()):
+        for axis, (first, end) in enumerate(other.axes()):
             below = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])
             above = (*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :])
             boxes += [Box(lo, below), Box(above, hi)]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from ..errors import ConfigError, GridError
+from ..terminal.console import counted
 from .partition import Partition, factorisations, part_range
 from .regions import Overlapping
 
@@ -127,10 +128,10 @@ def grid_shape(
 def _mismatch_message(
     ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, choices: list[tuple[int, ...]]
 ) -> str:
-    requested = f"{replicas} replicas x " + (f"{planes} planes x " if planes > 1 else "")
-    requested += f"{rows or 'any'} rows x {cols or 'any'} cols"
+    requested = f"replicas: {replicas}, " + (f"planes: {planes}, " if planes > 1 else "")
+    requested += f"rows: {rows or 'any'}, cols: {cols or 'any'}"
+    problem = f"grid ({requested}) does not match {counted(ranks, 'rank')}"
     if choices:
-        fits = ", ".join(f"{r} x {c}" for r, c in choices)
-        return f"grid {requested} does not match {ranks} ranks; rows x cols can be {fits}"
-    counts = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-    return f"grid {requested} does not match {ranks} ranks; replicas x planes must divide {ranks}: {counts}"
+        return f"{problem}; rows x cols can be " + ", ".join(f"{r} x {c}" for r, c in choices)
+    divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+    return f"{problem}; replicas x planes must divide {ranks}: {divisors}"

@@ -16,11 +16,11 @@ Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
 """Coordinates of a rank in a mesh; or, of a block, the ranges of its cuts."""
 
 
-def part_range(n: int, parts: int, i: int) -> Range:
-    """Return the half-open range of part i of n cells in `parts` parts; the first n % parts have one cell more."""
-    base, extra = divmod(n, parts)
-    lo = i * base + min(i, extra)
-    return lo, lo + base + (i < extra)
+def part_range(extent: int, parts: int, part: int) -> Range:
+    """Return the half-open range of one of `parts` parts of `extent` cells; the first parts have one cell more."""
+    base, extra = divmod(extent, parts)
+    lo = part * base + min(part, extra)
+    return lo, lo + base + (part < extra)
 
 
 def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:

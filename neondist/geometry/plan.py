@@ -19,7 +19,7 @@ from .partition import Partition
 from .transfer import AxisOverlap, DimRequest, Piece, Transfer
 from .window import Window
 
-Level: TypeAlias = Literal["messages", "extents", "all"]
+KeyDetail: TypeAlias = Literal["messages", "extents", "all"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class HaloPlan(TransferPlan):
     @property
     def prefilled(self) -> list[Box]:
         """Parts of the buffer to set to the fill value before the exchange: `outside`, or all around the own cells."""
-        return self.buffer.outside(self.own) if self.has_unused else self.outside
+        return self.buffer.difference(self.own) if self.has_unused else self.outside
 
     @property
     def has_unused(self) -> bool:
@@ -105,7 +105,7 @@ class HaloPlan(TransferPlan):
         if self.window.mode != "zeros":  # along other axes cells are copied, including outside this one
             axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
             kept = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
-        return self.buffer.outside(kept)
+        return self.buffer.difference(kept)
 
     @classmethod
     @lru_cache(maxsize=1024)  # shared by virtual ranks and by all plans of a model
@@ -136,7 +136,7 @@ class HaloPlan(TransferPlan):
     @classmethod
     @lru_cache(maxsize=512)
     def kinds(
-        cls, cells: Partition, window: Window, outputs: Partition | None = None, level: Level = "all"
+        cls, cells: Partition, window: Window, outputs: Partition | None = None, level: KeyDetail = "all"
     ) -> PartKinds:
         """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
 
@@ -171,7 +171,7 @@ class PartKinds(NamedTuple):
     axes: Sequence[Sequence[Hashable]]
 
     @property
-    def cross(self) -> list[int]:
+    def tiles_of_every_kind(self) -> list[int]:
         """Tiles that together cover every kind of each axis: some of those on the axes through tile 0."""
         tiles = {0}
         for axis, kinds in enumerate(self.axes):
@@ -206,7 +206,7 @@ class RepartitionPlan(TransferPlan):
         return cls(own, need, lambda: ([piece for piece in needed if piece.peer != rank], sent, local))
 
 
-class _Axis:
+class _AxisPlan:
     """One axis of the halo plans of all tiles.
 
     Attributes
@@ -239,10 +239,10 @@ class _Axis:
                 for lo, hi in self.sources
             )
         elif self.mode != "zeros":
-            used = [self._folded(part) for part in range(len(used))]
+            used = [self._fold_source_cells(part) for part in range(len(used))]
         return DimRequest(self.axis, source, self.axis, ranges, tuple(used), tuple(lo for lo, _ in self.sources))
 
-    def _folded(self, part: int) -> Cells:
+    def _fold_source_cells(self, part: int) -> Cells:
         """Return the cells inside the image from which the cells that outputs of a part depend on are filled."""
         used, (lo, hi) = self.used[part], self.needs[part]
         if hi - lo == sum(map(len, used)):
@@ -251,40 +251,40 @@ class _Axis:
             sorted({i if 0 <= i < self.n else fold_index(i, self.n, self.mode) for cells in used for i in cells})
         )
 
-    def kinds(self, level: Level) -> list[Hashable]:
+    def kinds(self, level: KeyDetail) -> list[Hashable]:
         """Return a key for each part that determines its plan up to `level`."""
-        key = {"messages": self._messages, "extents": self._extents, "all": self._kind}[level]
+        key = {"messages": self._message_key, "extents": self._extent_key, "all": self._full_key}[level]
         return [key(part) for part in range(len(self.own))]
 
     def _overlaps(self, part: int) -> list[list[AxisOverlap]]:
         return [] if self.partition.overlaps else [list(self.request.overlaps(part)), self.request.sent[part]]
 
-    def _messages(self, part: int) -> Hashable:
+    def _message_key(self, part: int) -> Hashable:
         return tuple(tuple((o.part == part, len(o.cells)) for o in overlaps) for overlaps in self._overlaps(part))
 
-    def _extents(self, part: int) -> Hashable:
+    def _extent_key(self, part: int) -> Hashable:
         own, need, seen = self.own[part], self.needs[part], self.sources[part]
         kept = min(own[0], need[0], seen[0]), max(own[1], need[1], seen[1])
         moves = [(bool(overlaps), any(o.part != part for o in overlaps)) for overlaps in self._overlaps(part)]
         return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *moves)
 
-    def _kind(self, part: int) -> Hashable:
+    def _full_key(self, part: int) -> Hashable:
         first, last = self.own[part]
         ends = (end - first for pair in (self.needs[part], self.sources[part]) for end in pair)
         moved = (tuple((o.part - part, shift_range(o.cells, -first)) for o in group) for group in self._overlaps(part))
         return (last - first, *ends, *moved)
 
 
-_axis = lru_cache(maxsize=512)(_Axis)  # shared by the plans of all tiles
+_cached_axis_plan = lru_cache(maxsize=512)(_AxisPlan)  # shared by the plans of all tiles
 
 
-def _axis_plans(partition: Partition, window: Window, outputs: Partition | None = None) -> list[_Axis]:
+def _axis_plans(partition: Partition, window: Window, outputs: Partition | None = None) -> list[_AxisPlan]:
     """Return all axes; by default the output is partitioned like the input."""
     if outputs is None and window.pointwise:
         outputs = partition
     elif outputs is None:
         outputs = Partition(window.output_extent(partition.extent), partition.parts, partition.copies)
-    return [_axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
+    return [_cached_axis_plan(partition, window, axis, outputs) for axis in range(len(partition.extent))]
 
 
 def needs_along(outputs: Partition, window: Window, axis: int) -> list[Range]:

@@ -28,7 +28,7 @@ class Overlapping(Partition):
         return hash((self.extent, self.ranges))  # cached: there may be thousands of ranges
 
     @classmethod
-    def one(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
+    def of_box(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
         """Return a single tile of an image."""
         return cls(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
 

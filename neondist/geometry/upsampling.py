@@ -35,9 +35,9 @@ class Upsampling(Window):
 
     def needs(self, out: Box) -> Box:
         """Return the input cells that the output cells `out` read; linear ones may extend one cell outside."""
-        first = [self.cell(axis, lo) for axis, lo in enumerate(out.lo)]
+        first = [self.source_cell(axis, lo) for axis, lo in enumerate(out.lo)]
         last = [
-            self.cell(axis, lo + n - 1) + self.kernel[axis] if n else at
+            self.source_cell(axis, lo + n - 1) + self.kernel[axis] if n else at
             for axis, (lo, n, at) in enumerate(zip(out.lo, out.shape, first, strict=True))
         ]
         return Box(tuple(first), tuple(last))
@@ -47,10 +47,10 @@ class Upsampling(Window):
         ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
         return (range(first, last),)
 
-    def cell(self, axis: int, o: int) -> int:
-        """Return the first input cell that output cell o reads."""
+    def source_cell(self, axis: int, output: int) -> int:
+        """Return the first input cell that output cell `output` reads."""
         f = self.factor[axis]
-        return (2 * o + 1 - f) // (2 * f) if self.linear else o // f
+        return (2 * output + 1 - f) // (2 * f) if self.linear else output // f
 
     def scale_factor(self, axis: int) -> tuple[int, int]:
         """Return (1, factor)."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..backends import Backend
 from ..comm import Exchange, Message, ProcessGrid
 from ..geometry import Box, HaloPlan, Lattice
-from .exchange import WHOLE, HaloExchange, Phase
+from .exchange import DEFAULT_PHASE, HaloExchange, Phase
 from .padding import add_padding_gradient, fill_padding
 from .policies.base import ExchangePolicy
 
@@ -18,7 +18,7 @@ Slots = tuple[Any, Any]
 """Allocators of the view and its gradient, called as `.array(shape)`; None: separate memory."""
 
 
-class Owner(Protocol):
+class BufferOwner(Protocol):
     """Interface that a buffer needs of its array."""
 
     grid: ProcessGrid
@@ -27,9 +27,9 @@ class Owner(Protocol):
     channels: int
     plan: HaloPlan
     policy: ExchangePolicy
-    reverse: bool
+    swaps_directions: bool
     memory: dict[tuple[int, str], dict[str, Any]]
-    recorded: list[tuple[str, Exchange]]
+    recorded_exchanges: list[tuple[str, Exchange]]
 
 
 class HaloBuffer:
@@ -44,11 +44,11 @@ class HaloBuffer:
         Gathering of halo cells from their owners, and its adjoint.
     """
 
-    def __init__(self, owner: Owner, samples: int, slots: Slots = (None, None)) -> None:
+    def __init__(self, owner: BufferOwner, samples: int, slots: Slots = (None, None)) -> None:
         self.owner, self.samples, self.plan, self.kernels = owner, samples, owner.plan, owner.backend.kernels
         plan = self.plan
-        self.cells, self._gradient_slot = self._new(slots[0]), slots[1]
-        self.phase = WHOLE
+        self.cells, self._gradient_slot = self._new_cells(slots[0]), slots[1]
+        self.phase = DEFAULT_PHASE
         self.gradient: Any = None
         self.dview: Any = None  # allocated at the first bprop
         self.owned_index, self.needed_index = self.index(plan.own), self.index(plan.need)
@@ -60,7 +60,7 @@ class HaloBuffer:
         self.wrapped = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
-        forward, backward = ("backward", "forward") if owner.reverse else ("forward", "backward")
+        forward, backward = ("backward", "forward") if owner.swaps_directions else ("forward", "backward")
         self.gather, self.scatter_add = (
             HaloExchange(self, direction, adds, owner.memory.setdefault((samples, direction), {}))
             for direction, adds in ((forward, False), (backward, True))
@@ -107,7 +107,7 @@ class HaloBuffer:
 
     def rebuild_view(self, slot: Any, saved: Any, write: Callable[[Any], None]) -> Any:
         """Rebuild the view in other memory from the border in `saved`; `write` fills in the tile."""
-        cells = self._new(slot)
+        cells = self._new_cells(slot)
         for index, part in self._border(saved):
             cells[index] = part
         write(cells[self.owned_index])
@@ -116,7 +116,7 @@ class HaloBuffer:
     def _border(self, saved: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
         """Yield the index of each box around the tile, and its part of `saved`."""
         start = 0
-        for box in self.plan.buffer.outside(self.plan.own):
+        for box in self.plan.buffer.difference(self.plan.own):
             elements = box.size * self.owner.channels
             yield self.index(box), saved[:, start : start + elements].reshape(-1, *box.shape, self.owner.channels)
             start += elements
@@ -124,7 +124,7 @@ class HaloBuffer:
     def zeroed_dview(self) -> Any:
         """Return the view's part of the gradient, with zeros around it."""
         if self.gradient is None:
-            self.gradient = self._new(self._gradient_slot)
+            self.gradient = self._new_cells(self._gradient_slot)
             self.dview, self.dtile = self.gradient[self.needed_index], self.gradient[self.owned_index]
         if self.plan.need != self.plan.buffer:
             self.gradient[...] = 0
@@ -136,7 +136,7 @@ class HaloBuffer:
         owner.policy.check_messages(elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
         exchange = owner.grid.tile_comm.create_exchange(sends, receives)
         exchange.observers = owner.grid.observers
-        owner.recorded.append((halo.direction, exchange))
+        owner.recorded_exchanges.append((halo.direction, exchange))
         return exchange
 
     def _exchange(self, halo: HaloExchange) -> None:
@@ -151,8 +151,8 @@ class HaloBuffer:
 
     def _count_started(self, direction: str) -> int:
         """Return the number of started exchanges of the array, over all its buffers."""
-        return sum(exchange.run_count for pass_, exchange in self.owner.recorded if pass_ == direction)
+        return sum(exchange.run_count for pass_, exchange in self.owner.recorded_exchanges if pass_ == direction)
 
-    def _new(self, slot: Any) -> Any:
+    def _new_cells(self, slot: Any) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels
         return slot.array(shape) if slot else self.owner.backend.xp.empty(shape, self.owner.dtype)

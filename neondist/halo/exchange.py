@@ -32,7 +32,7 @@ class Phase(NamedTuple):
     first_sample: int = 0
 
 
-WHOLE = Phase()
+DEFAULT_PHASE = Phase()
 """Phase of calls without one."""
 
 
@@ -93,10 +93,10 @@ class HaloExchange:
     def exchange(self) -> None:
         """Send and receive every cell, exactly."""
         if self.adds or self.buffer.kernels.packs_copies:
-            self._packed.start(self.outgoing())
-            self.unpack(self._packed.wait())
+            self._packed_exchange.start(self.outgoing())
+            self.unpack(self._packed_exchange.wait())
         else:
-            self._direct.run()
+            self._direct_exchange.run()
 
     def drop(self) -> None:
         """Send nothing: set cells of other tiles to zero, or drop their gradients."""
@@ -130,13 +130,13 @@ class HaloExchange:
         return PackedExchange(self, shape, dtype)
 
     @cached_property
-    def _direct(self) -> Exchange:
+    def _direct_exchange(self) -> Exchange:
         """Exchange directly between arrays."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
         return self.buffer.create_exchange(self, *ends)
 
     @cached_property
-    def _packed(self) -> PackedExchange:
+    def _packed_exchange(self) -> PackedExchange:
         return self.packed()
 
 

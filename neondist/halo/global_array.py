@@ -14,7 +14,7 @@ from ..errors import GridError, ShapeError
 from ..geometry import Box, HaloPlan, Partition, Window, part_range
 from ..registry.arguments import type_checked
 from .buffer import HaloBuffer, Slots
-from .exchange import WHOLE, HaloExchange, Phase
+from .exchange import DEFAULT_PHASE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
 from .redistribute import BoxesForSampleCount, boxes_of, redistribute
@@ -46,11 +46,11 @@ class GlobalArray:
         The tile and the view as boxes in image coordinates, and the image's extent.
     policy : ExchangePolicy
         The border scheme; default: exact halo exchange.
-    reverse : bool
+    swaps_directions : bool
         Whether the halo is added in fprop and gathered in bprop, as for a transposed convolution.
     memory : dict of (samples, direction) to dict
         State that the policy keeps between steps.
-    recorded : list of (direction, Exchange)
+    recorded_exchanges : list of (direction, Exchange)
         All exchanges, 'forward' or 'backward', with their run counts.
     reductions : Reductions
         Reductions over ranks performed for the array.
@@ -80,9 +80,9 @@ class GlobalArray:
         if window is not None:
             window.check(self.extent)
         self.policy: ExchangePolicy = Halo()
-        self.reverse = False
+        self.swaps_directions = False
         self.memory: dict[tuple[int, str], dict[str, Any]] = {}
-        self.recorded: list[tuple[str, Exchange]] = []
+        self.recorded_exchanges: list[tuple[str, Exchange]] = []
         self.reductions = Reductions(grid)
         self.repartition()
 
@@ -128,9 +128,9 @@ class GlobalArray:
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos sent by this rank since construction."""
-        return sum(exchange.run_count * exchange.bytes_sent for _, exchange in self.recorded)
+        return sum(exchange.run_count * exchange.bytes_sent for _, exchange in self.recorded_exchanges)
 
-    def get_fprop_view(self, tile: Any, phase: Phase = WHOLE) -> Any:
+    def get_fprop_view(self, tile: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the view that the window needs: this rank's tile with halo and padding.
 
         Parameters
@@ -151,7 +151,7 @@ class GlobalArray:
             return self._returned(tile)
         return self._returned(self.buffer(len(tile)).forward(tile, phase))
 
-    def get_bprop_view(self, dview: Any, phase: Phase = WHOLE) -> Any:
+    def get_bprop_view(self, dview: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
         Contributions of other ranks' windows are received and added; those of the padding are added to the cells it was
@@ -178,7 +178,7 @@ class GlobalArray:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
         if self.grid.size > 1:
-            self.grid.record_replicated("the array given to scatter", to_host(whole))
+            self.grid.record_replicated_array("the array given to scatter", to_host(whole))
         lo, hi = self.grid.sample_range(len(whole))
         return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
@@ -226,8 +226,7 @@ class GlobalArray:
 
     def owned_part(self, tile: Any) -> Any:
         """Return the part of an array on this rank's tile that no other rank also holds."""
-        own = self.grid.tile_box(self.extent).relative_to(self.own)
-        return tile[(slice(None), *own.slices)]
+        return tile[(slice(None), *self.grid.tile_box(self.extent).relative_to(self.own).slices)]
 
     def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over tiles (and replicas) of values that each rank computed on its own cells.
@@ -264,7 +263,7 @@ class GlobalArray:
 
     def wait_for_messages(self) -> None:
         """Wait for all pending messages, so that none arrives in a released buffer."""
-        for _, exchange in self.recorded:
+        for _, exchange in self.recorded_exchanges:
             exchange.finish()
 
     def scheme_state(self) -> dict[tuple[int, str], list[Any]]:

@@ -66,7 +66,7 @@ class Journal:
         differ = [name for name in expected if expected[name] != recorded.get(name)]
         if differ and not overwrite:
             raise OutputError(
-                f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
+                f"{self.path}: belongs to a job with different {' and '.join(differ)}; give the same to"
                 " resume it, or start over (--overwrite)"
             )
         return set() if differ else set(self._completed_parts)

@@ -17,7 +17,7 @@ from pathlib import Path
 from .mpirun import Mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
-USER_TMPDIR = "NEONDIST_TMPDIR"
+USER_TMPDIR_VARIABLE = "NEONDIST_TMPDIR"
 """Environment variable that passes the user's TMPDIR to the ranks."""
 # end of file without a word: a process was killed, and a rank starting MPI may recreate the folders
 _REMOVE_SCRIPT = (
@@ -56,7 +56,7 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
         yield JobFolders()
         return
     folders = [tempfile.mkdtemp(prefix=FOLDER_PREFIX)]
-    variables = {"TMPDIR": folders[0], USER_TMPDIR: env.get("TMPDIR", "")}
+    variables = {"TMPDIR": folders[0], USER_TMPDIR_VARIABLE: env.get("TMPDIR", "")}
     if BACKING_DIR_VARIABLE not in env and os.access(SHARED_MEMORY, os.W_OK):
         folders.append(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
         variables[BACKING_DIR_VARIABLE] = folders[-1]
@@ -87,7 +87,7 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
 
 def restore_tmpdir(env: MutableMapping[str, str]) -> None:
     """Restore the user's own TMPDIR in a rank, after mpirun has read MPI's."""
-    tmpdir = env.pop(USER_TMPDIR, None)
+    tmpdir = env.pop(USER_TMPDIR_VARIABLE, None)
     if tmpdir is None:
         return
     env.pop("TMPDIR", None)

@@ -52,8 +52,7 @@ class NoticeFilter:
     @property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes whose daemons mpirun has lost."""
-        names = [name.decode(errors="replace") for name in _LOST_NODE.findall(self.notices)]
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(name.decode(errors="replace") for name in _LOST_NODE.findall(self.notices)))
 
     @property
     def signals_by_rank(self) -> dict[int, str]:

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..io.generation_log import GenerationLog
 from ..system.job import GENERATION
 from ..system.signals import STOPPED_EXIT_CODE
-from ..terminal.console import say
+from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from . import restarts
 from .launch import launch, monitor_addresses, report_loss
@@ -35,7 +35,7 @@ def run_generations(
     start: StartGeneration = launch,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Run the job of a command, generation after generation, and return the exit code.
+    """Run a command's job, one generation at a time, and return the exit code.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def run_generations(
     experiment : FitExperiment or None
         None: a script, which manages its own checkpoints.
     start, sleep : callable
-        Replacements of `launch` and time.sleep in tests.
+        Replacements for `launch` and time.sleep in tests.
     """
     arguments.signals.needs_cleanup = True
     log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
@@ -106,7 +106,7 @@ class _SupervisedRun:
             else:
                 if ending.loss:
                     self.log_event("loss", what=ending.loss)
-                    self.snapshot_keepers.exit_message = ""  # for --resume
+                    self.snapshot_keepers.exit_message = ""  # keep the snapshots for --resume
                 return report_loss(ending, self.arguments)
 
     @property
@@ -132,19 +132,19 @@ class _SupervisedRun:
             return self.start(arguments, self.received_signals, variables, watcher.has_changed)
 
     def report_loss(self, members: Members, ending: JobEnding) -> None:
-        """Report a loss and the source of the next generation."""
+        """Report a loss, and what the next generation resumes from."""
         self.restarts += 1
         self.loss_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
         self.log_event("loss", what=ending.loss, host=", ".join(hosts) or None)
-        number, left_out = f"restart {self.restarts} of {self.arguments.restarts}", ""
+        number, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
-            left_out = f"; {', '.join(hosts)} {verb} left out for {self.roster.host_pool.cool_down:g} s"
-        say(f"{number}: {ending.loss}{left_out}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
+            excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cool_down:g} s"
+        say(f"{number}: {ending.loss}{excluded}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
 
     def report_change(self, members: Members) -> None:
-        """Report a change of hosts and the source of the next generation."""
+        """Report a change of hosts, and what the next generation resumes from."""
         slots = self.roster.host_pool.usable_hosts() if self.roster.host_pool is not None else {}
         before = members.hosts or {}
         added = [host for host, count in slots.items() if count > before.get(host, 0)]
@@ -159,9 +159,9 @@ class _SupervisedRun:
             self.roster.host_pool.refresh()
         members = self.roster.choose_members()
         return (
-            f"{self.roster.min_ranks} ranks or more, once there are hosts"
+            f"{counted(self.roster.min_ranks, 'rank')} or more, once enough hosts are available"
             if members is None
-            else f"{members.ranks} ranks"
+            else counted(members.ranks, "rank")
         )
 
     def describe_spares(self, members: Members) -> str:
@@ -171,16 +171,16 @@ class _SupervisedRun:
             return ""
         text = f"; {members.spares} of {self.roster.spares} spare slots"
         if before and not members.spares:
-            effect = "reduces the number of ranks" if self.roster.elastic else "suspends the run until there are hosts"
+            effect = "reduces the number of ranks" if self.roster.elastic else "suspends the run until a host joins"
             text += f": none left; the next failure {effect}"
         return text
 
     def prepare_restart(self) -> str:
-        """Make the next generation resume from the newest checkpoint, if any; describe its source."""
+        """Make the next generation resume from the newest checkpoint, if any; describe what it resumes from."""
         if self.experiment is None:
             return "restarting the script"
         checkpoints = self.find_checkpoints()
-        # removed checkpoints, and earlier ones unless the run resumes, belong to the run that it replaces
+        # ignore checkpoints of the run that is being replaced
         if checkpoints.items() - self.checkpoints_before.items() or (checkpoints and self.has_own_checkpoint):
             self.has_own_checkpoint = True
             name = restarts.restore_newest(self.arguments.folder).name
@@ -206,14 +206,14 @@ class _SupervisedRun:
             say(f"stopped while waiting for hosts: received {self.received_signals[0]}; continue with --resume")
             return STOPPED_EXIT_CODE
         say(
-            f"error: gave up after {self.wait_limit:g} s: {describe_shortage(self.roster)}; start it again"
-            f"{'' if self.experiment is None else ' with --resume'} once there are hosts, or lower --elastic or -n",
+            f"error: gave up after {self.wait_limit:g} s: {describe_shortage(self.roster)}; rerun the command"
+            f"{'' if self.experiment is None else ' with --resume'} once hosts are available, or lower --elastic or -n",
             sys.stderr,
         )
         return 1
 
     def report_wait(self, text: str) -> None:
-        """Report what the run waits for."""
+        """Report what the run is waiting for."""
         self.log_event("wait", what=text)
         say(text)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import ResourceSpec
-from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, fill_hosts, find_unusable_hosts, slots_by_node
+from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, fill_slots, find_unusable_hosts, slots_by_node
 from ..errors import LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS, Job
 from ..terminal.console import counted, say
@@ -127,10 +127,10 @@ def _resolve_ranks(arguments: argparse.Namespace) -> None:
     if slots < least and not source.is_script:
         option = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
         alternative = "give at most that many, or " if slots else ""
-        raise LaunchError(f"{option}: {source.path} has {slots} slots for ranks; {alternative}list more hosts")
+        raise LaunchError(f"{option}: {source.path} has {counted(slots, 'slot')}; {alternative}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
-            f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are needed for ranks; give"
+            f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and ranks need at least {least}; give"
             f" --spares {slots - least} at most, or list more hosts"
         )
 
@@ -176,7 +176,7 @@ class RankRoster:
         slots = sum(usable.values())
         members = self._largest_fitting(max(slots - self.spares, min(self._size_to_keep, slots)))
         return members and Members(
-            members.ranks, fill_hosts(usable, members.ranks), min(self.spares, slots - members.ranks)
+            members.ranks, fill_slots(usable, members.ranks), min(self.spares, slots - members.ranks)
         )
 
     def keep_size_of(self, members: Members) -> None:
@@ -192,7 +192,7 @@ class RankRoster:
             fewer = self._largest_fitting(self.ranks - 1)
             self.ranks = fewer.ranks if fewer is not None else self.ranks
             return []
-        hosts = [self.host_pool.match_host(node) for node in lost_nodes] or [
+        hosts = [self.host_pool.listed_host_of(node) for node in lost_nodes] or [
             members.host_of_rank(rank) for rank in silent_ranks
         ]
         excluded = []
@@ -226,7 +226,7 @@ class RankRoster:
         if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
         return find_unusable_hosts(
-            fill_hosts(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
+            fill_slots(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
         )
 
     @property
@@ -349,7 +349,7 @@ def describe_shortage(roster: RankRoster) -> str:
     if roster.host_pool is None:
         return f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {roster.max_ranks}"
     slots, cooling = sum(roster.host_pool.usable_hosts().values()), roster.host_pool.excluded_hosts()
-    text = f"there is room for {slots} ranks, but at least {roster.min_ranks} are needed"
+    text = f"there is room for {counted(slots, 'rank')}, but at least {roster.min_ranks} are needed"
     if slots >= roster.min_ranks:
         most = min(slots, roster.max_ranks)
         text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {most}"

@@ -17,7 +17,7 @@ from ..system.heartbeat import BEAT_INTERVAL, CONNECT_TIMEOUT, NONCE_BYTES, PROO
 
 LEASE = 15.0
 """seconds without a heartbeat after which a rank is lost"""
-EXITED_UNREPORTED = "exited without reporting an error: killed, crashed, or os._exit was called"
+EXITED_UNREPORTED = "exited without reporting an error: it was killed, crashed, or called os._exit"
 LOOPBACK = "127.0.0.1"
 _SELECT_TIMEOUT = 0.5
 _MAX_LINE_BYTES = 512

@@ -14,8 +14,8 @@ from ..geometry import part_range
 from ..system import threads
 from ..system.job import Job
 
-PIN_SWITCH = "NEONDIST_PIN"
-CPUS = "NEONDIST_CPUS"
+PIN_VARIABLE = "NEONDIST_PIN"
+CPUS_VARIABLE = "NEONDIST_CPUS"
 """Environment variable of the ranks: all CPUs that they share, in order of assignment."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -26,13 +26,13 @@ def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)
     if explain_unpinned(env) or ranks * thread_count > threads.count_cores():
         return {}
-    return {CPUS: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}
+    return {CPUS_VARIABLE: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}
 
 
 def explain_unpinned(env: Mapping[str, str]) -> str:
     """Return the reason why ranks stay unbound regardless of their number; '' if there is none."""
-    if env.get(PIN_SWITCH, "").lower() in ("no", "0", "off", "false"):
-        return f"{PIN_SWITCH}={env[PIN_SWITCH]}"
+    if env.get(PIN_VARIABLE, "").lower() in ("no", "0", "off", "false"):
+        return f"{PIN_VARIABLE}={env[PIN_VARIABLE]}"
     if not hasattr(os, "sched_setaffinity"):
         return "this system does not support CPU affinity"
     if threads.count_cores() < len(os.sched_getaffinity(0)):
@@ -66,4 +66,4 @@ def pin_rank(job: Job, env: Mapping[str, str]) -> None:
 
 def shared_cpus(env: Mapping[str, str]) -> list[int]:
     """Return the CPUs shared by all ranks, in order; empty if unbound."""
-    return [int(cpu) for cpu in env.get(CPUS, "").split(",") if cpu.isdecimal()]
+    return [int(cpu) for cpu in env.get(CPUS_VARIABLE, "").split(",") if cpu.isdecimal()]

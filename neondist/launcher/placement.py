@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .. import safe_path
 from ..cluster import ResourceSpec
-from ..cluster.hosts import fill_hosts, slots_by_node
+from ..cluster.hosts import fill_slots, slots_by_node
 from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, raise_on_problems
 from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
@@ -152,7 +152,7 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
             f"-n {ranks}: the resource file has {resources.replicas} devices; give at most that many ranks, or list"
             " more cpus or gpus"
         )
-    return fill_hosts(slots_by_node(resources), ranks)
+    return fill_slots(slots_by_node(resources), ranks)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def _run_and_report_errors(
     except RemoteError:  # reported by the rank that failed
         return 1
     except UserError as error:
-        if agreed or error.agreed:
+        if agreed or error.raised_on_all_ranks:
             if world.rank == 0:
                 print_error(error)
             return 2

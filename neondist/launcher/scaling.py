@@ -47,14 +47,14 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
 def check_demand(demand: Demand, source: HostSource | None) -> None:
     """Raise an error if a job can never reach its maximum; the list of a script may grow."""
     hosts = read_slots(source)
-    slots, capacity = sum(hosts.values()), sum(slots // demand.width for slots in hosts.values())
-    if demand.high > capacity and (source is None or not source.is_script):
+    slots, capacity = sum(hosts.values()), sum(slots // demand.slots_per_worker for slots in hosts.values())
+    if demand.max_workers > capacity and (source is None or not source.is_script):
         place = f"{source.path} lists" if source is not None else "this machine has"
-        tiles_text = f" of {demand.width} tiles" if demand.width > 1 else ""
+        tiles_text = f" of {demand.slots_per_worker} tiles" if demand.slots_per_worker > 1 else ""
         remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
-            f"--num-workers {demand.low}:{demand.high}: {place} {slots} slots, too few for {demand.high} workers"
-            f"{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
+            f"--num-workers {demand.min_workers}:{demand.max_workers}: {place} {slots} slots, too few for"
+            f" {demand.max_workers} workers{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 
@@ -128,7 +128,7 @@ class ElasticSlots:
 
     def release_reason(self) -> str:
         """Describe the reason for the release of workers."""
-        used = self._table.workers * self._table.demand.width
+        used = self._table.workers * self._table.demand.slots_per_worker
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job waits"
 
     def free_slots(self, host: str, permanently: bool) -> None:

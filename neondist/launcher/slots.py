@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,15 @@ class Demand:
 
     Attributes
     ----------
-    low, high : int
+    min_workers, max_workers : int
         Minimum and maximum number of workers.
-    width : int
+    slots_per_worker : int
         Slots of each worker.
     """
 
-    low: int
-    high: int
-    width: int = 1
+    min_workers: int
+    max_workers: int
+    slots_per_worker: int = 1
 
 
 def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
@@ -64,17 +64,17 @@ def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
     shares, free = [0] * len(demands), slots
     admitted: list[int] = []
     for index, demand in enumerate(demands):
-        if demand.low * demand.width > free:
+        if demand.min_workers * demand.slots_per_worker > free:
             break
-        shares[index] = demand.low
-        free -= demand.low * demand.width
+        shares[index] = demand.min_workers
+        free -= demand.min_workers * demand.slots_per_worker
         admitted.append(index)
     while admitted:
-        admitted = [index for index in admitted if shares[index] < demands[index].high and demands[index].width <= free]
+        admitted = [i for i in admitted if shares[i] < demands[i].max_workers and demands[i].slots_per_worker <= free]
         if admitted:
-            poorest = min(admitted, key=lambda index: shares[index] * demands[index].width)
+            poorest = min(admitted, key=lambda index: shares[index] * demands[index].slots_per_worker)
             shares[poorest] += 1
-            free -= demands[poorest].width
+            free -= demands[poorest].slots_per_worker
     return shares
 
 
@@ -89,10 +89,11 @@ class _Entry:
     @property
     def is_waiting(self) -> bool:
         """Whether the job has less than its minimum."""
-        return self.held.total() < self.demand.low
+        return self.held.total() < self.demand.min_workers
 
     def format(self) -> bytes:
-        return json.dumps({"order": self.order, **asdict(self.demand), "held": dict(self.held)}).encode()
+        bounds = dict(zip(("low", "high", "width"), astuple(self.demand), strict=True))
+        return json.dumps({"order": self.order, **bounds, "held": dict(self.held)}).encode()
 
     @classmethod
     def parse(cls, text: bytes) -> _Entry | None:
@@ -184,8 +185,8 @@ class SlotTable:
         self._own_entry.held[host] -= 1  # first: if the files are locked, the next update records it
         self._own_entry.held += Counter()
         if permanently:
-            low, high = (min(bound, self.workers) for bound in (self.demand.low, self.demand.high))
-            self._own_entry.demand = Demand(low, high, self.demand.width)
+            low, high = (min(bound, self.workers) for bound in (self.demand.min_workers, self.demand.max_workers))
+            self._own_entry.demand = Demand(low, high, self.demand.slots_per_worker)
         with self._update_entries():
             pass
 
@@ -194,15 +195,15 @@ class SlotTable:
         with self._update_entries() as others:
             if others is None:
                 return 0
-            return max(0, self.workers - max(self.demand.low, self._fair_share(hosts, others)))
+            return max(0, self.workers - max(self.demand.min_workers, self._fair_share(hosts, others)))
 
     def describe_users(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
         with self._update_entries() as others:
-            used = sum(entry.held.total() * entry.demand.width for entry in others or [])
+            used = sum(entry.held.total() * entry.demand.slots_per_worker for entry in others or [])
         total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
-        needed = self.demand.low * self.demand.width
+        needed = self.demand.min_workers * self.demand.slots_per_worker
         return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
     def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
@@ -210,8 +211,8 @@ class SlotTable:
         missing = self._fair_share(hosts, others) - self.workers
         available: list[str] = []
         for host, slots in _count_free_slots(hosts, [self._own_entry, *others]).items():
-            available += [host] * max(0, min(slots // self.demand.width, missing - len(available)))
-        return available if self.workers + len(available) >= self.demand.low else []
+            available += [host] * max(0, min(slots // self.demand.slots_per_worker, missing - len(available)))
+        return available if self.workers + len(available) >= self.demand.min_workers else []
 
     def _fair_share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
         """Return the fair share of this job, in workers; running jobs precede waiting ones."""
@@ -328,7 +329,7 @@ def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> di
     used: Counter[str] = Counter()
     for entry in entries:
         for host, workers in entry.held.items():
-            used[host] += workers * entry.demand.width
+            used[host] += workers * entry.demand.slots_per_worker
     return {host: max(0, slots - used[host]) for host, slots in hosts.items()}
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..services.message import Message
     from ..services.training import WorkerAssignment
 
-SERVERS = "NEONDIST_SERVERS"
+SERVERS_VARIABLE = "NEONDIST_SERVERS"
 """Environment variable set for workers."""
 MAX_SERVERS = 4
 
@@ -61,7 +61,7 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
     """
     if not arguments.signals.whole_process or not Path(arguments.file).is_file():
         return nullcontext()
-    if arguments.update_rule is not None and SERVERS not in os.environ:
+    if arguments.update_rule is not None and SERVERS_VARIABLE not in os.environ:
         return open_fork_server(_import_modules)
     if "torch" not in sys.modules:  # not forked
         with suppress(ImportError), freeze_new_objects():  # the error is reported by the code that needs them
@@ -69,9 +69,9 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
     return nullcontext()
 
 
-def get_worker_place(environ: Mapping[str, str]) -> WorkerAssignment | None:
+def read_worker_assignment(environ: Mapping[str, str]) -> WorkerAssignment | None:
     """Return the place of this process in an asynchronous job; None if it is not a worker."""
-    if SERVERS not in environ:
+    if SERVERS_VARIABLE not in environ:
         return None
     from ..services.training import WorkerAssignment
 
@@ -80,13 +80,13 @@ def get_worker_place(environ: Mapping[str, str]) -> WorkerAssignment | None:
 
 def end_with_supervisor(environ: Mapping[str, str]) -> None:
     """Let a worker exit soon after its supervisor, rather than wait for servers that end with the supervisor."""
-    if SERVERS in environ:
+    if SERVERS_VARIABLE in environ:
         end_with_parent()
 
 
 def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
     """Raise LaunchError, before anything is written, if an experiment needs servers but cannot have them."""
-    if experiment.server_strategy is None or SERVERS in os.environ:
+    if experiment.server_strategy is None or SERVERS_VARIABLE in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
     for name in ("spares", "restarts", "elastic", "virtual", "cool_down", "wait", "lease"):
@@ -125,7 +125,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         The servers have not applied each record exactly once.
     """
     strategy = experiment.server_strategy
-    if strategy is None or SERVERS in os.environ:
+    if strategy is None or SERVERS_VARIABLE in os.environ:
         return None
     shape = experiment_grid_shape(experiment, arguments.ranks)
     if arguments.overwrite:  # now, so that a restarted worker finds only files of this run

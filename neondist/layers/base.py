@@ -86,7 +86,7 @@ class LayerDescription(Node):
     scheme : ExchangePolicy or None
         Border scheme of the views; None until the model sets it.
     layout : type
-        Layout of vectors: Replicate, whole on each rank of a replica, or Shard, a range of the features on each rank.
+        Layout of vectors that it receives: Replicate, whole on each rank, or Shard, a range of the features on each.
         With Shard the layer receives such a range, and its `forward` must work feature by feature. A class with its own
         `forward` declares its layout again.
     """

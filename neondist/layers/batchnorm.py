@@ -41,7 +41,7 @@ class BatchNormLayer(NormLayer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""
-        group, channels = reduction_group(len(input_shape) > 1, replicas=True), input_shape[-1]
+        group, channels = reduction_group(len(input_shape) > 1, over_replicas=True), input_shape[-1]
         return [
             Reduction("forward", group, fixed_elements=1 + 2 * channels, combine="moments"),
             Reduction("backward", group, fixed_elements=2 * channels),

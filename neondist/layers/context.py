@@ -256,7 +256,7 @@ class StepContext:
 
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         move = array.get_fprop_view if direction == "forward" else array.get_bprop_view
-        with self._layer.context.grid.observers.during("halo", str(self._layer.name), direction):
+        with self._layer.context.grid.observers.observe("halo", str(self._layer.name), direction):
             return move(values, self.phase)
 
 

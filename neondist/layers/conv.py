@@ -122,7 +122,7 @@ class ConvLayer(Layer):
         gathers = self.gradient_gather_for(self.input_shape, self.context.grid.shape)
         self.gathered_gradient_array = None if gathers is None else self.register_array(*gathers)
         if self.gathered_gradient_array is not None:
-            self.gathered_gradient_array.reverse = True
+            self.gathered_gradient_array.swaps_directions = True
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""

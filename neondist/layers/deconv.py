@@ -112,7 +112,7 @@ class DeconvLayer(Layer):
         super().adjust_for_dist()
         self.output_window = self.output_window_for(self.input_shape)
         self.scattered_output_array = self.register_array(self.output_shape, self.output_window)
-        self.scattered_output_array.reverse = self.reverse_halos
+        self.scattered_output_array.swaps_directions = self.reverse_halos
         inputs, outputs = self.regions
         if inputs is not None and outputs is not None:
             self.scattered_output_array.repartition(outputs, inputs)

@@ -33,7 +33,7 @@ class FilterOperator(ABC):
         """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, summed over overlapping windows."""
 
     @abstractmethod
-    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+    def weights_gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return the gradient of the weights, given that of z."""
 
 
@@ -48,7 +48,7 @@ class PerCellFilters(FilterOperator):
         """Return Wᵀ z."""
         return self.kernels.locally_connected_backward_input(z, weights, extent, self.window.stride)
 
-    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+    def weights_gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return the gradient of the weights."""
         return self.kernels.locally_connected_backward_weights(view, dz, weights, self.window.stride)
 
@@ -93,7 +93,7 @@ class BlockFilters(FilterOperator):
             )
         return dview
 
-    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+    def weights_gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return this rank's share of the gradient of the weights."""
         gradient = self.kernels.xp.zeros_like(weights)
         for place, cells, seen in self.block_slices:

@@ -45,7 +45,7 @@ class SampleNormLayer(NormLayer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of all groups, and the sums of the gradients."""
-        group, groups = reduction_group(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
+        group, groups = reduction_group(len(input_shape) > 1, over_replicas=False), self.groups_for(input_shape)
         return [
             Reduction("forward", group, result_elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
             Reduction("backward", group, result_elements_per_sample=2 * groups),

@@ -25,8 +25,7 @@ class L2PoolingLayer(PoolingLayer):
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
-        ratio = dy / ctx.xp.where(ctx.root > 0, ctx.root, inf)
-        return self._half_gradient_of_square_sums(ctx.view, ratio)
+        return self._half_gradient_of_square_sums(ctx.view, dy / ctx.xp.where(ctx.root > 0, ctx.root, inf))
 
     def window_sums_of_squares_with_view(self, x: Any, phase: Phase) -> tuple[Any, Any]:
         """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.

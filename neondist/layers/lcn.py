@@ -133,7 +133,7 @@ class LCNLayer(Layer):
         """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
         region = self.local.window_over(self.input_shape, stages).needs(self.tile)
         # reflected cells stay reflected: the weights are symmetric
-        return LocalArray(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
+        return LocalArray(region, region if self.local.padding_mode == "reflect" else Box.of(self.input_shape[:-1]))
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""

@@ -21,13 +21,13 @@ class LocalWindow:
     kernel_size: int | Sequence[int]
     weighting: str
     sigma: float | None
-    mode: str
+    padding_mode: str
 
     def window_over(self, input_shape: Shape, stages: int = 1) -> Window:
         """Return the window of one stage, or of both together."""
         kernel = Window(self.kernel_size, padding=0, ndim=len(input_shape) - 1).kernel
         reach = [k // 2 * stages for k in kernel]
-        return Window([2 * r + 1 for r in reach], padding=reach, mode=self.mode, ndim=len(kernel))
+        return Window([2 * r + 1 for r in reach], padding=reach, mode=self.padding_mode, ndim=len(kernel))
 
     def axis_weights(self, input_shape: Shape) -> list[list[float]]:
         """Return the weights along every spatial axis, each axis summing to 1."""
@@ -44,7 +44,7 @@ class LocalWindow:
         single, double = self.window_over(input_shape), self.window_over(input_shape, stages=2)
         halos: dict[str, Halos] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
         reach = [before for before, _ in double.padding]
-        if self.mode == "zeros" or all(r < n for r, n in zip(reach, input_shape, strict=False)):
+        if self.padding_mode == "zeros" or all(r < n for r, n in zip(reach, input_shape, strict=False)):
             halos["wide"] = [(input_shape, double)]
         return halos
 
@@ -72,7 +72,7 @@ class LocalArray:
     """
 
     def __init__(self, region: Box, image: Box) -> None:
-        self.outside = [(slice(None), *box.relative_to(region).slices) for box in region.outside(image)]
+        self.outside = [(slice(None), *box.relative_to(region).slices) for box in region.difference(image)]
 
     def get_fprop_view(self, x: Any, phase: Phase) -> Any:
         """Return x with zeros outside the image."""

@@ -67,7 +67,7 @@ class LocalFilteringLayer(Layer):
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
-            raise ConfigError(f"shared {shared}: expected true, false, or blocks of at least 1 cell")
+            raise ConfigError(f"shared: expected true, false, or block sizes of at least 1 cell, got {shared}")
         self.shared, self.position_dependent = shared, shared is not True or bias
         if bias or shared is False:
             self.recompute_blocker = "each tile stores only the weights of its own outputs"
@@ -123,7 +123,7 @@ class LocalFilteringLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view; fill those of this tile's weights."""
         weights = ctx.params["weights"]
-        ctx.grads["weights"] = self.filters.gradient(ctx.view, dy, weights)
+        ctx.grads["weights"] = self.filters.weights_gradient(ctx.view, dy, weights)
         if self.bias:
             ctx.grads["bias"] = dy.sum(axis=0)
         return self.filters.backward_input(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None

@@ -90,7 +90,7 @@ class UpsampleLayer(Layer):
             return
         before = (slice(None),) * axis
         for phase in range(min(factor, n)):
-            count, first = -(-(n - phase) // factor), window.cell(place, lo + phase) - start
+            count, first = -(-(n - phase) // factor), window.source_cell(place, lo + phase) - start
             center = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
             right = center - floor(center) if window.linear else 0.0
             out = (*before, slice(phase, n, factor))

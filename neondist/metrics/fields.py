@@ -40,7 +40,7 @@ class FieldMetric(Metric):
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sums of whole images, flattened from (k, C)."""
-        sums: list[float] = self._safe_sums(y, targets, np.ones((1, 1))).ravel().tolist()
+        sums: list[float] = self._sums_or_nan(y, targets, np.ones((1, 1))).ravel().tolist()
         return sums
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
@@ -66,7 +66,7 @@ class FieldMetric(Metric):
         """Return the accumulator of one evaluation."""
         return _FieldMeter(self, outputs)
 
-    def _safe_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def _sums_or_nan(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
@@ -88,7 +88,7 @@ class _FieldMeter(Meter):
             self.weights = cell_weights(metric.weights, extent, self.box, self.fields)
 
     def add(self, y: Any, targets: Any) -> None:
-        sums = self.metric._safe_sums(*self.to_physical_units(y, targets), self.weights)
+        sums = self.metric._sums_or_nan(*self.to_physical_units(y, targets), self.weights)
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
@@ -215,7 +215,7 @@ class _CorrelationMeter(_FieldMeter):
             raise DataError("ACC: no climatology for these data; evaluate a split of the data set")
         y, targets = self.to_physical_units(y, targets)
         parts = [
-            self.metric._safe_sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
+            self.metric._sums_or_nan(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
             for f, o in zip(y, targets, strict=True)
         ]
         shape = len(y), self.metric.num_sums, self.outputs.shape[-1]

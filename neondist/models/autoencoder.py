@@ -28,7 +28,7 @@ class Autoencoder:
     over the tiles.
     """
 
-    num_initial_epochs, streams = 0, False
+    num_initial_epochs, is_streamed = 0, False
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Autoencoder:
         self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.accumulate = model.accumulate
-        self.momentum: float | None = None
+        self.scheduled_momentum: float | None = None
         self.learning_rate_scale, self.step, self.steps_without_optimizer = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
@@ -62,7 +62,7 @@ class Autoencoder:
     def __str__(self) -> str:
         return f"Autoencoder of '{self.name}'"
 
-    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
+    def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
         """Create the optimiser's slots, if the stage is new."""
         if not self.slots:
             self.slots = self.optimizer.create_slots(self._weights.reshape(-1))
@@ -106,8 +106,8 @@ class Autoencoder:
         error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.pooled_gradient(y.pooled)
         dz = self.pool.window_sums_of_squares_backward(self.pooled_view, dpooled, self.phase)
         dz = filters.correlate(error, weights) + dz
-        gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
-        gradient += filters.gradient(error, z, weights)  # and as the decoder
+        gradient = filters.weights_gradient(self.view, dz, weights)  # W as the encoder
+        gradient += filters.weights_gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
         self.layer.grads["weights"] = gradient
 
@@ -184,7 +184,8 @@ class PretrainingStep(LayerStep):
         total = partial(self.parameters.reductions.allreduce, "tiles")
         layout = FlatLayout(((0, values.size),), (True,), 0 if stage.weights_shard.is_tiled else 1, total)
         count, scale = stage.step - stage.steps_without_optimizer, stage.learning_rate_scale
-        stage.optimizer.with_momentum(stage.momentum).update(values, gradient, stage.slots, count, scale, layout)
+        optimizer = stage.optimizer.with_momentum(stage.scheduled_momentum)
+        optimizer.update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()
 
@@ -203,24 +204,24 @@ class NoPooling:
         return 2 * z * dsquares
 
 
-def pretraining_elements_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
+def pretraining_elements_sent(plans: Sequence[LayerPlan], layer_index: int, pooled: bool) -> list[int]:
     """Return the number of elements that each tile sends per sample in pretraining of a stage, with exact halos.
 
     Parameters
     ----------
     plans : sequence of LayerPlan
         Plans of all single layers.
-    at : int
+    layer_index : int
         Index of the stage's filters among them.
     pooled : bool
         Whether the next layer pools the squares of their outputs.
     """
-    layer = plans[at]
+    layer = plans[layer_index]
     both = zip(layer.forward_elements_sent, layer.backward_elements_sent, strict=True)
     elements = [2 * forward + backward for forward, backward in both]
-    for plan in plans[:at]:  # forward passes of the previous layers
+    for plan in plans[:layer_index]:  # forward passes of the previous layers
         elements = [n + sent for n, sent in zip(elements, plan.forward_elements_sent, strict=True)]
-    for plan in plans[at + 1 : at + 1 + pooled]:
+    for plan in plans[layer_index + 1 : layer_index + 1 + pooled]:
         columns = zip(elements, plan.forward_elements_sent, plan.backward_elements_sent, strict=True)
         elements = [sum(column) for column in columns]
     return elements

@@ -137,11 +137,11 @@ class GB(Convnet):
             plan.pretraining[name] = pretraining_elements_sent(plan, [layer.name for layer in plan].index(name), pooled)
         return plan
 
-    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
+    def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
         """Select the layers that the epoch trains; the optimiser is reset when they change."""
         self.trains_head_only = epoch < self.num_initial_epochs
         self.trained_parameters = self.head_parameters if self.trains_head_only else self.built_parameters
-        if not seen and epoch == self.num_initial_epochs > 0:
+        if not samples_seen and epoch == self.num_initial_epochs > 0:
             self.steps_without_optimizer = self.step
             for slot in self.slots.values():
                 slot[...] = 0

@@ -150,7 +150,7 @@ class Model(LayerModel):
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = int(seed), backend, np.dtype(dtype)
         self.precision = ComputePrecision(precision)
-        self.momentum: float | None = None
+        self.scheduled_momentum: float | None = None
         self.learning_rate_scale, self.step, self.steps_without_optimizer = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
@@ -383,7 +383,7 @@ class Model(LayerModel):
         batch = self._global_batch_size(x, batch_size)
         # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
-            self.grid.record_replicated("the array of targets passed to train_batch", to_host(targets))
+            self.grid.record_replicated_array("the array of targets passed to train_batch", to_host(targets))
         self._compare_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 

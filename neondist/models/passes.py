@@ -84,7 +84,7 @@ class ModelPass:
 def to_backend_images(model: Any, x: Any, copy: bool = False) -> Any:
     """Return images as an array of the model's backend; unchanged if the model reads them strip by strip."""
     if isinstance(x, LazyTile):
-        if model.streams:
+        if model.is_streamed:
             return x
         x = x.whole()
     return model.context.backend.as_real_array("x", x, model.dtype, copy=copy)

@@ -59,10 +59,10 @@ class TrainStep(ABC):
         """Run the step and return the mean cost; NaN for a skipped step, which changes only the count of steps."""
         trainable, model = self.trainable, self.trainable.whole_model
         restore, observers = self.save_for_rollback(), trainable.grid.observers
-        with observers.during("step"):
+        with observers.observe("step"):
             loss, finite = self.compute_gradients(x, targets, batch)
             if finite:
-                with observers.during("update"):
+                with observers.observe("update"):
                     if model.remote_update is None:
                         self.update_parameters()
                     else:
@@ -128,7 +128,7 @@ class ModelStep(LayerStep):
             value, dy = self._cost_and_gradient(graphs.forward(x), local, scales)
             graphs.backward(dy)
             self.parameters.mark_all_written()
-        with context.grid.observers.during("cost"):
+        with context.grid.observers.observe("cost"):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
             loss = model.output.sum_over_ranks(value, replicas=True)
         self.parameters.sync.record_finiteness(is_finite(loss))
@@ -145,7 +145,7 @@ class ModelStep(LayerStep):
             phases = [Phase(True, model.step, first + lo) for lo, _ in batches]
             runs = model.executor.forward_together([x[lo:hi] for lo, hi in batches], phases)
             try:
-                with model.context.grid.observers.during("cost"):
+                with model.context.grid.observers.observe("cost"):
                     dys = []
                     for run, (lo, hi) in zip(runs, batches, strict=True):
                         part_value, dy = self._cost_and_gradient(run.output, targets[lo:hi], scales)
@@ -153,7 +153,7 @@ class ModelStep(LayerStep):
                         dys.append(dy)
                 last = batches is rounds[-1] and not trained.first
                 done = self.parameters.mark_gradients_ready if last else None
-                model.executor.backward_together(runs, dys, trained.first, done=done)
+                model.executor.backward_together(runs, dys, trained.first, on_layer_done=done)
             finally:
                 for run in runs:
                     run.close()
@@ -180,7 +180,8 @@ class ModelStep(LayerStep):
     def update_parameters(self) -> None:
         """Update the values with the optimiser."""
         model = self.model
-        optimizer, count = model.optimizer.with_momentum(model.momentum), model.step - model.steps_without_optimizer
+        optimizer = model.optimizer.with_momentum(model.scheduled_momentum)
+        count = model.step - model.steps_without_optimizer
         model.trained_parameters.update(optimizer, model.slots, count, model.learning_rate_scale)
 
     def _cost_part_factors(self, targets: Any, batch: int) -> list[float]:

@@ -55,21 +55,21 @@ class Trainable(Protocol):
     step: int
     steps_without_optimizer: int
     learning_rate_scale: float
-    momentum: float | None
+    scheduled_momentum: float | None
     num_initial_epochs: int
     stages: Sequence[Any]
     sync: GradientSync
 
     @property
-    def streams(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether it reads images strip by strip, and keeps only these in memory."""
 
     @property
     def whole_model(self) -> TrainableModel:
         """The model itself, or the model of a stage."""
 
-    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Begin an epoch, counted from 0, or resume it after `seen` samples."""
+    def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
+        """Begin an epoch, counted from 0, or resume it after `samples_seen` samples."""
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step, and return the mean cost over the global batch; NaN if it was skipped."""
@@ -269,8 +269,8 @@ class TrainableModel(Registered, Trainable, ABC):
         built = getattr(self, "compiled", None) is not None
         return (self.summary() if built else Summary(f"{self} (not built)"))._repr_html_()
 
-    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Begin an epoch, counted from 0, or resume it after `seen` samples."""
+    def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
+        """Begin an epoch, counted from 0, or resume it after `samples_seen` samples."""
         return
 
     def export(self, folder: Path) -> None:
@@ -292,9 +292,9 @@ class TrainableModel(Registered, Trainable, ABC):
         """Return all messages and reductions since `build`."""
 
     @property
-    def streams(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether it reads images strip by strip, and keeps only these in memory."""
-        return bool(self.compiled.streams)
+        return bool(self.compiled.is_streamed)
 
     @property
     def whole_model(self) -> TrainableModel:

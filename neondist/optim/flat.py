@@ -24,7 +24,7 @@ class FlatLayout:
         Span of each parameter, in order.
     decays : tuple of bool
         Whether each parameter is neither a bias nor part of a normalisation layer.
-    num_whole : int
+    num_replicated : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional
         Returns the sum over the ranks with the other parts; collective. None: there are no others.
@@ -32,7 +32,7 @@ class FlatLayout:
 
     spans: tuple[tuple[int, int], ...]
     decays: tuple[bool, ...]
-    num_whole: int
+    num_replicated: int
     sum_over_parts: Callable[[Any], Any] | None = None
 
     @classmethod
@@ -63,8 +63,8 @@ class FlatLayout:
         xp = namespace(array)
         norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
         sums = xp.stack(norms) if norms else xp.zeros(0)
-        if self.num_whole < len(self.spans) and self.sum_over_parts is not None:
-            sums[self.num_whole :] = self.sum_over_parts(sums[self.num_whole :].copy())
+        if self.num_replicated < len(self.spans) and self.sum_over_parts is not None:
+            sums[self.num_replicated :] = self.sum_over_parts(sums[self.num_replicated :].copy())
         return sums
 
 

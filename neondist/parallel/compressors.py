@@ -29,13 +29,13 @@ class SyncState(NamedTuple):
     name : str
         '<layer name>/<parameter>/<kind of state>'.
     array : ndarray
-    replicated : bool
+    same_on_all_ranks : bool
         Whether it is the same on all ranks; otherwise only its sum over ranks matters.
     """
 
     name: str
     array: np.ndarray
-    replicated: bool
+    same_on_all_ranks: bool
 
 
 class Compressor(ABC):
@@ -61,7 +61,7 @@ class Compressor(ABC):
 
     @staticmethod
     @abstractmethod
-    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes that a rank contributes to the sum of one parameter's gradient."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class HalfPrecision(Compressor):
     """Numbers of 16 bits; each rank adds up a slice in full precision. Rounding errors are in its residual."""
 
     @staticmethod
-    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return two bytes a number."""
         return 2 * prod(shape)
 
@@ -137,7 +137,7 @@ class TopK(Compressor):
     """The largest share of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
 
     @staticmethod
-    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes of indices and values."""
         return ceil(setting * prod(shape)) * (np.dtype(_index_dtype(prod(shape))).itemsize + itemsize)
 
@@ -176,7 +176,7 @@ class PowerSGD(Compressor):
         }
 
     @staticmethod
-    def nbytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
         """Return the bytes of both factors."""
         rows, cols = _matrix_shape(shape)
         return min(int(setting), rows, cols) * (rows + cols) * itemsize
@@ -240,7 +240,7 @@ def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -
 def compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
     """Return the bytes of a parameter's compressed gradient; None if it has fewer uncompressed."""
     kind, setting = _parse_compressor(text)
-    nbytes = kind.nbytes(shape, setting, itemsize)
+    nbytes = kind.contribution_bytes(shape, setting, itemsize)
     return nbytes if nbytes < prod(shape) * itemsize else None
 
 

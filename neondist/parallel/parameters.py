@@ -117,7 +117,7 @@ class Parameters:
         loss_scale : float
             Loss scale: the shares contain this factor, the sums do not.
         """
-        with self.grid.observers.during("sync"):
+        with self.grid.observers.observe("sync"):
             owned, packed = self.grads[self.owned_start :], self.compressed.gradients
             if loss_scale != 1:
                 packed /= loss_scale  # residuals are kept unscaled

@@ -35,13 +35,13 @@ class OutputBlocks(ABC):
         Extent of the output.
     size : (*spatial,)
         Extent of a block; those at the end of an axis may be smaller.
-    beyond : int
+    overlap : int
         Overlap: cells after its own, along each axis, that a block shares with the next one.
     """
 
-    def __init__(self, extent: Extent, size: Sequence[int], beyond: int = 0) -> None:
+    def __init__(self, extent: Extent, size: Sequence[int], overlap: int = 0) -> None:
         self.size = tuple(size)
-        self.blocks = block_partition(extent, self.size, beyond)
+        self.blocks = block_partition(extent, self.size, overlap)
 
     def __len__(self) -> int:
         return self.blocks.tiles
@@ -83,7 +83,7 @@ class BlockPlan(OutputBlocks):
     ----------
     graph : Graph
         Graph for which `find_obstacles` yields nothing.
-    size, beyond : see OutputBlocks
+    size, overlap : see OutputBlocks
 
     Attributes
     ----------
@@ -93,8 +93,8 @@ class BlockPlan(OutputBlocks):
         Cells of every value that each block needs.
     """
 
-    def __init__(self, graph: Graph, size: Sequence[int], beyond: int = 0) -> None:
-        super().__init__(graph.shapes[graph.output_value][:-1], size, beyond)
+    def __init__(self, graph: Graph, size: Sequence[int], overlap: int = 0) -> None:
+        super().__init__(graph.shapes[graph.output_value][:-1], size, overlap)
         self.graph = graph
         planes, rows, cols = [*[1] * (3 - len(self.blocks.parts)), *self.blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
@@ -168,11 +168,11 @@ class BlockPlan(OutputBlocks):
             number_of_key: dict[tuple[object, ...], int] = {}
             periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
-            ranges = [self._ranges(axis, part, ratios) if periodic else (part,) for part in parts]
+            ranges = [self._relative_ranges(axis, part, ratios) if periodic else (part,) for part in parts]
             kinds.append([number_of_key.setdefault(key, len(number_of_key)) for key in ranges])
         return kinds
 
-    def _ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
+    def _relative_ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
         """Return the start, relative to the block, and the number of the cells of every value."""
         first, _ = self.cells[self.graph.output_value].range(axis, part)
         ranges = []
@@ -183,10 +183,10 @@ class BlockPlan(OutputBlocks):
         return tuple(ranges)
 
 
-def block_partition(extent: Extent, size: Extent, beyond: int = 0) -> Overlapping:
-    """Return blocks of a size, overlapping by `beyond` cells; those at the end of an axis may be smaller."""
+def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> Overlapping:
+    """Return blocks of a size, overlapping by `overlap` cells; those at the end of an axis may be smaller."""
     cuts = tuple(
-        tuple((lo, min(lo + own + beyond, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
+        tuple((lo, min(lo + own + overlap, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
     )
     counts = tuple(len(axis) for axis in cuts)
     return Overlapping(extent, counts, prod(counts), cuts)
@@ -245,7 +245,7 @@ def find_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
             yield str(layer.name), "its image wraps around"
 
 
-def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: int, beyond: int = 0) -> BlockPlan:
+def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: int, overlap: int = 0) -> BlockPlan:
     """Return blocks of at most this size, smaller if one would need more than `max_elements` elements.
 
     Parameters
@@ -253,7 +253,7 @@ def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: i
     size : (*spatial,)
     max_elements : int
         Elements available, of `itemsize` bytes each.
-    beyond : int
+    overlap : int
         As for `BlockPlan`.
 
     Raises
@@ -263,7 +263,7 @@ def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: i
     """
     periods = [_common_period(ratios) for ratios in scale_factors(graph)]
     extent = graph.shapes[graph.output_value][:-1]
-    return shrink_to_fit(lambda size: BlockPlan(graph, size, beyond), extent, size, max_elements, itemsize, periods)
+    return shrink_to_fit(lambda size: BlockPlan(graph, size, overlap), extent, size, max_elements, itemsize, periods)
 
 
 def shrink_to_fit(

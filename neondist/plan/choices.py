@@ -13,8 +13,8 @@ from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Machine, MachineProfile
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, overhead_seconds
-from .segments import Members, is_pointwise, place_layers, windowed_layer
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, tiling_seconds
+from .segments import Chain, is_pointwise, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,7 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     return changed
 
 
-def _joinable_layers(links: Members, grid: GridShape) -> Iterator[list[int]]:
+def _joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
     """Yield the indices of layers with halos that may be in one segment."""
     places: list[int] = []
     for at, (node, shape) in enumerate(links):
@@ -103,7 +103,7 @@ class _SegmentSearch:
     """Search for the cheapest cut of the layers with halos at `places` of one chain."""
 
     def __init__(
-        self, links: Members, places: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
+        self, links: Chain, places: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
     ) -> None:
         self.links, self.places, self.grid, self.profile, self.first = links, places, grid, profile, first
         self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
@@ -117,7 +117,7 @@ class _SegmentSearch:
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
                 alone = [PlacedLayer(node.leaves[0], shape)]
-                halo_seconds = sum(overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
+                halo_seconds = sum(tiling_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
                 choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
         return choices
 
@@ -127,24 +127,24 @@ class _SegmentSearch:
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
-            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
+            options.append(("halo", tiling_seconds(self.profile, alone, self.grid, backward)))
             if backward:
                 options.append(("halo(backward=gather)", [gather_seconds(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
-            costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
-            options.append((f"deep_halo(layers={last - first + 1})", self._fold_costs(costs, begin, first, last)))
+            costs = tiling_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
+            options.append((f"deep_halo(layers={last - first + 1})", self._costs_by_halo(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
-            costs = overhead_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
-            options.append((text, self._fold_costs(costs, 0, first, last)))
+            costs = tiling_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            options.append((text, self._costs_by_halo(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _needs_input_gradient(self, at: int) -> bool:
         """Return whether the input of a layer needs a gradient: all but the images do."""
         return not self.first or at > 0
 
-    def _fold_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+    def _costs_by_halo(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]

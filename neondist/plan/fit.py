@@ -166,15 +166,14 @@ def _fastest_stream(
     return best, tried
 
 
-def _can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
-    """Return whether the first `nodes` nodes can run in strips without dividing a segment of `find_regions`."""
-    steps, value = graph.node_ends[nodes]
+def _can_stream(graph: Graph, num_nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
+    """Return whether the first nodes can run in strips without dividing a segment of `find_regions`."""
+    steps, value = graph.node_ends[num_nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
         not _is_streamable(step, graph, grid, last=step.output_value == value) for step in graph.steps[:steps]
     ):
         return False
-    following = graph.steps[steps:]
-    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in following)
+    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in graph.steps[steps:])
 
 
 def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:

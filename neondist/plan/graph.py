@@ -95,9 +95,9 @@ class Graph:
                 self.recomputing_steps[at] = host
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
-    def _is_fused(self, at: int) -> bool:
-        layer, previous = self.steps[at].layer, self.steps[at - 1]
-        sole_reader = self.readers[previous.output_value] == [at] and len(self.shapes[previous.output_value]) > 1
+    def _is_fused(self, index: int) -> bool:
+        layer, previous = self.steps[index].layer, self.steps[index - 1]
+        sole_reader = self.readers[previous.output_value] == [index] and len(self.shapes[previous.output_value]) > 1
         if (
             layer is None
             or not sole_reader
@@ -108,26 +108,26 @@ class Graph:
         host = previous.layer or previous.join
         return host is not None and layer.activation is not None and host.can_fuse_activation(layer.activation)
 
-    def _find_deferred_relu_gradient(self, at: int) -> tuple[int, int] | None:
+    def _find_deferred_relu_gradient(self, index: int) -> tuple[int, int] | None:
         """Return the step that need not reread its output, and the step after it; None if there is no such step."""
-        layer, previous = self.steps[at].layer, self.steps[at - 1]
-        sole_reader = self.readers[previous.output_value] == [at]
+        layer, previous = self.steps[index].layer, self.steps[index - 1]
+        sole_reader = self.readers[previous.output_value] == [index]
         if layer is None or not layer.can_apply_relu_gradient or previous.layer is None or not sole_reader:
             return None
-        host, activation = self.fused_activations.get(at - 1, at - 1), previous.layer.activation
+        host, activation = self.fused_activations.get(index - 1, index - 1), previous.layer.activation
         maker = self.steps[host].layer
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
         is_relu = activation and all(declared_with(activation, "is_relu", method) for method in ("fprop", "bprop"))
         declared = all(declared_with(layer, "can_apply_relu_gradient", method) for method in ("forward", "backward"))
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
-        return (host, at) if keeps and is_relu and declared and exact else None
+        return (host, index) if keeps and is_relu and declared and exact else None
 
-    def _find_recomputing_step(self, at: int) -> int | None:
-        layer, (value, *_) = self.steps[at].layer, self.steps[at].inputs
+    def _find_recomputing_step(self, index: int) -> int | None:
+        layer, (value, *_) = self.steps[index].layer, self.steps[index].inputs
         host = self.producers.get(value)
         maker = None if host is None else self.steps[host].layer
         saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
-        if layer is None or maker is None or saving != [at] or self.producer_reads_output(value):
+        if layer is None or maker is None or saving != [index] or self.producer_reads_output(value):
             return None
         name = "saved_bytes_and_elements"
         saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, name, "forward")

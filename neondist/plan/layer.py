@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..comm.argument_text import format_arguments
 from ..errors import PlanError, ShapeError
-from ..geometry import Box, GridShape, HaloPlan, Level, Partition, PartKinds, Piece, Window
+from ..geometry import Box, GridShape, HaloPlan, KeyDetail, Partition, PartKinds, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
 from .classes import TileClasses, axis_part_keys, tile_classes
@@ -68,7 +68,7 @@ class PlannedExchange(NamedTuple):
         """Return the plan of a tile."""
         return HaloPlan.of(self.cells, self.window, tile, self.outputs)
 
-    def tile_class_keys(self, level: Level = "all") -> PartKinds:
+    def tile_class_keys(self, level: KeyDetail = "all") -> PartKinds:
         """Return the keys that distinguish the plans of tiles."""
         return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
@@ -119,7 +119,7 @@ class LayerPlan:
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
         self.needs_input_gradient, self.redistributions = needs_input_gradient, redistributions
         self.window, self.scheme = layer.window_for(input_shape), layer.scheme or Halo()
-        self.reverse = layer.reverse_halos
+        self.reverse_halos = layer.reverse_halos
         self.trained_parameters = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained_parameters.values())
         cut = {moved.direction for moved in redistributions if moved.is_reduce_scatter}
@@ -130,7 +130,7 @@ class LayerPlan:
         seen = layer.receptive_window_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
         self._view = self._planned_exchange(input_shape, seen or Window.of_one(len(input_shape) - 1))
         inputs, outputs = regions
-        adds = self.reverse and inputs is not None and outputs is not None
+        adds = self.reverse_halos and inputs is not None and outputs is not None
         self._output_halo = (
             PlannedExchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
         )
@@ -187,14 +187,14 @@ class LayerPlan:
             return 0
         if weights.layout.is_partitioned:
             return weights.size_on(self.grid, tile)
-        box = self.view(tile).own if self.reverse else self.tile(tile)
+        box = self.view(tile).own if self.reverse_halos else self.tile(tile)
         return box.size * prod(weights.shape)
 
     def parameters_on(self, tile: int) -> int:
         """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
         return sum(p.size_on(self.grid, tile) for p in self.trained_parameters.values())
 
-    def tile_class_keys(self, level: Level) -> list[PartKinds]:
+    def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gathers])] if level != "extents" else []
@@ -230,7 +230,8 @@ class LayerPlan:
     @property
     def representative_tiles(self) -> list[int]:
         """Tiles that together have all extents of views and outputs along each axis."""
-        return sorted({*self._view.tile_class_keys("extents").cross, *axis_part_keys(self.output_partition).cross})
+        inputs = self._view.tile_class_keys("extents")
+        return sorted({*inputs.tiles_of_every_kind, *axis_part_keys(self.output_partition).tiles_of_every_kind})
 
     @cached_property
     def max_view_cells(self) -> int:
@@ -245,17 +246,17 @@ class LayerPlan:
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
         gathered, returned = self._gather_messages_of(tile), self._return_messages_of(tile)
-        return (returned, gathered) if self.reverse else (gathered, returned)
+        return (returned, gathered) if self.reverse_halos else (gathered, returned)
 
     @property
     def forward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact forward pass."""
-        return self._return_messages if self.reverse else self._gather_messages
+        return self._return_messages if self.reverse_halos else self._gather_messages
 
     @property
     def backward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact backward pass."""
-        return self._gather_messages if self.reverse else self._return_messages
+        return self._gather_messages if self.reverse_halos else self._return_messages
 
     @property
     def forward_elements_sent(self) -> list[int]:
@@ -284,7 +285,7 @@ class LayerPlan:
             Number of forward passes.
         """
         gathered, returned = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
-        needed = gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
+        needed = gradient or self.reverse_halos  # a transposed convolution's weights need its neighbours' gradients
         backward = self.scheme.mean_bytes(returned, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(gathered, itemsize, "forward") + backward
 
@@ -326,7 +327,7 @@ class LayerPlan:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
     def _planned_exchange(self, shape: Shape, window: Window) -> PlannedExchange:
-        outputs = None if self.reverse else self.regions[1]  # a reverse halo sees its own tile only
+        outputs = None if self.reverse_halos else self.regions[1]  # a reverse halo sees its own tile only
         return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 

@@ -163,16 +163,16 @@ def plan_memory(
         others = [v for v in step.inputs if v != value]
         output = step.output_value
         disjoint = value_elements[value] == value_elements[output] and is_private(output) and previous < first
-        unread = (len(graph.readers[v]) == 1 and read_last(v) < end - previous for v in others)
+        unread = (len(graph.readers[v]) == 1 and gradient_end(v) < end - previous for v in others)
         return step.layer is not None or (disjoint and all(unread))
 
-    def remains_in_place(value: int, at: int) -> bool:
+    def remains_in_place(value: int, step: int) -> bool:
         """Return whether a value's gradient stays where a later step has written it."""
         readers = graph.readers[value]
-        return len(readers) == 1 or (max(readers) == at and can_accumulate_in_first(value))
+        return len(readers) == 1 or (max(readers) == step and can_accumulate_in_first(value))
 
     @cache
-    def read_last(value: int) -> int:
+    def gradient_end(value: int) -> int:
         """Return the time of the last read of a value's gradient; joins pass theirs on unchanged."""
         if value == 0:
             return end
@@ -181,7 +181,7 @@ def plan_memory(
         if steps[at].join is not None and (
             value == steps[at].output_value or at in graph.deferred_relu_gradients or is_private(value)
         ):
-            last = max([last, *(read_last(v) for v in steps[at].inputs if remains_in_place(v, at))])
+            last = max([last, *(gradient_end(v) for v in steps[at].inputs if remains_in_place(v, at))])
         return last
 
     def rereads(value: int) -> list[int]:
@@ -201,7 +201,7 @@ def plan_memory(
             if can_accumulate_in_first(value):
                 plan.summed_in_place.add(value)
             else:
-                plan.gradient_sums[value] = plan.add(value_elements[value], end - max(readers), read_last(value))
+                plan.gradient_sums[value] = plan.add(value_elements[value], end - max(readers), gradient_end(value))
     for at, step in enumerate(steps):
         host = graph.fused_activations.get(at)
         in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
@@ -220,7 +220,7 @@ def plan_memory(
             if has_window[at]:
                 plan.borders[at] = plan.add(view_elements[at] - value_elements[value], at, back)
         if backward and (value or needs_input_gradient):
-            last = read_last(value) if remains_in_place(value, at) else back
+            last = gradient_end(value) if remains_in_place(value, at) else back
             view = plan.rebuilt_views.get(at, plan.views.get(at, plan.values.get(value)))
             if view is not None and can_overwrite[at] and plan.ranges[view].last == back:
                 plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)

@@ -57,7 +57,7 @@ class ModelPlan(Protocol):
         """Samples of a batch, global."""
 
     @property
-    def streams(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether images are read strip by strip."""
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from ..comm import reduction_group
 from ..costs import Cost
 from ..costs.mean import parts_of
-from ..geometry import GridShape, Level, Partition, part_range
+from ..geometry import GridShape, KeyDetail, Partition, part_range
 from ..optim import Optimizer
 from ..registry import serial_class
 from ..strategies import Strategy, StrategyBuilder
@@ -85,7 +85,7 @@ class Plan(Sequence[LayerPlan]):
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
     skipped_nodes: int = 0
-    _per_sample: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bytes_per_sample_by_tile: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
     def __getitem__(self, at: int) -> LayerPlan: ...
@@ -98,7 +98,7 @@ class Plan(Sequence[LayerPlan]):
         return len(self.layers)
 
     @property
-    def streams(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether images are read strip by strip; without a memory limit they are in memory, even with a stream."""
         return self.stream is not None and self.training.memory is not None
 
@@ -196,7 +196,7 @@ class Plan(Sequence[LayerPlan]):
         norms = self.training.optimizer.num_reduced_norms(self.parameters.partly_updated_count)
         nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, norms)
         tiled = len(self.output_shape) > 1
-        batch_group, sample_group = reduction_group(tiled, replicas=True), reduction_group(tiled, replicas=False)
+        batch_group, sample_group = (reduction_group(tiled, over_replicas) for over_replicas in (True, False))
         has_group, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
         parts = [part for _, part in parts_of(self.training.cost)]
         sums = sum(part.reduced_elements_per_sample(self.output_shape) for part in parts)
@@ -301,7 +301,7 @@ class Plan(Sequence[LayerPlan]):
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         values |= {cells for section in self.sections for cells in section.regions.values()}
-        level: Level = "extents" if stream is None and not self.segments else "all"
+        level: KeyDetail = "extents" if stream is None and not self.segments else "all"
         kinds = [kind for plan in self for kind in plan.tile_class_keys(level)]
         kinds += map(axis_part_keys, values)
         kinds += [] if stream is None else stream.tile_class_keys
@@ -311,13 +311,13 @@ class Plan(Sequence[LayerPlan]):
 
     def _bytes_outside_stream(self, replica: int, tile: int) -> int:
         """Return the bytes of the nodes outside the stream, without parameters."""
-        if tile not in self._per_sample:
+        if tile not in self._bytes_per_sample_by_tile:
             inputs = self.sections[self.stream is None :]
             kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
             elements = self.max_section_elements(tile) + self.max_strip_elements(tile) + kept
             saved = max((sum(section.saved_bytes(tile, self.itemsize)) for section in self.sections), default=0)
-            self._per_sample[tile] = elements * self.itemsize + saved
-        return self._per_sample[tile] * self.max_live_samples(replica)
+            self._bytes_per_sample_by_tile[tile] = elements * self.itemsize + saved
+        return self._bytes_per_sample_by_tile[tile] * self.max_live_samples(replica)
 
     @property
     def needed_bytes(self) -> int:
@@ -347,7 +347,7 @@ class Plan(Sequence[LayerPlan]):
     @cached_property
     def sections(self) -> list[PlannedSection]:
         """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
-        start = 0 if self.stream is None else self.stream.nodes
+        start = 0 if self.stream is None else self.stream.num_nodes
         nodes = len(self.graph.node_ends) - 1 - start
         # nodes without steps are not a section of their own
         ends, sharded = self.graph.node_ends, self.graph.sharded_vectors
@@ -392,7 +392,7 @@ class Plan(Sequence[LayerPlan]):
                     total_sent_bytes=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self.max_live_samples(0)
-                    + max(plan.parameters_by_tile) * self._per_parameter,
+                    + max(plan.parameters_by_tile) * self._bytes_per_parameter,
                 )
             )
         return costs
@@ -431,16 +431,16 @@ class Plan(Sequence[LayerPlan]):
 
     def _sent_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
         """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward passes."""
-        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._recomputed)
+        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._ids_of_recomputed_layers)
 
     @cached_property
-    def _recomputed(self) -> set[int]:
+    def _ids_of_recomputed_layers(self) -> set[int]:
         """Layers whose forward pass, with its halo exchange, is run twice: all but those of the last section."""
         steps, _ = self.graph.node_ends[self.sections[-1].first if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
-    def _per_parameter(self) -> int:
+    def _bytes_per_parameter(self) -> int:
         """Bytes of a parameter element, its gradient, and its optimiser state."""
         return self.itemsize * (2 + len(self.training.optimizer.state_names))
 

@@ -61,7 +61,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
     return [*(at for at in cuts if not at or costs[at] < inf), total]
 
 
-def overhead_seconds(
+def tiling_seconds(
     profile: MachineProfile, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.

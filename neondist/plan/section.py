@@ -14,7 +14,7 @@ from ..geometry import (
     Box,
     GridShape,
     HaloPlan,
-    Level,
+    KeyDetail,
     Overlapping,
     Partition,
     PartKinds,
@@ -185,7 +185,7 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def tile_class_keys(self, level: Level) -> list[PartKinds]:
+    def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
         """Return the keys that distinguish tiles."""
         return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 
@@ -287,7 +287,7 @@ def _is_stripable(plan: LayerPlan) -> bool:
         and not layer.recompute_blocker
         and not layer.reductions_for(shape)
         and not layer.state_for(shape)
-        and not plan.reverse
+        and not plan.reverse_halos
         and layer.gradient_gather_for(shape, plan.grid) is None
         and layer.view_window_for(shape, plan.grid) == plan.window
         and layer.halos_for(shape, plan.grid) == halos

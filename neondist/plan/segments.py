@@ -12,10 +12,10 @@ from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..system.machine import MachineProfile
 from .graph import Graph
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, overhead_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, tiling_seconds
 
 Shape = tuple[int, ...]
-Members: TypeAlias = Sequence[tuple[Node, Shape]]
+Chain: TypeAlias = Sequence[tuple[Node, Shape]]
 LayerRegions: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By layer id: the cells of its input and output on each tile; None: the balanced partition."""
 _FIRST_LAYERS_ONLY = (
@@ -52,7 +52,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
     return regions
 
 
-def _chain_segments(links: Members, grid: GridShape, samples: int | None, first: bool) -> Iterator[Members]:
+def _chain_segments(links: Chain, grid: GridShape, samples: int | None, first: bool) -> Iterator[Chain]:
     """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
     at = 0
     while at < len(links):
@@ -72,7 +72,7 @@ def _chain_segments(links: Members, grid: GridShape, samples: int | None, first:
         at = end + 1
 
 
-def _segment_end(links: Members, at: int, first: Layer, longest: int, grid: GridShape) -> int:
+def _segment_end(links: Chain, at: int, first: Layer, longest: int, grid: GridShape) -> int:
     """Return the index of the last layer of a segment that begins at `at`."""
     end, count = at, 1
     for place in range(at + 1, len(links)):
@@ -86,7 +86,7 @@ def _segment_end(links: Members, at: int, first: Layer, longest: int, grid: Grid
     return end
 
 
-def _plan_segments(profile: MachineProfile, links: Members, grid: GridShape, backward: bool) -> Iterator[Members]:
+def _plan_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
     """Yield the segments into which a planner divides layers with the same scheme."""
     places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
     can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
@@ -95,14 +95,14 @@ def _plan_segments(profile: MachineProfile, links: Members, grid: GridShape, bac
         if last > first and not all(can_join[places[first] : places[last] + 1]):
             return inf
         segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
+        return sum(tiling_seconds(profile, segment, grid, backward or first > 0))
 
     for first, last in cheapest_ranges(cost, len(places)):
         if last > first:
             yield links[places[first] : places[last] + 1]
 
 
-def place_layers(segment: Members, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[PlacedLayer]:
+def place_layers(segment: Chain, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[PlacedLayer]:
     """Return the layers of a segment with their regions; `alone`: a single layer without recomputation."""
     regions = {} if alone else regions_of(segment, grid, wide)
     layers = [(node.leaves[0], shape) for node, shape in segment]
@@ -128,7 +128,7 @@ def _has_same_scheme(layer: Layer, other: Layer) -> bool:
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> LayerRegions:
+def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> LayerRegions:
     """Return the regions of one segment, from its last output, which the tiles own, to its input.
 
     Parameters
@@ -158,7 +158,7 @@ def regions_of(segment: Members, grid: GridShape, wide: bool | None = None) -> L
     return regions
 
 
-def _check_recomputable(layer: Layer, segment: Members, window: Window) -> None:
+def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
     reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
     if reason:
@@ -173,7 +173,7 @@ def _check_recomputable(layer: Layer, segment: Members, window: Window) -> None:
         )
 
 
-def _fusion_schemes(segment: Members) -> list[Fusion]:
+def _fusion_schemes(segment: Chain) -> list[Fusion]:
     fusions = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in fusions if fusion is not None]
 

@@ -37,7 +37,7 @@ class Stream:
     ----------
     graph : Graph
         Steps of these nodes alone.
-    nodes : int
+    num_nodes : int
     grid : StripGrid
     checkpointed_strips : int
         Number of strips of a tile, the last ones, whose saved state avoids part of their second forward pass.
@@ -52,7 +52,7 @@ class Stream:
     """
 
     graph: Graph
-    nodes: int
+    num_nodes: int
     grid: StripGrid
     checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
@@ -61,10 +61,10 @@ class Stream:
     cell_cache: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
-        """Return the stream of the first `nodes` nodes of a network, with `strips` strips per tile."""
+    def of(cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
+        """Return the stream of the first nodes of a network, with `strips` strips per tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.subgraph(0, nodes), nodes, cut, min(strips, checkpointed_strips))
+        return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
 
     def with_checkpoints(
         self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cut_strip_count: int | None = None
@@ -80,7 +80,7 @@ class Stream:
 
     def with_strips(self, strips: int) -> Stream:
         """Return the same nodes with another number of strips per tile, without checkpoints."""
-        return Stream(self.graph, self.nodes, replace(self.grid, strips=strips))
+        return Stream(self.graph, self.num_nodes, replace(self.grid, strips=strips))
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
@@ -189,7 +189,7 @@ class Stream:
         graph, sizes = self.graph, dict[int, int]()
         bound = {*graph.fused_activations, *graph.deferred_relu_gradients.values()}
         for at in self.reduction_steps("backward"):
-            node_ends = ((n, *graph.node_ends[n]) for n in range(1, self.nodes))
+            node_ends = ((n, *graph.node_ends[n]) for n in range(1, self.num_nodes))
             nodes, value = next(((n, value) for n, end, value in node_ends if end > at and end not in bound), (0, 0))
             if nodes and len(graph.shapes[value]) > 1:
                 sizes[nodes] = prod(graph.shapes[value])
@@ -388,10 +388,10 @@ class Stream:
         return max(above + below for above, below in pairwise([0, *sizes, 0]))
 
 
-def forward_multiplications_per_cell(graph: Graph, at: int) -> float:
+def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
     """Return the multiplications of a step's forward pass per output cell; 0 for an absorbed activation."""
-    step = graph.steps[at]
-    if at in graph.fused_activations:
+    step = graph.steps[step_index]
+    if step_index in graph.fused_activations:
         return 0.0
     computed = 0.0 if step.layer is None else operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
     return computed + MULTIPLICATIONS_PER_ACCESS * graph.shapes[step.output_value][-1]

@@ -94,7 +94,7 @@ class Executor:
     def with_layer_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
         """Return an executor of the same plan with another layer task."""
         executor = Executor(self.compiled, self.context, self.blocks.samples, layer_task)
-        executor.replays.usable = False  # debugging tasks check every step
+        executor.replays.is_usable = False  # debugging tasks check every step
         return executor
 
     def get_or_capture_graphs(self, samples: int, first: int, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
@@ -109,17 +109,17 @@ class Executor:
             return None
         return self.replays.get_or_capture((samples, first), capture)
 
-    def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
-        """Return a new pass for this rank's tile of the input, through the first `nodes` nodes (default: all)."""
-        return self.forward_together([x], [phase], nodes)[0]
+    def forward(self, x: Any, phase: Phase, num_nodes: int | None = None) -> Pass:
+        """Return a new pass for this rank's tile of the input, through `num_nodes` nodes (default: all)."""
+        return self.forward_together([x], [phase], num_nodes)[0]
 
-    def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[Pass]:
+    def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[Pass]:
         """Return passes that execute each step together: micro-batches that share their statistics."""
-        nodes = self.sections[-1].last if nodes is None else nodes
+        num_nodes = self.sections[-1].last if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
-            passes = section.forward(xs, phases, min(nodes, section.last) - section.first)
-            if section.last >= nodes:
+            passes = section.forward(xs, phases, min(num_nodes, section.last) - section.first)
+            if section.last >= num_nodes:
                 break
             following = [run.output.copy() for run in passes]
             for states, x, run in zip(checkpoints, xs, passes, strict=True):
@@ -147,7 +147,7 @@ class Executor:
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = False,
-        done: Callable[[Layer], None] | None = None,
+        on_layer_done: Callable[[Layer], None] | None = None,
         close: bool = True,
     ) -> list[Any]:
         """Return the gradients for each of the passes of `forward_together`; each can be run backward once.
@@ -156,7 +156,7 @@ class Executor:
         ----------
         need_dx : bool
             False: the gradient of the input is not needed.
-        done : callable, optional
+        on_layer_done : callable, optional
             Called with each layer when its gradients are complete.
         close : bool
             Whether the passes' memory is released as soon as possible.
@@ -166,7 +166,7 @@ class Executor:
         while True:
             section = self.sections[at]
             continues = section.first > first
-            dxs = section.backward(current, dys, max(0, first - section.first), need_dx or continues, done)
+            dxs = section.backward(current, dys, max(0, first - section.first), need_dx or continues, on_layer_done)
             recomputed = at < len(passes[0].checkpoints)
             if continues or (recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]
@@ -178,9 +178,9 @@ class Executor:
             current = self.sections[at].recompute([p.checkpoints[at] for p in passes], [p.phase for p in passes])
 
     @contextmanager
-    def forward_pass(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
+    def forward_pass(self, x: Any, phase: Phase, num_nodes: int | None = None) -> Iterator[Pass]:
         """Run forward, and close the pass at the end of the block."""
-        run = self.forward(x, phase, nodes)
+        run = self.forward(x, phase, num_nodes)
         try:
             yield run
         finally:

@@ -22,9 +22,9 @@ class LayerTask(Task):
 
     context_class = StepContext
 
-    def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
-        super().__init__(at, graph)
-        step = graph.steps[at]
+    def __init__(self, index: int, graph: Graph, layer: Layer) -> None:
+        super().__init__(index, graph)
+        step = graph.steps[index]
         self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
         self.array: GlobalArray = layer.input
         (value,) = step.inputs
@@ -36,7 +36,7 @@ class LayerTask(Task):
         )
         self.has_window = not self.array.plan.trivial
         #: step that can recompute the input
-        self.producer = graph.recomputing_steps.get(at)
+        self.producer = graph.recomputing_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
         #: whether partial results are computed again although the result is known, for what the layer saves
@@ -53,7 +53,7 @@ class LayerTask(Task):
             return self._forward(passes, inputs)
         for weights in self.layer.params.values():
             self.observers.on_value(self.layer, "weights", weights)
-        with self.observers.during("layer", self.name, "forward"):
+        with self.observers.observe("layer", self.name, "forward"):
             outputs = self._forward(passes, inputs)
         for y in outputs:
             self.observers.on_value(self.layer, "output", y)
@@ -63,7 +63,7 @@ class LayerTask(Task):
         """Run the adjoint of `execute_forward`, and fill in the layer's gradients."""
         if not self.observers:
             return self._backward(passes, dys, needed[0])
-        with self.observers.during("layer", self.name, "backward"):
+        with self.observers.observe("layer", self.name, "backward"):
             gradients = self._backward(passes, dys, needed[0])
         for gradient in self.layer.grads.values():
             self.observers.on_value(self.layer, "gradients of the weights", gradient)
@@ -73,7 +73,7 @@ class LayerTask(Task):
 
     def _forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         calls = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
-        known = [run.reduced_forward[self.at] for run in passes if run.reduced_forward is not None]
+        known = [run.reduced_forward[self.index] for run in passes if run.reduced_forward is not None]
         self._reduce("forward", calls, known)
         return [self.finish_forward(ctx, view) for ctx, view in calls]
 
@@ -84,19 +84,19 @@ class LayerTask(Task):
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
         if activation_step is not None and activation_step.layer is not None:
             ctx.activation = activation_step.layer.activation
-        run.contexts[self.at], ctx.state_already_updated = ctx, self.at < run.first_new_step
+        run.contexts[self.index], ctx.state_already_updated = ctx, self.index < run.first_new_step
         ctx.applies_relu_gradient = self.applies_relu_gradient
         ctx.relu_gradient_deferred = self.is_relu_gradient_deferred(run)
         exchanges, buffer = self.has_window and x is not None, space.view
-        view = self.exchange_halo("forward", ctx, buffer(self.at, samples), x) if exchanges else x
-        space.save_border(self.at, samples)
-        restores = self.at in space.plan.rebuilt_views
+        view = self.exchange_halo("forward", ctx, buffer(self.index, samples), x) if exchanges else x
+        space.save_border(self.index, samples)
+        restores = self.index in space.plan.rebuilt_views
         ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
     def saved_state(self, run: SectionPass) -> tuple[dict[str, Any], bool]:
         """Return the arrays that the layer has saved, and whether it has applied its activation."""
-        ctx = run.contexts[self.at]
+        ctx = run.contexts[self.index]
         assert ctx is not None
         return ctx.saved_arrays(run.workspace.arena.blocks.owns), ctx.activated
 
@@ -106,7 +106,7 @@ class LayerTask(Task):
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         arrays, ctx.activated = saved
         ctx.restore_saved(view, arrays)
-        ctx.reduced = None if run.reduced_forward is None else run.reduced_forward[self.at]
+        ctx.reduced = None if run.reduced_forward is None else run.reduced_forward[self.index]
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
@@ -142,26 +142,26 @@ class LayerTask(Task):
 
     def _backward(self, passes: Passes, dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
         calls = [self.begin_backward(run, dy, needed) for run, dy in zip(passes, dys, strict=True)]
-        known = [run.reduced_backward[self.at] for run in passes if run.reduced_backward is not None]
+        known = [run.reduced_backward[self.index] for run in passes if run.reduced_backward is not None]
         self._reduce("backward", calls, known)
         return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx and the gradient of its output before the activation."""
-        layer, ctx, space = self.layer, run.contexts[self.at], run.workspace
+        layer, ctx, space = self.layer, run.contexts[self.index], run.workspace
         assert ctx is not None
-        if self.at in space.plan.rebuilt_views and self.producer is not None:
+        if self.index in space.plan.rebuilt_views and self.producer is not None:
             producer = run.contexts[self.producer]
             assert producer is not None
-            ctx.replace_saved_view(space.rebuild_view(self.at, self.inputs[0], run.samples, producer.restore_output))
+            ctx.replace_saved_view(space.rebuild_view(self.index, self.inputs[0], run.samples, producer.restore_output))
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_deferred):
             dy = ctx.activation.bprop(ctx.output, dy)
-        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.accumulated_from_step
+        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.index < run.accumulated_from_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape
             ctx.set_out_allocator(partial(ctx.xp.empty, shape, layer.context.dtype))
         elif layer.gathered_gradient_array is None or not needed:
-            ctx.set_out_allocator(partial(run.workspace.gradient_array, self.at, self.inputs[0], run.samples))
+            ctx.set_out_allocator(partial(run.workspace.gradient_array, self.index, self.inputs[0], run.samples))
         return ctx, dy if layer.splits_outputs else self._redistribute("backward", self.output_gather, dy)
 
     def _finish_backward(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
@@ -177,7 +177,7 @@ class LayerTask(Task):
         if self.input_gather is not None:
             return self._redistribute("backward", self.input_gather, dview)
         if self.has_window:
-            return self.exchange_halo("backward", ctx, space.view(self.at, run.samples), dview)
+            return self.exchange_halo("backward", ctx, space.view(self.index, run.samples), dview)
         return (
             self._copy_to_out(ctx, dview) if dview is not ctx.accessed_out and space.arena.blocks.owns(dview) else dview
         )
@@ -211,7 +211,7 @@ class LayerTask(Task):
     def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile given that of its view."""
         move = buffer.forward if direction == "forward" else buffer.backward
-        with self.observers.during("halo", self.name, direction):
+        with self.observers.observe("halo", self.name, direction):
             return move(array, ctx.phase)
 
     def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
@@ -251,7 +251,7 @@ class LayerTask(Task):
         if partials[0] is not None and reduction.group is not None:
             self.array.reductions.direction = direction
             cut = self.output_gather if direction == "forward" else None
-            with self.observers.during("reduce" if cut is None else "redistribute", self.name, direction):
+            with self.observers.observe("reduce" if cut is None else "redistribute", self.name, direction):
                 log, results = self.array.reductions, partials[:1] if reduction.spans_batch else partials
                 results = [
                     combine_ranks(log, reduction, part) if cut is None else cut.adjoint(part) for part in results
@@ -284,7 +284,7 @@ class LayerTask(Task):
         if moves is None:
             return part
         self.array.reductions.direction = direction
-        with self.observers.during("redistribute", self.name, direction):
+        with self.observers.observe("redistribute", self.name, direction):
             return moves.forward(part)
 
     def unshard(self, y: Any) -> Any:

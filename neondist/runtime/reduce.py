@@ -19,12 +19,12 @@ def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
     return merge_moments(namespace(partials[0]).stack(partials))
 
 
-def combine_ranks(log: Reductions, reduction: Reduction, partial: Any) -> Any:
+def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) -> Any:
     """Return the combined partial results of all ranks, the same on each; collective over the group."""
     assert reduction.group is not None
     if reduction.combine == "sum":
-        return log.allreduce(reduction.group, partial)
-    return merge_moments(log.gather(reduction.group, partial))
+        return reductions.allreduce(reduction.group, partial)
+    return merge_moments(reductions.gather(reduction.group, partial))
 
 
 def merge_moments(parts: Any) -> Any:

@@ -64,7 +64,7 @@ class PassGraphCache:
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
         unique = list({id(part): part for part in parts}.values())
-        self.usable = kernels.supports_capture and all(map(_same_every_step, unique))
+        self.is_usable = kernels.supports_capture and all(map(_same_every_step, unique))
         #: numbers and strings, which users may assign between steps
         self._user_settings = [
             (part, name) for part in unique for name in part.arguments() if _is_plain_value(part, name)
@@ -73,7 +73,7 @@ class PassGraphCache:
 
     def get_or_capture(self, kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of a kind, captured by `capture` after enough passes; None before."""
-        if not self.usable:
+        if not self.is_usable:
             return None
         kind = kind, *(getattr(part, name) for part, name in self._user_settings)
         entry = self._graphs.pop(kind, 0)
@@ -81,7 +81,7 @@ class PassGraphCache:
             try:
                 entry = capture()
             except Exception as error:  # an ordinary pass also raises it, or works without graphs
-                self.usable = False
+                self.is_usable = False
                 self._graphs.clear()
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(f"CUDA graph capture failed; steps may be slower: {reason}", stacklevel=2)

@@ -112,7 +112,7 @@ class Section:
 
     def saved_states(self, run: SectionPass, recomputed: Container[int]) -> dict[int, Any]:
         """Return the saved states of the steps of a pass, except those to be recomputed."""
-        return {task.at: task.saved_state(run) for task in self.tasks[: run.steps] if task.at not in recomputed}
+        return {task.index: task.saved_state(run) for task in self.tasks[: run.steps] if task.index not in recomputed}
 
     def _run(self, passes: Passes, xs: Sequence[Any]) -> None:
         steps, last = passes[0].steps, passes[0].value
@@ -124,18 +124,18 @@ class Section:
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             inputs = [[held.get(value) for value in task.inputs] for held in values]
-            if task.at in passes[0].saved:
+            if task.index in passes[0].saved:
                 for run, tiles in zip(passes, inputs, strict=True):
-                    task.restore_saved_state(run, tiles, run.saved[task.at])
+                    task.restore_saved_state(run, tiles, run.saved[task.index])
                 continue
             outputs = self._run_step(task, "forward", passes, inputs)
             for held, y in zip(values, outputs, strict=True):
                 for value in task.inputs:
-                    if self._last_reader[value] == task.at and value != last:
+                    if self._last_reader[value] == task.index and value != last:
                         held.pop(value, None)
                 held[task.output_value] = y
             for run in passes if not self.runs_backward else ():
-                run.contexts[task.at] = None
+                run.contexts[task.index] = None
         return values
 
     def backward(
@@ -144,7 +144,7 @@ class Section:
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = True,
-        done: Callable[[Layer], None] | None = None,
+        on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
@@ -154,14 +154,14 @@ class Section:
             Node at which the backward pass stops; its input stands for the section's.
         need_dx : bool
             False: the gradient of the input is not needed.
-        done : callable, optional
+        on_layer_done : callable, optional
             Called with each layer when its gradients are complete.
         """
         stop, value = self.graph.node_ends[first]
         if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
             raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
         end, gradients = passes[0].steps, [self._output_gradient(run, dy) for run, dy in zip(passes, dys, strict=True)]
-        self._backward_steps(passes, gradients, slice(stop, end), None if need_dx else value, done)
+        self._backward_steps(passes, gradients, slice(stop, end), None if need_dx else value, on_layer_done)
         return [held.get(value) if need_dx else None for held in gradients]
 
     def _output_gradient(self, run: SectionPass, dy: Any) -> dict[int, Any]:
@@ -174,7 +174,7 @@ class Section:
         gradients: Sequence[dict[int, Any]],
         steps: slice,
         skipped: int | None = None,
-        done: Callable[[Layer], None] | None = None,
+        on_layer_done: Callable[[Layer], None] | None = None,
     ) -> None:
         """Run passes backward through some steps, updating the gradients by value, except that of `skipped`."""
         for task in reversed(self.tasks[steps]):
@@ -185,10 +185,10 @@ class Section:
                 for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
                     if need:
                         self._accumulate(run, held, v, dx)
-                run.contexts[task.at] = None
-            if done is not None:
+                run.contexts[task.index] = None
+            if on_layer_done is not None:
                 for layer in task.layers:
-                    done(layer)
+                    on_layer_done(layer)
 
     def _run_step(self, task: Task, direction: str, *arguments: Any) -> list[Any]:
         """Run a task's step; out of memory, a ConfigError names its layer."""
@@ -202,16 +202,16 @@ class Section:
 
     # Passes up to a reduction over several passes.
 
-    def run_to_partial(self, run: SectionPass, x: Any, at: int) -> tuple[StepContext, Any, Any]:
+    def run_to_partial(self, run: SectionPass, x: Any, step: int) -> tuple[StepContext, Any, Any]:
         """Run a new pass up to a step; return the step's ctx, view and partial result."""
-        task: Any = self.tasks[at]
+        task: Any = self.tasks[step]
         (value,) = task.inputs
-        (held,) = self._run_steps([run], [x], at, value)
+        (held,) = self._run_steps([run], [x], step, value)
         ctx, view = task.begin_forward(run, held[value])
         return ctx, view, task.compute_partial_result("forward", ctx, view)
 
     def run_back_to_partial(
-        self, run: SectionPass, dy: Any, at: int, need_dx: bool, keep: tuple[int, Callable[[Any], None]] | None = None
+        self, run: SectionPass, dy: Any, step: int, need_dx: bool, keep: tuple[int, Callable[[Any], None]] | None = None
     ) -> Any:
         """Run a pass backward to a step; return the step's partial result.
 
@@ -222,13 +222,13 @@ class Section:
         keep : (int, callable), optional
             A number of nodes, and a function called with the gradient of their output.
         """
-        task: Any = self.tasks[at]
+        task: Any = self.tasks[step]
         gradients, end, skipped = self._output_gradient(run, dy), run.steps, None if need_dx else 0
         if keep is not None:
             end, value = self.graph.node_ends[keep[0]]
             self._backward_steps([run], [gradients], slice(end, run.steps), skipped)
             keep[1](gradients[value])
-        self._backward_steps([run], [gradients], slice(at + 1, end), skipped)
+        self._backward_steps([run], [gradients], slice(step + 1, end), skipped)
         return task.compute_partial_result(
             "backward", *task.begin_backward(run, gradients[task.output_value], need_dx or task.inputs != (0,))
         )

@@ -88,7 +88,7 @@ class StreamSection:
         image: Box | None = None,
     ) -> None:
         self.planned, self.context, self.blocks, self.layer_task = planned, context, blocks, layer_task
-        self.first, self.last, graph, tile = 0, planned.nodes, planned.graph, context.grid.tile
+        self.first, self.last, graph, tile = 0, planned.num_nodes, planned.graph, context.grid.tile
         #: tasks of whole tiles, which combine the partial results of ranks
         self.tasks: dict[int, LayerTask] = {
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
@@ -123,15 +123,15 @@ class StreamSection:
         """Return the passes of these checkpoints."""
         return checkpoints
 
-    def forward(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[StreamPass]:
+    def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StreamPass]:
         """Return passes that execute each step together."""
-        if nodes not in (None, self.last):
+        if num_nodes not in (None, self.last):
             raise PassError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
                 " memory for whole images"
             )
         passes = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
-        with self.context.grid.observers.during("layer", self.name, "forward"):
+        with self.context.grid.observers.observe("layer", self.name, "forward"):
             first_new_step = 0
             for step in self.planned.reduction_steps("forward"):
                 self._run_to_reduction(passes, step, first_new_step)
@@ -146,14 +146,14 @@ class StreamSection:
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = True,
-        done: Callable[[Layer], None] | None = None,
+        on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
         For each layer with a reduction, all strips are run forward again and back to that layer. Strips whose gradients
         are kept at a cut are not run above it again.
         """
-        with self.context.grid.observers.during("layer", self.name, "backward"):
+        with self.context.grid.observers.observe("layer", self.name, "backward"):
             groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.steps
             for at in reversed(self.planned.reduction_steps("backward")):
                 parts: list[list[Any]] = [[] for _ in passes]
@@ -163,10 +163,10 @@ class StreamSection:
             dxs = [self._image_zeros(run.samples) if need_dx else None for run in passes]
             for group in groups:
                 group.part._run_back_to_image(passes, group, before, dxs)
-        if done is not None:
+        if on_layer_done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
-                    done(layer)
+                    on_layer_done(layer)
         return dxs
 
     def _run_to_reduction(self, passes: Sequence[StreamPass], reduction_step: int, first_new_step: int) -> None:

@@ -113,7 +113,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
             backend=context.backend,
             reuse=True,
         )
-        clone.scattered_output_array.reverse = True
+        clone.scattered_output_array.swaps_directions = True
         clone.scattered_output_array.use_plan(placed.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
     cuts = {}

@@ -24,20 +24,20 @@ class Task(ABC):
     array: GlobalArray | None = None
     layers: Sequence[Layer] = ()
 
-    def __init__(self, at: int, graph: Graph) -> None:
-        step = graph.steps[at]
-        self.at, self.inputs, self.output_value = at, step.inputs, step.output_value
+    def __init__(self, index: int, graph: Graph) -> None:
+        step = graph.steps[index]
+        self.index, self.inputs, self.output_value = index, step.inputs, step.output_value
         #: step of the activation fused into this one
-        self.activation_step = graph.steps[at + 1] if graph.fused_activations.get(at + 1) == at else None
+        self.activation_step = graph.steps[index + 1] if graph.fused_activations.get(index + 1) == index else None
         #: step that differentiates this one's activation; and whether this one does so for another
         self.relu_gradient_step, self.applies_relu_gradient = (
-            graph.deferred_relu_gradients.get(at),
-            at in graph.deferred_relu_gradients.values(),
+            graph.deferred_relu_gradients.get(index),
+            index in graph.deferred_relu_gradients.values(),
         )
 
     def fused_activation(self, run: SectionPass) -> Step | None:
         """Return the activation that a pass applies in this step."""
-        return self.activation_step if run.steps > self.at + 1 else None
+        return self.activation_step if run.steps > self.index + 1 else None
 
     def is_relu_gradient_deferred(self, run: SectionPass) -> bool:
         """Return whether the backward pass need not read the output, because the next step applies the activation's."""
@@ -76,8 +76,8 @@ class Task(ABC):
 class JoinTask(Task):
     """Join of several values."""
 
-    def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels, boxes: Sequence[Box]) -> None:
-        super().__init__(at, graph)
+    def __init__(self, index: int, graph: Graph, join: Branches, kernels: Kernels, boxes: Sequence[Box]) -> None:
+        super().__init__(index, graph)
         self.name = str(join.name)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
         #: shape of inputs that have more cells, and the cells to join
@@ -100,7 +100,7 @@ class JoinTask(Task):
             else:
                 self.join.combine(self.kernels, cells, y, clip=True)  # type: ignore[call-arg]
                 if not self.is_relu_gradient_deferred(run):
-                    run.join_outputs[self.at] = y if self.relu_gradient_step is None else y.copy()
+                    run.join_outputs[self.index] = y if self.relu_gradient_step is None else y.copy()
         return outputs
 
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
@@ -120,16 +120,16 @@ class JoinTask(Task):
         if self.fused_activation(run) is None or self.is_relu_gradient_deferred(run):
             return dy
         space = run.workspace
-        in_place = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
-        place = dy if in_place else space.gradient_array(self.at + 1, self.output_value, run.samples)
-        return self.kernels.relu_backward(run.join_outputs[self.at], dy, place)
+        in_place = self.index + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
+        place = dy if in_place else space.gradient_array(self.index + 1, self.output_value, run.samples)
+        return self.kernels.relu_backward(run.join_outputs[self.index], dy, place)
 
 
 class FusedActivationTask(Task):
     """Activation that the previous step has applied."""
 
-    def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
-        super().__init__(at, graph)
+    def __init__(self, index: int, graph: Graph, layer: Layer) -> None:
+        super().__init__(index, graph)
         self.layer, self.layers, self.observers = layer, layer.leaves, layer.context.grid.observers
         self.name = str(layer.name)
 
@@ -146,7 +146,7 @@ class FusedActivationTask(Task):
 
     def _notify(self, direction: str, quantity: str, arrays: Sequence[Any]) -> None:
         if self.observers:
-            with self.observers.during("layer", self.name, direction):
+            with self.observers.observe("layer", self.name, direction):
                 pass
             for array in arrays:
                 self.observers.on_value(self.layer, quantity, array)

@@ -20,7 +20,7 @@ class Workspace:
     shapes : list of tuple
         Shapes of this rank's tile of every value, without the batch.
     inputs : list of GlobalArray or None
-        Array that produces the view of each step; None: it has none.
+        Array that produces each step's view; None if it has none.
     """
 
     def __init__(self, arena: Arena, shapes: Sequence[tuple[int, ...]], inputs: Sequence[GlobalArray | None]) -> None:
@@ -28,11 +28,11 @@ class Workspace:
         self._arrays: dict[tuple[int, int], Any] = {}
         self._views: dict[tuple[int, int], Any] = {}
 
-    def view(self, at: int, samples: int) -> Any:
+    def view(self, step: int, samples: int) -> Any:
         """Return the buffer of a step's view for batches of this size."""
-        key, array = (at, samples), self.inputs[at]
+        key, array = (step, samples), self.inputs[step]
         if key not in self._views and array is not None:
-            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_slots(at))
+            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_slots(step))
         return self._views[key]
 
     def value_array(self, value: int, samples: int) -> Any:
@@ -41,28 +41,29 @@ class Workspace:
             return self.view(at, samples).tile
         return self._array(self.plan.values.get(value), value, samples)
 
-    def gradient_array(self, at: int, value: int, samples: int) -> Any:
+    def gradient_array(self, step: int, value: int, samples: int) -> Any:
         """Return the array of the gradient of a step's view, valid until it is read."""
-        if at in self.plan.views:
-            return self.view(at, samples).zeroed_dview()
-        return self._array(self.plan.gradients.get(at), value, samples)
+        if step in self.plan.views:
+            return self.view(step, samples).zeroed_dview()
+        return self._array(self.plan.gradients.get(step), value, samples)
 
-    def save_border(self, at: int, samples: int) -> None:
+    def save_border(self, step: int, samples: int) -> None:
         """Save the cells around the tile that `rebuild_view` needs, if any."""
-        if at in self.plan.borders:
-            self.view(at, samples).save_border(self._border(at, samples))
+        if step in self.plan.borders:
+            self.view(step, samples).save_border(self._border(step, samples))
 
-    def rebuild_view(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
+    def rebuild_view(self, step: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
-        slot = self.plan.rebuilt_views[at]
-        if at in self.plan.borders:
-            return self.view(at, samples).rebuild_view(ArenaSlot(self.arena, slot), self._border(at, samples), write)
+        slot = self.plan.rebuilt_views[step]
+        if step in self.plan.borders:
+            buffer, saved = self.view(step, samples), self._border(step, samples)
+            return buffer.rebuild_view(ArenaSlot(self.arena, slot), saved, write)
         tile = self._array(slot, value, samples)
         write(tile)
         return tile
 
-    def _border(self, at: int, samples: int) -> Any:
-        slot = self.plan.borders[at]
+    def _border(self, step: int, samples: int) -> Any:
+        slot = self.plan.borders[step]
         return self.arena.array(slot, (samples, self.plan.ranges[slot].elements_per_sample))
 
     def gradient_sum_array(self, value: int, samples: int) -> Any:
@@ -79,8 +80,8 @@ class Workspace:
             self._arrays[key] = self.arena.array(slot, shape)
         return self._arrays[key]
 
-    def _view_slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
-        view, gradient = self.plan.views[at], self.plan.gradients.get(at)
+    def _view_slots(self, step: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
+        view, gradient = self.plan.views[step], self.plan.gradients.get(step)
         return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
 
 
@@ -95,15 +96,15 @@ class SectionPass:
     samples : int
         Samples of this rank.
     steps, value : int
-        Number of steps, and the index of the value that they compute.
+        Number of steps, and the index of the value they compute.
     reduced_forward, reduced_backward : list or None
         For a repeated pass: the results of the reductions of each step.
     keeps_states : bool
         Whether its saved states are kept when it is closed, so that another pass can skip steps.
     first_new_step : int
-        Earlier steps have already run, and change no state.
+        Earlier steps have already run and change no state.
     accumulated_from_step : int
-        Steps from this one on have already accumulated the gradients of their weights.
+        Steps from this index on have already accumulated their weight gradients.
     """
 
     reduced_backward: list[Any] | None = None
@@ -120,7 +121,7 @@ class SectionPass:
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
         self.saved: Mapping[int, Any] = {}
-        #: outputs of joins that their absorbed activation needs in the backward pass
+        #: outputs of joins that the activation fused into them needs in the backward pass
         self.join_outputs: dict[int, Any] = {}
 
     @property
@@ -131,7 +132,7 @@ class SectionPass:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its memory has been given back."""
+        """Whether its memory has been released."""
         return self._workspace is None
 
     @property

@@ -32,7 +32,7 @@ MAX_EXPORTED_TABLE_BYTES = 4 << 30
 _SERVER_FILE_NAME = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 
 
-def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save: str) -> Callable[[], None]:
+def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_id: str) -> Callable[[], None]:
     """Return a function that writes the file of a server in its current state.
 
     New table rows do not affect it until it has run; updates would.
@@ -60,7 +60,7 @@ def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save: 
         arrays |= {f"tables/{index}/slots/{name}": array for name, array in table.slots.items()}
     header = {
         "format": FORMAT_VERSION,
-        "save": save,
+        "save": save_id,
         "version": state.version,
         "samples": state.samples,
         "credits": state.applied_minibatches.to_json(),

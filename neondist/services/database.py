@@ -122,10 +122,10 @@ class TaskDatabase:
         return self._select_first_task("id = ? AND state IN ('doing', 'done')", task_id)
 
     def running_tasks(
-        self, kind: str | None = None, worker: str | None = None, before: float | None = None
+        self, kind: str | None = None, worker: str | None = None, expired_before: float | None = None
     ) -> list[TaskRow]:
         """Return tasks in progress, filtered by kind, worker, or a lease that ends before a time."""
-        filters = {"kind = ?": kind, "worker = ?": worker, "deadline < ?": before}
+        filters = {"kind = ?": kind, "worker = ?": worker, "deadline < ?": expired_before}
         active = {test: value for test, value in filters.items() if value is not None}
         return self._select_tasks(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
 

@@ -33,8 +33,8 @@ class JobService(Service):
 
     name = "Job"
 
-    def __init__(self, lose: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._on_worker_lost, self._clock = lose, clock
+    def __init__(self, on_worker_lost: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_worker_lost, self._clock = on_worker_lost, clock
         self._condition = threading.Condition()
         self._start_time, self._heartbeats = clock(), dict[str, float]()
         self._first_step: int | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..data.records.base import BadRecord
+from ..data.records.base import BadRecordError
 from ..errors import ConfigError
 from .queue import WAIT, TaskQueue
 
@@ -26,7 +26,7 @@ class TaskDataset(IterableDataset):
     worker : str
         Name, unique within the job.
     read : callable
-        Returns the minibatch of record numbers (int64, shape (n,)); a BadRecord it raises is reported to the queue.
+        Returns the minibatch of record numbers (int64, shape (n,)); a BadRecordError is reported to the queue.
     minibatch_size : int
     kind : {'training', 'evaluation', 'prediction'}
     poll : float
@@ -69,7 +69,7 @@ class TaskDataset(IterableDataset):
             for _, upto, record_numbers in task.minibatches(self.minibatch_size):
                 try:
                     batch = self.read(record_numbers)
-                except BadRecord as error:
+                except BadRecordError as error:
                     self.queue.report(task.id, ok=False, error=str(error), record=error.record_number)
                     break
                 yield batch

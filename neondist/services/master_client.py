@@ -74,7 +74,7 @@ class MasterClient:
         self._closed = threading.Event()
         self.wait_interrupted = False
         self._idle_callback: Callable[[], object] = lambda: None
-        self._blank_callback: Callable[[], object] = lambda: None
+        self._uninitialised_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._master = ServiceClient(address, Master.name, token, patience=RETRY_SECONDS)
@@ -136,9 +136,9 @@ class MasterClient:
         """Set a function to call on the first rank before it waits for a task, and when none is left."""
         self._idle_callback = function
 
-    def set_blank_callback(self, function: Callable[[], object]) -> None:
+    def set_uninitialised_callback(self, function: Callable[[], object]) -> None:
         """Set a function to call on the first rank while servers wait for the model."""
-        self._blank_callback = function
+        self._uninitialised_callback = function
 
     def close(self) -> None:
         """Close the connection."""
@@ -161,7 +161,7 @@ class MasterClient:
             if not pause:
                 self._idle_callback()
             if reply.fields.get("blank"):
-                self._blank_callback()
+                self._uninitialised_callback()
             if should_stop():
                 self.wait_interrupted = True
                 return None

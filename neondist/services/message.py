@@ -136,7 +136,7 @@ def encode(message: Message) -> Iterator[bytes]:
         size += nbytes + -nbytes % ALIGNMENT_BYTES
     text = json.dumps({"fields": dict(message.fields), "arrays": descriptions}, allow_nan=False).encode()
     if len(text) > MAX_DESCRIPTION_BYTES:
-        raise MessageError(f"fields of {len(text)} bytes; at most {MAX_DESCRIPTION_BYTES} can be sent")
+        raise MessageError(f"fields and array descriptions of {len(text)} bytes; send at most {MAX_DESCRIPTION_BYTES}")
     head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
     return _join_into_chunks([memoryview(head + text), *buffers])
 
@@ -192,7 +192,7 @@ def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[byte
 
 def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     try:
-        description = json.loads(text, parse_constant=_refuse_constant)
+        description = json.loads(text, parse_constant=_refuse_nan_constant)
         fields, descriptions = description["fields"], description["arrays"]
         if not isinstance(fields, dict) or not isinstance(descriptions, list) or len(description) != 2:
             raise MessageError("invalid description")
@@ -222,7 +222,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     return Message(fields, arrays)
 
 
-def _refuse_constant(text: str) -> None:
+def _refuse_nan_constant(text: str) -> None:
     raise MessageError(f"{text} is not JSON")
 
 

@@ -189,7 +189,7 @@ class ServerLayout:
 
 
 def place_parameters(
-    strategy: Strategy, servers: int, tables: Sequence[TableSpec] = (), decays: Iterable[str] | None = None
+    strategy: Strategy, servers: int, tables: Sequence[TableSpec] = (), decayed_names: Iterable[str] | None = None
 ) -> list[ServerLayout]:
     """Return the contents of each server under a strategy.
 
@@ -218,12 +218,12 @@ def place_parameters(
                 f" {' and '.join(SUPPORTED_DTYPES)}; choose one of these dtypes"
             )
     shares = parameter_shares(strategy, servers)
-    decayed_names = None if decays is None else set(decays)
+    decayed = None if decayed_names is None else set(decayed_names)
 
     def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:
         share, shape = shares[spec.name], tuple(spec.shape)
-        decayed = len(shape) > 1 if decayed_names is None else spec.name in decayed_names
-        return ServerPiece(spec.name, spec.dtype, shape, share.shape, share.boxes[server], decayed)
+        decays = len(shape) > 1 if decayed is None else spec.name in decayed
+        return ServerPiece(spec.name, spec.dtype, shape, share.shape, share.boxes[server], decays)
 
     pieces_by_server = [[make_piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ..arrays.rng import shuffled
+from ..arrays.rng import shuffled_indices
 from ..errors import ConfigError
 from ..registry.ranges import require_choice, require_integer, require_real
 from .database import TaskDatabase, TaskRow
@@ -314,14 +314,14 @@ class TaskQueue:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the numbers of the records of a training epoch, in the order of its positions."""
-        return shuffled(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
+        return shuffled_indices(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
 
     def _record_numbers(self, task: TaskRow) -> np.ndarray:
         """Return the records at all positions up to a task's end."""
         return self.order(task.epoch) if task.kind == "training" else np.arange(task.end_record)
 
     def _requeue_expired(self) -> None:
-        for task in self._database.running_tasks(before=self._clock()):
+        for task in self._database.running_tasks(expired_before=self._clock()):
             self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
     def _find_leased_task(self, task_id: int) -> TaskRow | None:

@@ -40,7 +40,7 @@ class RowTable:
         self._slots: Slots = {}
         self._initial_slot_values = updater.initial_slots()
         self._updates_touched_rows_only = spec.lazy or updater.skips_zero_gradients()
-        updater.check_partial_updates(whole=False)
+        updater.check_partial_updates(whole_parameters=False)
 
     @property
     def count(self) -> int:

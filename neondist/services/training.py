@@ -24,7 +24,7 @@ from .wire import read_token
 
 SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers and of the master, and its index."""
-RULE = "NEONDIST_UPDATE_RULE"
+RULE_VARIABLE = "NEONDIST_UPDATE_RULE"
 """Environment variable of a worker: JSON of the update rule, if it overrides that of the strategy."""
 
 
@@ -60,15 +60,15 @@ class WorkerAssignment:
         except (KeyError, ValueError):
             raise ConfigError(f"{SERVERS} is set: {WORKER} must be an integer, and {MASTER} an address") from None
         try:
-            rule = UpdateRule.parse(json.loads(environ[RULE])) if environ.get(RULE) else None
+            rule = UpdateRule.parse(json.loads(environ[RULE_VARIABLE])) if environ.get(RULE_VARIABLE) else None
         except (ValueError, AttributeError):
-            raise ConfigError(f"{RULE}: invalid; leave it out, or set it as neondist does") from None
+            raise ConfigError(f"{RULE_VARIABLE}: invalid; leave it out, or set it as neondist does") from None
         return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ), rule)
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for `read`, without the token."""
-        rule = {} if self.rule is None else {RULE: json.dumps(self.rule.to_json())}
+        rule = {} if self.rule is None else {RULE_VARIABLE: json.dumps(self.rule.to_json())}
         return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index), **rule}
 
     @property
@@ -132,7 +132,7 @@ class ServerUpdate(RemoteUpdate):
         self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
         self.strategy.check_model(specs)
         decays = [shard.full_name for shard in parameters.trained if shard.decays]
-        layouts = place_parameters(self.strategy, count, decays=decays)
+        layouts = place_parameters(self.strategy, count, decayed_names=decays)
         self._values = self._gather_parameters(parameters.values)
         self._client: ParameterClient | None = None
         self.version = 0
@@ -144,7 +144,7 @@ class ServerUpdate(RemoteUpdate):
                 client.initialize(self._values, optimizer, rule)
                 if master_client is not None:
                     master_client.set_idle_callback(client.leave)
-                    master_client.set_blank_callback(lambda: client.initialize(self._values, optimizer, rule))
+                    master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, rule))
         self._pull_values()
 
     def push_and_pull(self, scale: float) -> None:

@@ -157,7 +157,7 @@ class ServiceHost:
         methods = {
             f"/neondist.{service.name}/{name}": _StreamHandler(method, limit)
             for service in services
-            for name, method in {"hello": _hello, **service.methods()}.items()
+            for name, method in {"hello": _confirm_version, **service.methods()}.items()
         }
         self._server.add_generic_rpc_handlers((_AuthenticatedMethods(methods, token),))
         try:
@@ -319,7 +319,7 @@ def _require_free_address(address: str) -> str:
     return host
 
 
-def _hello(request: Message) -> Message:
+def _confirm_version(request: Message) -> Message:
     return Message({"version": __version__, "process": os.getpid()})
 
 
@@ -351,8 +351,8 @@ class _StreamHandler(grpc.RpcMethodHandler):
     request_deserializer = response_serializer = None
     unary_unary = unary_stream = stream_unary = None
 
-    def __init__(self, method: ServiceMethod, limit: int) -> None:
-        self._method, self._limit = method, limit
+    def __init__(self, method: ServiceMethod, max_request_bytes: int) -> None:
+        self._method, self._max_request_bytes = method, max_request_bytes
 
     def stream_stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Yield the reply."""
@@ -361,7 +361,7 @@ class _StreamHandler(grpc.RpcMethodHandler):
         if remaining is None or remaining > MAX_CALL_SECONDS:
             context.abort(code, f"a deadline of at most {MAX_CALL_SECONDS:g} s is needed")
         try:
-            reply = self._method(decode(requests, self._limit))
+            reply = self._method(decode(requests, self._max_request_bytes))
             chunks = encode(reply) if isinstance(reply, Message) else reply
         except ProtocolError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION

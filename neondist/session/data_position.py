@@ -66,7 +66,7 @@ class DataPosition:
             model.begin_epoch(state.epoch, state.samples_seen)
         losses = [] if model is None else selection_losses(state)
         parts = self.remaining_batches()
-        lazy = model is not None and model.streams
+        lazy = model is not None and model.is_streamed
         with closing(split.batches((part for _, part in parts), state.model.dtype, lazy)) as read:
             for (size, _), (x, targets) in zip(parts, read, strict=True):
                 if model is not None and model.optimizer.schedule is not None:

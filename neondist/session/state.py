@@ -104,7 +104,8 @@ class SessionState(TrainState):
         if isinstance(self.model, TrainingScriptAdapter):
             settings = self.model.settings()
         else:
-            settings = {"learning_rate_scale": self.model.learning_rate_scale, "momentum": self.model.momentum}
+            settings = {"learning_rate_scale": self.model.learning_rate_scale}
+            settings["momentum"] = self.model.scheduled_momentum
         kinds, remedy = [type(part).__name__ for part in self.stateful], "remove this object from the `model` argument"
         states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful]
         texts = {TEXT_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
@@ -124,7 +125,7 @@ class SessionState(TrainState):
             self.model.restore_settings(settings)
         else:
             self.model.learning_rate_scale = _to_number(settings.get("learning_rate_scale", 1.0)) or 0.0
-            self.model.momentum = _to_number(settings.get("momentum"))
+            self.model.scheduled_momentum = _to_number(settings.get("momentum"))
         for part, state in zip(self.stateful, states, strict=True):
             part.load_state_dict(
                 from_plain(part.state_dict(), require_json_type(f"the state of {type(part).__name__}", state, dict))

@@ -29,11 +29,11 @@ def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition 
     return axis, [hi - lo for lo, hi in bounds]
 
 
-def part_bytes(spec: ParameterSpec, division: AxisPartition | None) -> list[int]:
+def part_bytes(spec: ParameterSpec, partition: AxisPartition | None) -> list[int]:
     """Return the size of each part in bytes."""
-    if division is None:
+    if partition is None:
         return [spec.nbytes]
-    axis, sizes = division
+    axis, sizes = partition
     row = spec.nbytes // spec.shape[axis]
     return [size * row for size in sizes]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..geometry import Box, part_range
+from ..terminal.console import counted
 from .strategy import ParameterStrategy, Strategy
 
 Shape = tuple[int, ...]
@@ -41,7 +42,7 @@ def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
     if owners > ranks:
-        raise strategy.error(f"has {owners} owners, but the job has {ranks} ranks; build it for {ranks} ranks")
+        raise strategy.error(f"has {owners} owners, but the job has {counted(ranks, 'rank')}; build it for this number")
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     owner_ranks = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]

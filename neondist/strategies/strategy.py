@@ -222,10 +222,10 @@ class _StrategyFileParser:
 
     def parse(self) -> Strategy:
         """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._mapping(self.root, "", _TOP_LEVEL_FIELDS, PLANNED_FIELDS)
+        top = self._parse_map(self.root, "", _TOP_LEVEL_FIELDS, PLANNED_FIELDS)
         if top["format"].value != FORMAT_VERSION:
             raise node_error(top["format"], "format", f"is {top['format']}; expected {FORMAT_VERSION}")
-        replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
+        replicas, servers = (self._parse_integer(top[name], name, 1) for name in ("replicas", "servers"))
         builder = typed_value(top["builder"], "builder", str, "text")
         entries = typed_value(top["parameters"], "parameters", dict, "a mapping")
         specs, parameters = {}, {}
@@ -245,12 +245,12 @@ class _StrategyFileParser:
         for name, child in nodes.items():
             if name not in _GRID_FIELDS:
                 raise node_error(child, join_path("grid", name), f"unknown field; expected {', '.join(_GRID_FIELDS)}")
-        return {name: self._integer(child, join_path("grid", name), 1) for name, child in nodes.items()}
+        return {name: self._parse_integer(child, join_path("grid", name), 1) for name, child in nodes.items()}
 
     def _parse_parameter(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
         path = join_path("parameters", name)
-        nodes = self._mapping(node, path, _PARAMETER_FIELDS)
-        shape = self._integers(nodes["shape"], join_path(path, "shape"))
+        nodes = self._parse_map(node, path, _PARAMETER_FIELDS)
+        shape = self._parse_integers(nodes["shape"], join_path(path, "shape"))
         dtype = typed_value(nodes["dtype"], join_path(path, "dtype"), str, "text")
         sparse, sync = (
             typed_value(nodes[key], join_path(path, key), bool, "true or false") for key in ("sparse", "sync")
@@ -269,11 +269,11 @@ class _StrategyFileParser:
         if compression and (kind == "server" or nodes["owners"].value):
             remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
             raise node_error(compressor, join_path(path, "compressor"), f"{compression} {remedy}")
-        group, staleness = (self._integer(nodes[key], join_path(path, key), 0) for key in ("group", "staleness"))
+        group, staleness = (self._parse_integer(nodes[key], join_path(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
             raise node_error(nodes["staleness"], join_path(path, "staleness"), f"{staleness} needs sync: true")
         division = self._parse_partition(nodes["partition"], join_path(path, "partition"), shape)
-        owner_list = self._integers(nodes["owners"], join_path(path, "owners"))
+        owner_list = self._parse_integers(nodes["owners"], join_path(path, "owners"))
         location = nodes["owners"], join_path(path, "owners")
         if any(owner >= owners for owner in owner_list):
             raise node_error(*location, f"owner {max(owner_list)} does not exist; owners are 0 to {owners - 1}")
@@ -286,20 +286,20 @@ class _StrategyFileParser:
     def _parse_partition(self, node: Node, path: str, shape: list[int]) -> AxisPartition | None:
         if node.value is None:
             return None
-        nodes = self._mapping(node, path, ("axis", "sizes"))
+        nodes = self._parse_map(node, path, ("axis", "sizes"))
         if not shape:
             raise node_error(node, path, "a scalar cannot be partitioned; write null")
-        axis = self._integer(nodes["axis"], join_path(path, "axis"), 0)
+        axis = self._parse_integer(nodes["axis"], join_path(path, "axis"), 0)
         if axis >= len(shape):
             raise node_error(nodes["axis"], join_path(path, "axis"), f"is {axis}; expected 0 to {len(shape) - 1}")
-        sizes = self._integers(nodes["sizes"], join_path(path, "sizes"))
+        sizes = self._parse_integers(nodes["sizes"], join_path(path, "sizes"))
         if sum(sizes) != shape[axis] or not sizes:
             raise node_error(
                 nodes["sizes"], join_path(path, "sizes"), f"add up to {sum(sizes)}, but must be {shape[axis]}"
             )
         return axis, sizes
 
-    def _mapping(self, node: Node, path: str, names: Iterable[str], optional: Sequence[str] = ()) -> dict[str, Node]:
+    def _parse_map(self, node: Node, path: str, names: Iterable[str], optional: Sequence[str] = ()) -> dict[str, Node]:
         nodes = typed_value(node, path, dict, "a mapping with " + ", ".join(names))
         for name, child in nodes.items():
             if name not in (*names, *optional):
@@ -309,12 +309,12 @@ class _StrategyFileParser:
                 raise node_error(node, join_path(path, name), "missing; add it, as Strategy.save writes it")
         return dict(nodes)
 
-    def _integer(self, node: Node, path: str, minimum: int) -> int:
+    def _parse_integer(self, node: Node, path: str, minimum: int) -> int:
         value = node.value
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise node_error(node, path, f"expected an integer of at least {minimum}, got {node}")
         return value
 
-    def _integers(self, node: Node, path: str) -> list[int]:
+    def _parse_integers(self, node: Node, path: str) -> list[int]:
         items = typed_value(node, path, list, "a list of integers")
-        return [self._integer(item, join_path(path, at), 0) for at, item in enumerate(items)]
+        return [self._parse_integer(item, join_path(path, at), 0) for at, item in enumerate(items)]

@@ -132,9 +132,9 @@ class Machine:
         """Return the number of ranks per core."""
         return max(1.0, ranks / (self.cores_per_node * self.nodes)) if self.nodes else 1.0
 
-    def waiting_seconds(self, ranks: int, meeting_count: int) -> float:
-        """Return the seconds of waiting at `meeting_count` exchanges or reductions of ranks that share cores."""
-        return meeting_count * self.shared_latency * (self.ranks_per_core(ranks) - 1)
+    def waiting_seconds(self, ranks: int, synchronisation_count: int) -> float:
+        """Return the seconds of waiting at a number of exchanges or reductions of ranks that share cores."""
+        return synchronisation_count * self.shared_latency * (self.ranks_per_core(ranks) - 1)
 
     def expected_delay(self, ranks: int, compute_seconds: float) -> float:
         """Return the expected delay in seconds of the slowest node, for work of `compute_seconds`."""

@@ -57,7 +57,7 @@ def limit_threads(ranks: int) -> int | None:
     return threads
 
 
-def limit_threads_and_log(ranks: int, first: bool) -> Callable[[], None]:
+def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]:
     """Limit the threads as `limit_threads` does, for a script under mpirun; the first rank logs a change.
 
     Oversubscription slows a job by a factor of 15 to 30, since threads busy-wait. Returns a function that undoes it.
@@ -69,7 +69,7 @@ def limit_threads_and_log(ranks: int, first: bool) -> Callable[[], None]:
     pool_limits = threadpool_limits(None)  # records the limits
     previous = max((pool["num_threads"] for pool in threadpool_info()), default=1)
     thread_count = limit_threads(ranks)
-    if first and thread_count is not None and thread_count < previous:
+    if is_first_rank and thread_count is not None and thread_count < previous:
         logging.getLogger("neondist").warning(
             "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
             " another number",

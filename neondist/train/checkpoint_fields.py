@@ -136,7 +136,7 @@ def restore_dataset_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
         if split.fields is not None:
             split.fields = restore_fields(texts, split.fields)
             images = parse_json(texts.get("images", "{}"), dict)
-            count = len(split.factor_and_offset[0])
+            count = len(split.factor_and_subtrahend[0])
             factor, offset = (_require_numbers(images, name, count) for name in ("factor", "offset"))
             if (factor == 0).any():
                 raise ValueError("'factor' is 0")

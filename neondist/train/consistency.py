@@ -40,7 +40,7 @@ def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
     ConfigError
         On every rank, if samples differ, or two replicas have different cells in a tile.
     """
-    check_consistency(grid.world, dataset.fingerprint())
+    check_consistency(grid.world, dataset.properties_equal_on_all_ranks())
     if grid.replicas > 1:
         kept = [split.tiles for split in dataset.splits.values()]
         sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]

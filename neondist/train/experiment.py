@@ -317,7 +317,7 @@ def _run_locked(
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
     model.step = model.steps_without_optimizer = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
-    if plan.streams and model.memory is None:
+    if plan.is_streamed and model.memory is None:
         run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
         run.start_messages.append(note)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays.namespace import to_host
 from ..comm import all_or_none
-from ..costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
+from ..costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
 from ..data import Dataset, Split
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, OutputLayout
@@ -178,12 +178,12 @@ def apply_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
     """Set the model's learning rate and momentum for the current position in the data."""
     model, epoch = run.model, run.epoch + run.samples_seen / run.epoch_size
     model.learning_rate_scale = model.optimizer.schedule_factor(epoch, losses)
-    model.momentum = model.optimizer.momentum_at(epoch)
+    model.scheduled_momentum = model.optimizer.momentum_at(epoch)
 
 
 def _read_batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
     """Yield images and targets; a streaming model reads its images strip by strip."""
-    options = {"lazy": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
+    options = {"lazy": True} if getattr(model, "is_streamed", False) else {}  # trainables of others need not know of it
     return split.batches(parts, model.dtype, **options)
 
 
@@ -246,7 +246,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     dict
         Equal on every rank; NaN if no cell counts.
     """
-    costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted_parts(model.cost)))
+    costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted_mean_parts(model.cost)))
     meters = [metric.create_meter(_output_layout(model, split)) for metric in metrics]
     ignored = getattr(model.cost, "ignore_index", None)
     for _, y, targets, cost in evaluate_batches(model, split, batch_size):

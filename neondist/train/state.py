@@ -184,7 +184,7 @@ class TrainState:
     def checkpoint_texts(self) -> dict[str, str]:
         """Return the texts of a checkpoint: normalisation and fields; collective."""
         train = self.dataset.train
-        factor, offset = train.factor_and_offset
+        factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         return {"images": json.dumps(images), **field_texts(getattr(train, "fields", None))}
 

@@ -73,10 +73,10 @@ def validate_experiment(
         plan = model.fit_to_memory(plan)
         if model.precision.narrow:
             model.array_backend()
-        if not plan.streams:
+        if not plan.is_streamed:
             _check_memory_for_layers(plan, free_bytes_per_rank)
     with name_in_errors(dataset):
-        if not plan.streams:
+        if not plan.is_streamed:
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with name_in_errors(model.output_layer):
         model.cost.check_output_shape(plan.output_shape, dataset.classes)

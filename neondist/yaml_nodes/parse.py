@@ -137,7 +137,7 @@ class _TreeCopier:
             fields[key.value] = self.copy_node(value, join_path(path, key.value), key_node.place)
         for base in bases:  # '<<: *name' sets defaults of missing fields
             if not isinstance(base, yaml.MappingNode):
-                raise node_error(node, path, "'<<' merges mappings only; write '<<: *name' of one")
+                raise node_error(node, path, "'<<' merges mappings only; write '<<: *name', where *name is a mapping")
             for name, child in self.copy_node(base, path, node.place).value.items():  # type: ignore[union-attr]
                 fields.setdefault(name, child)
         return fields

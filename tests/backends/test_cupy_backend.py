@@ -114,8 +114,8 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     """Suggest a memory limit with which the model is planned and fits."""
     # memory reserved for blocks of kernels, which are small in this test
     monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr(cupy.CupyKernels, "block", 1 << 12)
-    monkeypatch.setattr(cupy.CupyKernels, "strip", 1 << 12)
+    monkeypatch.setattr(cupy.CupyKernels, "block_elements", 1 << 12)
+    monkeypatch.setattr(cupy.CupyKernels, "strip_elements", 1 << 12)
     model, x = make_model(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)
     needed = model.plan((64, 64, 3), batch_size=4).needed_bytes
 
@@ -135,7 +135,7 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     setting = re.search(r"set memory: (.*?B), or use more ranks or smaller batches", message).group(1)
     fitted, loss = train(install_gpu(), memory=setting)
     assert fitted.compiled.needed_bytes < needed
-    assert fitted.streams
+    assert fitted.is_streamed
     assert np.isfinite(loss)
 
 

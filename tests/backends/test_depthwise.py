@@ -49,7 +49,7 @@ def test_depthwise(window, dtype, channels, error):
 @pytest.mark.parametrize("window", WINDOWS)
 def test_depthwise_backward_in_strips(window, clears):
     (kernel, stride, dilation), host, reference = WINDOWS[window], HostKernels(), Kernels()
-    host.strip = 100
+    host.strip_elements = 100
     x, w, _, dy = draw_operands(window, 8, "f8")
     sides = [(1, 2)] * len(kernel)
     clear_sides(x, sides)

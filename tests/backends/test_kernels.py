@@ -92,7 +92,7 @@ def test_blocks_of_rows_match_complete_kernels(monkeypatch, block):
         ]
 
     expected = compute_all()
-    uncompiled.block = uncompiled.locally_connected_block = block
+    uncompiled.block_elements = uncompiled.unshared_block_elements = block
     monkeypatch.setattr("neondist.backends.torch_conv._GATHER_BLOCK", block)
     for actual, reference in zip(compute_all(), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-11 * np.abs(reference).max())

@@ -32,7 +32,7 @@ def test_strips_match_complete_convolutions(backend, strip, case):
     weights, bias = rng.normal(size=(*kernel, 2, 3 * groups)), rng.normal(size=3 * groups)
     options = stride, dilation, groups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "strip", strip)
+        patch.setattr(kernels, "strip_elements", strip)
         expected = np.maximum(kernels.conv_forward(x, weights, *options, bias), 0)
         y, dx = (np.full((*shape[:-1], 2 * shape[-1]), np.nan)[..., ::2] for shape in (expected.shape, x.shape))
         kernels.conv_into(y, x, weights, *options, bias, kernels.relu)

@@ -117,7 +117,7 @@ def test_known_padding_is_skipped(monkeypatch, dtype, sides, ndim):
             )
         assert_close(weight_gradient_by_gemm(x, dy, w.shape[:-2], *options, sides[0]), dw)
         for strip, cpu in (1, "AVX2"), (1, "AVX512"), (1 << 20, "AVX2"):  # the algorithm depends on the CPU
-            monkeypatch.setattr(torch_kernels, "strip", strip)
+            monkeypatch.setattr(torch_kernels, "strip_elements", strip)
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda cpu=cpu: cpu)
             input_gradient = np.full(x.shape, np.nan, dtype)
             backward_part = lambda part, dy=dy: np.ascontiguousarray(dy[part])  # noqa: E731
@@ -155,7 +155,7 @@ def test_windows(dtype, ndim, channels):
         for target in np.empty_like(x, order="C"), draw_slice(x.shape, dtype):
             for strip in 1, 2000, 1 << 20:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(torch_kernels, "strip", strip)
+                    patch.setattr(torch_kernels, "strip_elements", strip)
                     strip_positions = torch_kernels.max_pool_into(y, x, *options)
                     target[...] = np.nan
                     torch_kernels.max_pool_back_into(target, dy, strip_positions, *options)
@@ -299,9 +299,9 @@ def test_closed_backend_restores_settings(monkeypatch):
         assert torch.get_num_threads() == 1
         retained = measure_memory_after_freeing()
         memory_info = psutil.Process().memory_info
-        backend.kernels.release_cached_memory(above=1 << 40)
+        backend.kernels.release_cached_memory(byte_limit=1 << 40)
         assert memory_info().rss > retained - SIZE // 2
-        backend.kernels.release_cached_memory(above=retained - SIZE // 2)
+        backend.kernels.release_cached_memory(byte_limit=retained - SIZE // 2)
         assert (given_back := memory_info().rss) < retained - SIZE // 2
         retained = measure_memory_after_freeing()
         assert retained > given_back + SIZE // 2

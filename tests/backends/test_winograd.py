@@ -120,7 +120,7 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
     z = REFERENCE.conv_forward(x.astype(float), weights.astype(float), *options, bias)
     y = draw_padded(rng, (*z.shape[:-1], 2 * outer), dtype)[..., :: 1 + strided][..., :outer]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "strip", strip)
+        patch.setattr(kernels, "strip_elements", strip)
         kernels.conv_into(y, x, weights, *options, bias, kernels.relu, sides)
         assert_close(y, np.maximum(z, 0), dtype, kernel[-1])
         dy, dx = (

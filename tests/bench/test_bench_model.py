@@ -86,13 +86,13 @@ def test_rows_recomputed_by_strips():
         return rank_profile.profile_rank(experiment, GridShape(), 1e-3)
 
     full, stripped = profile(None), profile(4)
-    assert full.recomputed == 0
+    assert full.recomputed_fraction == 0
     # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
-    assert stripped.recomputed == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
+    assert stripped.recomputed_fraction == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
     assert set(stripped.cell_seconds) == set(full.cell_seconds)
     assert stripped.moved_bytes < full.moved_bytes
     rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE, NET), stripped) | {"schemes": []}]
-    assert f"| {stripped.recomputed:.1%} |" in prediction_table(rows)
+    assert f"| {stripped.recomputed_fraction:.1%} |" in prediction_table(rows)
 
 
 def test_compute_time():
@@ -176,9 +176,9 @@ def test_dry_run_records_the_messages_of_a_rank(shape):
     sent_bytes = loopback.run(shape.size, train_on_ranks)
     profile = rank_profile.profile_rank(make_experiment(), shape, 1e-3)
     tile = rank_profile.fullest_tile(shape, (13, 11))
-    assert sum(count for _, count in profile.message_log.exchanges) == sent_bytes[tile]
+    assert sum(count for _, count in profile.message_log.exchange_sizes) == sent_bytes[tile]
     replicated = 8 * sum(p.size for p in replicated_parameters(make_experiment()))
-    sums = [nbytes - replicated for group, nbytes in profile.message_log.sums if group == shape.size > 1]
+    sums = [nbytes - replicated for group, nbytes in profile.message_log.sum_sizes if group == shape.size > 1]
     assert any(0 <= excess < 256 for excess in sums) == (shape.size > 1)  # aligned
     assert profile.seconds > 0
     assert profile.held_bytes > 0
@@ -207,8 +207,8 @@ def test_best_grid_and_turning_point(tmp_path):
     assert rows[1]["seconds_per_step"] == sum(parts)
     assert rows[1]["latency_seconds"] == pytest.approx(0.2 + 4 * 0.1)
     assert predict.fastest_rank_count(rows) == 16
-    assert predict.latency_bound_from(rows) == 16
-    assert predict.latency_bound_from(rows[:2]) is None
+    assert predict.first_latency_bound_ranks(rows) == 16
+    assert predict.first_latency_bound_ranks(rows[:2]) is None
     assert (
         predict.mean_relative_error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
     )
@@ -292,7 +292,7 @@ def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "CALIBRATION_ROUNDS", 1)
     monkeypatch.setattr(calibrate, "TURN_SECONDS", 1e-3)
     monkeypatch.setattr(calibrate, "MESSAGE_SIZES", (1 << 8, 1 << 16))
-    monkeypatch.setattr(calibrate, "MEETING_INTERVALS", (1e-4, 1e-3))
+    monkeypatch.setattr(calibrate, "SYNC_INTERVALS", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED_BYTES", 1 << 16)
     monkeypatch.setattr(workload.ConvolutionWork, "SHAPE", (8, 8, 2))
     output = io.StringIO()

@@ -19,9 +19,9 @@ def clock(monkeypatch):
 
 
 def run_layer(observers):
-    with observers.during("layer", "conv1", "forward"):
+    with observers.observe("layer", "conv1", "forward"):
         time.now += 1
-        with observers.during("wait"):
+        with observers.observe("wait"):
             time.now += 4
         time.now += 2
 
@@ -33,7 +33,7 @@ def test_innermost_operation(clock):
     with observers.watched_by(clock):
         run_layer(observers)
         time.now += 8  # outside of any operation
-        with observers.during("wait"):
+        with observers.observe("wait"):
             time.now += 4
     run_layer(observers)
     assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST_ROW, "wait"): 4}
@@ -52,7 +52,7 @@ def test_waiting_time_of_exchanges(clock):
     exchange.observers = observers = Observers()
     with observers.watched_by(clock):
         for direction in ("forward", "backward"):
-            with observers.during("halo", direction, direction):
+            with observers.observe("halo", direction, direction):
                 time.now += 8
                 exchange.start()
                 time.now += 16
@@ -63,7 +63,7 @@ def test_waiting_time_of_exchanges(clock):
 
 
 def fail_in_layer(observers):
-    with observers.during("layer", "conv1", "forward"):
+    with observers.observe("layer", "conv1", "forward"):
         time.now += 1
         raise ZeroDivisionError
 

@@ -27,8 +27,8 @@ def test_networks_match_pytorch(name, tmp_path):
     pytest.importorskip("torch")
     from neondist.bench.torch_twin import TorchTwin
 
-    shape = SMALL.get(name, (20, 24, NETWORKS[name].shape[-1]))
-    entry = NETWORKS[name]._replace(batch=3, shape=shape)
+    shape = SMALL.get(name, (20, 24, NETWORKS[name].sample_shape[-1]))
+    entry = NETWORKS[name]._replace(batch_size=3, sample_shape=shape)
     experiment = load_experiment("network.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
     model = experiment.model
     model.build(shape, 3)

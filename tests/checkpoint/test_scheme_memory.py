@@ -74,7 +74,10 @@ def test_no_exchange_is_pending_after_a_run():
         experiment = make_experiment("stale(steps=3)")
         experiment.run(nd.ProcessGrid(world), hooks=[])
         exchanges = [
-            exchange for layer in experiment.model.leaves for array in layer.arrays for _, exchange in array.recorded
+            exchange
+            for layer in experiment.model.leaves
+            for array in layer.arrays
+            for _, exchange in array.recorded_exchanges
         ]
         return len(exchanges), any(exchange.is_running for exchange in exchanges)
 

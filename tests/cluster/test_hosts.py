@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neondist.cluster.hosts import HostPool, HostSource, fill_hosts, find_unusable_hosts, parse_hosts
+from neondist.cluster.hosts import HostPool, HostSource, fill_slots, find_unusable_hosts, parse_hosts
 from neondist.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
@@ -38,7 +38,7 @@ def test_invalid_hosts(line):
 
 @given(st.dictionaries(NAMES, st.integers(1, 4), max_size=5), st.integers(0, 20))
 def test_hosts_are_filled_in_order(hosts, ranks):
-    filled = fill_hosts(hosts, ranks)
+    filled = fill_slots(hosts, ranks)
     assert sum(filled.values()) == min(ranks, sum(hosts.values()))
     assert list(filled) == list(hosts)[: len(filled)]
     assert all(filled[host] == hosts[host] for host in list(filled)[:-1])
@@ -75,7 +75,7 @@ def test_failed_host_cools_down():
     now, hosts = [0.0], {"a": 1, "b.cluster": 2}
     pool = HostPool(lambda: dict(hosts), 60.0, lambda: now[0])
     pool.refresh()
-    assert (pool.match_host("b"), pool.match_host("c")) == ("b.cluster", "")
+    assert (pool.listed_host_of("b"), pool.listed_host_of("c")) == ("b.cluster", "")
     pool.record_failure("b.cluster")
     now[0] = 59.0
     assert (pool.usable_hosts(), pool.excluded_hosts()) == ({"a": 1}, {"b.cluster": 1.0})

@@ -59,7 +59,7 @@ def test_agreed_errors_close_the_grid(error, closes):
 
     def body(comm):
         with pytest.raises((DataError, OSError, RemoteError)), nd.ProcessGrid(comm) as grid:
-            nd.comm.agree(comm, error if comm.rank == 0 else None)
+            nd.comm.raise_if_any_failed(comm, error if comm.rank == 0 else None)
         return grid.closed
 
     assert loopback.run(2, body)[0] == closes

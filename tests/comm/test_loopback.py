@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.comm import DebugTransport, Message, agree, loopback
+from neondist.comm import DebugTransport, Message, loopback, raise_if_any_failed
 from neondist.comm.single import SingleTransport
 from neondist.errors import ConfigError, DataError, RemoteError
 
@@ -124,7 +124,7 @@ def test_deadlock_is_reported():
 def test_agreement_raises_everywhere(error, elsewhere):
     def body(comm):
         try:
-            agree(comm, error if comm.rank == 2 else None)
+            raise_if_any_failed(comm, error if comm.rank == 2 else None)
         except Exception as raised:
             return raised
 
@@ -134,7 +134,7 @@ def test_agreement_raises_everywhere(error, elsewhere):
 
 
 def test_agreement_without_errors():
-    assert loopback.run(3, lambda comm: agree(comm, None)) == [None] * 3
+    assert loopback.run(3, lambda comm: raise_if_any_failed(comm, None)) == [None] * 3
 
 
 def test_grid_numbers_ranks_row_major_with_replicas_slowest():

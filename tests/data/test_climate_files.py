@@ -8,7 +8,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.formats.cf_time import seconds_since
+from neondist.formats.cf_time import seconds_of_cf_times
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
 xarray = pytest.importorskip("xarray", reason="the oracle")
@@ -32,7 +32,7 @@ def load_on_ranks(path, ranks, numbers, **overrides):
         ]
         climatology = nd.GlobalArray(grid, (1, *data.sample_shape[:-1], 2), dtype="float64")
         statistics = [
-            split.factor_and_offset,
+            split.factor_and_subtrahend,
             data.fields.mean,
             data.fields.std,
             [len(part) for part in data.splits.values()],
@@ -236,7 +236,7 @@ CALENDARS = ["standard", "proleptic_gregorian", "julian", "noleap", "all_leap", 
 def test_calendars_match_cftime(calendar):
     cftime = pytest.importorskip("cftime")
     rng = np.random.default_rng(0)
-    zero = seconds_since("t", 0, "days since 2000-01-01", calendar)
+    zero = seconds_of_cf_times("t", 0, "days since 2000-01-01", calendar)
     for case in range(80):
         year, month, day, hour = (int(rng.integers(1, limit)) for limit in (2400, 13, 29, 24))
         if case % 4 == 1:  # dates missing from some calendars
@@ -257,10 +257,10 @@ def test_calendars_match_cftime(calendar):
                 match=r"begin at a date that does not exist in the calendar '.*';"
                 r" correct its",
             ):
-                seconds_since("t", value, units, calendar)
+                seconds_of_cf_times("t", value, units, calendar)
             continue
         expected = cftime.date2num(date, "seconds since 2000-01-01", calendar)
-        assert abs(seconds_since("t", value, units, calendar) - zero - expected) < 1e-3
+        assert abs(seconds_of_cf_times("t", value, units, calendar) - zero - expected) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_calendars_match_cftime(calendar):
 )
 def test_unsupported_time_units(units, calendar, message):
     with pytest.raises(nd.DataError, match=message):
-        seconds_since("t", [0, 1], units, calendar)
-    assert seconds_since("t", 0, "days since 2000-01-01T06:00:00+02:00") == seconds_since(
+        seconds_of_cf_times("t", [0, 1], units, calendar)
+    assert seconds_of_cf_times("t", 0, "days since 2000-01-01T06:00:00+02:00") == seconds_of_cf_times(
         "t", 0, "days since 2000-01-01 04:00"
     )

@@ -144,7 +144,7 @@ def test_three_splits(write_files, tmp_path):
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 3, "validation": 2, "test": 1}
     (top, left), y, x = data.test._positions.first_cell(0), data.test.targets([0]), data.test.images([0])
     np.testing.assert_array_equal(y[0], mask[top : top + 24, left : left + 30])
-    factor, offset = data.train.factor_and_offset
+    factor, offset = data.train.factor_and_subtrahend
     np.testing.assert_allclose(x[0], image[top : top + 24, left : left + 30] * factor - offset, rtol=1e-5, atol=1e-5)
     no_validation = open_dataset(nd.ProcessGrid.serial(), fields, validation=None, test=test_files)
     assert list(no_validation.splits) == ["train", "test"]
@@ -182,7 +182,7 @@ def test_prefetched_and_lazy_batches_match(write_files):
 
 def test_all_ranks_share_the_normalisation(write_files):
     fields = write_files(".npy")
-    normalisations = run_on_ranks(3, lambda grid: open_dataset(grid, fields).train.factor_and_offset)
+    normalisations = run_on_ranks(3, lambda grid: open_dataset(grid, fields).train.factor_and_subtrahend)
     assert normalisations[0] == normalisations[1] == normalisations[2]
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, crops_per_image=9))[0]
     x = data.train.images(np.arange(27), "float64")
@@ -192,7 +192,7 @@ def test_all_ranks_share_the_normalisation(write_files):
     x = data.train.images(np.arange(27), "float64")
     assert 0.97 < np.mean((x >= 0) & (x <= 1)) < 1
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, mean=[1, 2, 3], std=2.0))[0]
-    assert data.train.factor_and_offset == ([0.5], [0.5, 1.0, 1.5])
+    assert data.train.factor_and_subtrahend == ([0.5], [0.5, 1.0, 1.5])
 
 
 def test_labels_from_folders_and_tables(tmp_path):

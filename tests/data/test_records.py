@@ -14,7 +14,7 @@ from model_definition import draw_records, write_csv
 
 import neondist as nd
 from neondist.data.records import (
-    BadRecord,
+    BadRecordError,
     FeedFunction,
     Mode,
     RecordIOWriter,
@@ -53,7 +53,7 @@ def test_csv_with_text(tmp_path):
 def test_bad_csv_row(tmp_path, row, message):
     (tmp_path / "a.csv").write_text(f"a,b,c\n1,2,3\n\n{row}\n4,5,6\n")
     reader = open_records(str(tmp_path / "a.csv"))
-    with pytest.raises(BadRecord, match=message) as error:
+    with pytest.raises(BadRecordError, match=message) as error:
         reader.read([1])
     assert error.value.record_number == 1
     assert [number for number, _ in reader.find_bad_records()] == [1]
@@ -92,7 +92,7 @@ def test_bad_checksum_names_the_record(tmp_path):
     content[3 * size - 1] ^= 1
     path.write_bytes(content)
     reader = open_records(str(path))
-    with pytest.raises(BadRecord, match=r"a\.recordio: record 2: bad checksum"):
+    with pytest.raises(BadRecordError, match=r"a\.recordio: record 2: its chunk at byte \d+ has a bad checksum"):
         reader.read([0, 2])
     assert [number for number, _ in reader.find_bad_records()] == [2]
     path.write_bytes(content[: 4 * size + 9])

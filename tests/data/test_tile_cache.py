@@ -279,7 +279,7 @@ def test_missing_source_is_an_error_despite_the_cache(cached_mnist):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("a_{rank}_{host}.h5", r"unknown field \{host\} .* only \{rank\} and \{size\} are allowed"),
+        ("a_{rank}_{host}.h5", r"unknown field \{host\} .* only \{rank\} and \{size\} are valid"),
         ("a_{}.h5", r"unknown field \{\}"),
         ("a_{0}.h5", r"unknown field \{0\}"),
         ("a_{rank.real}.h5", r"unknown field \{rank.real\}"),

@@ -86,7 +86,7 @@ def test_validation_split_without_test_split():
     data = open_dataset(CustomSplits(["validation"]))
     assert list(data.splits) == ["train", "validation"]
     assert data.test is None
-    assert [line.split(":")[0] for line in data.fingerprint()] == ["train split", "validation split"]
+    assert [line.split(":")[0] for line in data.properties_equal_on_all_ranks()] == ["train split", "validation split"]
     data.close()
     assert list(open_dataset(CustomSplits(["validation", "test"])).splits) == ["train", "validation", "test"]
     assert len(open_dataset(CustomSplits(["validation"], validation=3)).train) == 20, (

@@ -25,7 +25,10 @@ def find_undetected_pairs(create_state, calls, ranks=2):
             try:
                 calls[second if world.rank == 1 else first](state)
             except nd.ConfigError as error:
-                if f"rank 1: the call is {second}, but {first} on rank 0" not in str(error) or not error.agreed:
+                if (
+                    f"rank 1: the call is {second}, but {first} on rank 0" not in str(error)
+                    or not error.raised_on_all_ranks
+                ):
                     undetected.append((first, second, str(error)))
             else:
                 undetected.append((first, second, "nothing"))

@@ -14,7 +14,7 @@ from processes import communicate, is_alive
 from waiting import wait_until
 
 from neondist.comm.shared_memory import BACKING_DIR_VARIABLE
-from neondist.launcher.cleanup import USER_TMPDIR, job_folders, restore_tmpdir
+from neondist.launcher.cleanup import USER_TMPDIR_VARIABLE, job_folders, restore_tmpdir
 from neondist.launcher.mpirun import Mpirun
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -114,7 +114,7 @@ def test_ranks_keep_settings_of_the_user(tmp_path, monkeypatch):
         assert Path(env["TMPDIR"]).parent == tmp_path
         restore_tmpdir(env)
         assert env == user
-        unset = {"TMPDIR": "/x", USER_TMPDIR: ""}
+        unset = {"TMPDIR": "/x", USER_TMPDIR_VARIABLE: ""}
         restore_tmpdir(unset)
         assert unset == {}
     assert not list(tmp_path.iterdir())

@@ -29,7 +29,7 @@ def test_changing_hosts(folder, capsys):
     changes = [(event["added"], event["removed"]) for event in events if event["event"] == "hosts"]
     assert changes == [(["b"], []), (["c"], ["a", "b"]), ([], ["c"])]
     out = capsys.readouterr().out
-    assert "waiting for hosts: there is room for 1 ranks, but at least 2 are needed; giving up in 600 s" in out
+    assert "waiting for hosts: there is room for 1 rank, but at least 2 are needed; giving up in 600 s" in out
     assert out.count("generation ") == 4
 
 
@@ -71,7 +71,7 @@ def test_failed_nodes_are_excluded(folder, capsys):
     assert script.run("--elastic", "1:3", "--restarts", "3") == 0
     assert script.started == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "c": 1, "d": 1}, {"c": 1, "d": 1}, {"c": 1, "d": 1}]
     assert (
-        "restart 1 of 3: node b was lost; b is left out for 60 s; starting over, on 3 ranks" in capsys.readouterr().out
+        "restart 1 of 3: node b was lost; b is excluded for 60 s; starting over, on 3 ranks" in capsys.readouterr().out
     )
 
 
@@ -99,15 +99,15 @@ def test_wait_for_hosts_times_out(folder, capsys):
     script.write_hosts("a:1")
     assert script.run("--elastic", "2:3", "--wait", "0.1") == 1
     assert script.started == []
-    assert "gave up after 0.1 s: there is room for 1 ranks, but at least 2 are needed" in capsys.readouterr().err
+    assert "gave up after 0.1 s: there is room for 1 rank, but at least 2 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--hosts-from", "none"], "none: no such file"),
-        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots for ranks; give at most that many"),
-        (["--hosts-from", "list", "--elastic", "4:8"], "--elastic 4:8: list has 3 slots for ranks"),
+        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots; give at most that many"),
+        (["--hosts-from", "list", "--elastic", "4:8"], "--elastic 4:8: list has 3 slots;"),
         (["--hosts-from", "list", "--elastic", "2:3", "-n", 4], "-n 4 is not within --elastic 2:3"),
         (["--hosts-from", "list", "--virtual", 2], "--virtual runs all ranks in this process"),
         (["--hosts-from", "wrong"], "wrong:2: 'b c' is not a host"),

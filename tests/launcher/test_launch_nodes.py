@@ -90,7 +90,7 @@ def test_unreachable_nodes(folder, monkeypatch):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["-n", 9], "-n 9: the resource file has 3 devices"), (["--virtual", 2], "--virtual runs all ranks"),
-    (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "of which at least 1 are needed for ranks"),
+    (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "and ranks need at least 1"),
 ])  # fmt: skip
 def test_conflicting_options(folder, words, message):
     write_nodes(folder, ["nodeB", "nodeC"])

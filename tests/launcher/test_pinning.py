@@ -32,7 +32,7 @@ def eight_cores(monkeypatch, tmp_path):
 
 
 def list_cpus(ranks, **env):
-    return launch.rank_environment(Mpirun("/x/mpirun", "Open MPI"), ranks, env).get(pinning.CPUS)
+    return launch.rank_environment(Mpirun("/x/mpirun", "Open MPI"), ranks, env).get(pinning.CPUS_VARIABLE)
 
 
 def test_cores_and_sockets_stay_together():
@@ -67,7 +67,7 @@ def test_ranks_are_unbound_under_a_quota(monkeypatch, tmp_path):
 def test_ranks_bind_to_their_shares(monkeypatch, ranks, shares):
     bound = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: bound.append(cpus))
-    env = {pinning.CPUS: list_cpus(ranks)}
+    env = {pinning.CPUS_VARIABLE: list_cpus(ranks)}
     for rank in range(ranks):
         bound.clear()
         pinning.pin_rank(Job(ranks, rank, ranks), env)
@@ -87,7 +87,7 @@ def test_all_threads_of_a_process_are_bound():
         "stop, affinities = threading.Event(), []\n"
         "thread = threading.Thread(target=lambda: (stop.wait(60), affinities.append(os.sched_getaffinity(0))))\n"
         "thread.start()\n"
-        f"pinning.pin_rank(Job(1, 0, 1), {{pinning.CPUS: '{OWN_CPU}'}})\n"
+        f"pinning.pin_rank(Job(1, 0, 1), {{pinning.CPUS_VARIABLE: '{OWN_CPU}'}})\n"
         "stop.set(); thread.join(); print(*affinities, os.sched_getaffinity(0))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

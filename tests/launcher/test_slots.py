@@ -20,22 +20,26 @@ DEMANDS = st.builds(
 @given(st.integers(0, 40), st.lists(DEMANDS, max_size=6))
 def test_shares_are_bounded_and_fair(slots, demands):
     shares = fair_shares(slots, demands)
-    used = sum(share * demand.width for share, demand in zip(shares, demands, strict=True))
+    used = sum(share * demand.slots_per_worker for share, demand in zip(shares, demands, strict=True))
     assert used <= slots
     admitted = [(share, demand) for share, demand in zip(shares, demands, strict=True) if share]
-    assert all(demand.low <= share <= demand.high for share, demand in admitted)
+    assert all(demand.min_workers <= share <= demand.max_workers for share, demand in admitted)
     assert [share > 0 for share in shares] == [i < len(admitted) for i in range(len(demands))], "admission is in order"
     if len(admitted) < len(demands):
-        least = sum(demand.low * demand.width for demand in demands[: len(admitted) + 1])
+        least = sum(demand.min_workers * demand.slots_per_worker for demand in demands[: len(admitted) + 1])
         assert least > slots, "the minimum of the first waiting job would fit"
     for share, demand in admitted:
-        assert share == demand.high or demand.width > slots - used, "free slots could serve a job"
+        assert share == demand.max_workers or demand.slots_per_worker > slots - used, "free slots could serve a job"
         for (
             other_share,
             other_demand,
         ) in admitted:  # a job above its minimum got its last worker while it had no larger share
-            if share < demand.high and demand.width <= other_demand.width and other_share > other_demand.low:
-                assert (other_share - 1) * other_demand.width <= share * demand.width
+            if (
+                share < demand.max_workers
+                and demand.slots_per_worker <= other_demand.slots_per_worker
+                and other_share > other_demand.min_workers
+            ):
+                assert (other_share - 1) * other_demand.slots_per_worker <= share * demand.slots_per_worker
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_simultaneous_losses_are_replaced_in_one_restart(folder, capsys):
     assert [event["spares"] for event in starts] == [2, 0, 0]
     out = capsys.readouterr().out
     assert "generation 1: 3 ranks on a:1, b:1, c:1; 2 of 2 spare slots\n" in out
-    assert "restart 1 of 2: a, c lost; a, c are left out for 60 s; starting over, on 3 ranks\n" in out
+    assert "restart 1 of 2: a, c lost; a, c are excluded for 60 s; starting over, on 3 ranks\n" in out
     assert out.count("none left") == 1
     assert "0 of 2 spare slots: none left; the next failure reduces the number of ranks\n" in out
 
@@ -53,7 +53,7 @@ def test_spares_of_a_fixed_size_run(folder, capsys):
     script.write_hosts("a:2 b:2 c:2")
     assert script.run("--spares", "2") == 0
     assert script.started == [{"a": 2, "b": 2}, {"a": 2, "c": 2}]
-    assert "none left; the next failure suspends the run until there are hosts" in capsys.readouterr().out
+    assert "none left; the next failure suspends the run until a host joins" in capsys.readouterr().out
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,10 +88,10 @@ def test_generations_shrink_only_without_spares(slots, spares, data):
         (["--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
         (
             ["--hosts-from", "list", "-n", 2, "--spares", 2],
-            "list has 3 slots, of which at least 2 are needed for ranks; give",
+            "list has 3 slots, and ranks need at least 2; give",
         ),
         (["--hosts-from", "list", "--elastic", "2:3", "--spares", 2], "give --spares 1 at most, or list more hosts"),
-        (["--hosts-from", "list", "--spares", 3], "of which at least 1 are needed for ranks; give --spares 2 at most"),
+        (["--hosts-from", "list", "--spares", 3], "and ranks need at least 1; give --spares 2 at most"),
     ],
 )
 def test_conflicting_options(folder, words, message):

@@ -159,12 +159,12 @@ class PoisonTask(LayerTask):
 
     def _forward(self, passes, inputs):
         for run in passes:
-            poison(run, self.at)
+            poison(run, self.index)
         return super()._forward(passes, inputs)
 
     def _backward(self, passes, dys, needed):
         for run in passes:
-            poison(run, 2 * run.workspace.plan.backward_start - 1 - self.at)
+            poison(run, 2 * run.workspace.plan.backward_start - 1 - self.index)
         return super()._backward(passes, dys, needed)
 
 
@@ -256,7 +256,7 @@ def test_steps_allocate_little_memory(backend, middle, monkeypatch):
     }
     model = nd.Convnet([*middles[middle], nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend=backend)
     model.build((256, 256, 3), batch_size=4)
-    monkeypatch.setattr(model.leaves[0].kernels, "strip", 1 << 16)
+    monkeypatch.setattr(model.leaves[0].kernels, "strip_elements", 1 << 16)
     x, labels = np.ones((4, 256, 256, 3), np.float32), np.zeros(4, int)
     tracemalloc.start()
     try:
@@ -286,7 +286,7 @@ def test_torch_allocates_only_strips(monkeypatch):
     model = nd.Convnet([*layers, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend="torch")
     model.build((256, 256, 3), batch_size=2)
     strip = 1 << 15
-    monkeypatch.setattr(model.leaves[0].kernels, "strip", strip)
+    monkeypatch.setattr(model.leaves[0].kernels, "strip_elements", strip)
     x, labels = np.ones((2, 256, 256, 3), np.float32), np.zeros(2, int)
     model.train_batch(x, labels)
     report = measure_allocations(lambda: model.train_batch(x, labels))

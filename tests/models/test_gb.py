@@ -268,7 +268,7 @@ def test_distribute_keeps_the_filters():
             lambda: make_gb("unshared", False, num_pretrain_epochs=-1),
             "num_pretrain_epochs: expected an integer of at least 0, got -1",
         ),
-        (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: expected true, false, or blocks"),
+        (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared: expected true, false, or block sizes of at least 1"),
         (
             lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2),
             "expected one number, or 2, one per spatial axis",

@@ -96,7 +96,7 @@ def test_location_is_reported_identically_on_all_ranks(ranks, factors, spoil):
         after = {**model.state(), **model.optimizer_state()}
         for name, array in before.items():
             np.testing.assert_array_equal(after[name], array)
-        return location, str(caught.value), caught.value.agreed, sorted(vars(model.layers[0]))
+        return location, str(caught.value), caught.value.raised_on_all_ranks, sorted(vars(model.layers[0]))
 
     results = loopback.run(ranks, body)
     location, message, agreed, names = results[0]
@@ -311,7 +311,7 @@ def spoil_stage_gradient(stage, x):
     """Keep the cost and the gradients of all other ranks finite."""
     filters = copy.copy(stage.layer.filters)
     stage.layer.filters = filters
-    filters.gradient = lambda view, z, weights: np.full_like(weights, np.inf)
+    filters.weights_gradient = lambda view, z, weights: np.full_like(weights, np.inf)
     return "the gradients of the weights of layer 'filters'"
 
 

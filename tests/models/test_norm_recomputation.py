@@ -100,7 +100,7 @@ def test_streaming_halves_the_memory_of_one_process():
 
     large = make_plan(1024)
     assert large.stream is not None
-    assert not large.streams  # the image is read whole
+    assert not large.is_streamed  # the image is read whole
     unstreamed = make_plan(1024, memory="64GiB")  # enough for everything
     assert unstreamed.stream is None
     assert large.needed_bytes <= unstreamed.needed_bytes / 2

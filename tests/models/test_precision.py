@@ -64,7 +64,7 @@ def test_loss_scale_bounds():
     scaler = LossScaler(scale=1.0)
     with pytest.raises(NonFiniteError, match=r"fallen below 1.*precision: bfloat16") as caught:
         scaler.update(overflow=True)
-    assert caught.value.agreed
+    assert caught.value.raised_on_all_ranks
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_changes_between_steps_take_effect():
 
 def test_smaller_batches_have_separate_graphs():
     _, replayed, model = compare_steps(make_small, 3 * (WARMUP_PASSES + 2), batch_sizes=(3, 2, 1))
-    assert model.executor.replays.usable
+    assert model.executor.replays.is_usable
     assert max(replayed[-3:]) < min(replayed[:3])
     *_, model = compare_steps(make_small, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
     assert len(model.executor.replays._graphs) == MAX_KEPT_KINDS
@@ -161,7 +161,7 @@ def test_skipped_steps_leave_no_trace():
 
     *_, model = compare_steps(make_small, prepare=prepare)
     assert model.nonfinite_monitor.where == "the images"
-    assert model.executor.replays.usable
+    assert model.executor.replays.is_usable
 
 
 def test_open_passes_and_observers_disable_replay():

@@ -82,7 +82,7 @@ def test_residual_network(expected, ranks, replicas, options):
     def job(comm):
         model = make_residual(memory=AMPLE_MEMORY, **options)
         actual = train(model, nd.ProcessGrid(comm, replicas=replicas))
-        assert model.compiled.stream.nodes == 9  # the first fully connected layer ends the stream
+        assert model.compiled.stream.num_nodes == 9  # the first fully connected layer ends the stream
         assert model.bytes_sent == 0
         return actual
 
@@ -97,7 +97,7 @@ def test_every_layer(every_layer_steps, ranks):
 
     def job(comm):
         model = build_every_layer("Dist", nd.ProcessGrid(comm), batch=8, strips=2, memory=AMPLE_MEMORY)
-        assert model.compiled.stream.nodes == 10
+        assert model.compiled.stream.num_nodes == 10
         return run_steps(model)
 
     for actual in loopback.run(ranks, job):
@@ -120,7 +120,7 @@ def make_plain(**options):
 @pytest.mark.parametrize(("extent", "limit", "ranks"), [(32768, "8GiB", 2), (8192, "4GB", 4)])
 def test_strips_are_chosen_by_the_memory_limit(extent, limit, ranks):
     plan = make_plain(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
-    assert plan.stream.nodes == 5
+    assert plan.stream.num_nodes == 5
     assert all(
         plan.memory(rank) + PROCESS_OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks for rank in range(ranks)
     )
@@ -227,7 +227,7 @@ def test_streamed_networks(network, nodes, ranks, rows):
     def job(comm):
         model = network(memory=AMPLE_MEMORY, strips=rows)
         actual = train(model, nd.ProcessGrid(comm))
-        assert model.compiled.stream.nodes == nodes
+        assert model.compiled.stream.num_nodes == nodes
         assert model.bytes_sent == 0
         return actual
 
@@ -347,7 +347,7 @@ def test_large_images_are_streamed_automatically(tmp_path, monkeypatch):
         return (
             fit.run(grid, hooks=[recorder := NotesRecorder()]).history,
             plan.needed_bytes,
-            fit.model.streams,
+            fit.model.is_streamed,
             recorder.notes,
         )
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from root_rank import compute_on_root
 
 import neondist as nd
-from neondist.comm import DebugTransport, agree, mpi
+from neondist.comm import DebugTransport, mpi, raise_if_any_failed
 from neondist.errors import DataError, GridError
 
 world = MPI.COMM_WORLD
@@ -120,8 +120,8 @@ def test_errors_are_agreed_on():
     transport = mpi.world_transport()
     failing = transport.size - 1
     with pytest.raises(DataError, match="broken file"):
-        agree(transport, DataError("broken file") if transport.rank == failing else None)
-    agree(transport, None)
+        raise_if_any_failed(transport, DataError("broken file") if transport.rank == failing else None)
+    raise_if_any_failed(transport, None)
 
 
 def test_invalid_grid_is_rejected_on_every_rank():

@@ -243,7 +243,7 @@ def test_one_cycle_momentum_matches_torch(optimizer_class, torch_name, options):
         ((weights - torch.tensor(target)) ** 2).sum().mul(0.5).backward()
         optimizer.step()
         torch_schedule.step()
-        model.learning_rate_scale, model.momentum = rule.schedule_factor(step), rule.momentum_at(step)
+        model.learning_rate_scale, model.scheduled_momentum = rule.schedule_factor(step), rule.momentum_at(step)
         model.train_batch(np.ones((1, 1, 1, 1)), target[None])
         np.testing.assert_allclose(layer.params["weights"][0], weights.detach(), rtol=1e-10)
 
@@ -253,7 +253,7 @@ def test_momentum_follows_the_schedule():
 
     class MomentumRecorder(nd.Hook):
         def after_step(self, run):
-            momenta.append(run.model.momentum)
+            momenta.append(run.model.scheduled_momentum)
 
     rule = nd.Adam(schedule=nd.Warmup(1, then=nd.OneCycle(2, rise=0.5, momentum=(0.5, 0.9))))
     dataset = nd.Synthetic((5, 5, 1), classes=2, train=4, test=2)

@@ -186,9 +186,9 @@ def test_partial_output_of_another_job(network_folder, tmp_path):
     with interrupt_after_part(), pytest.raises(Killed):
         predict_on_ranks(1, network_folder, tmp_path / "y.npy", tmp_path / "x.npy", block=16)
     np.save(tmp_path / "x.npy", np.load(tmp_path / "x.npy") + 1)
-    with pytest.raises(OutputError, match=r"partial\.journal: belongs to a job with another input; .*--overwrite"):
+    with pytest.raises(OutputError, match=r"partial\.journal: belongs to a job with different input; .*--overwrite"):
         predict_on_ranks(1, network_folder, tmp_path / "y.npy", tmp_path / "x.npy")
-    with pytest.raises(OutputError, match=r"another outputs and another route and another input"):
+    with pytest.raises(OutputError, match=r"different outputs and route and input"):
         predict_on_ranks(2, network_folder, tmp_path / "y.npy", tmp_path / "x.npy", block=8, classes=True)
     predict_on_ranks(2, network_folder, tmp_path / "y.npy", tmp_path / "x.npy", overwrite=True)
     predict_on_ranks(1, network_folder, tmp_path / "z.npy", tmp_path / "x.npy", block=16)

@@ -124,7 +124,7 @@ def predict_on_ranks(ranks, folder, target, source="slide.ome.tif", block=None, 
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 3), (3, 1)])
 def test_windows_match_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
-    monkeypatch.setattr("neondist.torch.training.windows.CELLS", 4 * WINDOW**2)  # several calls a block
+    monkeypatch.setattr("neondist.torch.training.windows.MAX_CELLS_PER_BATCH", 4 * WINDOW**2)  # several calls a block
     expected = np.load(folder / "map.npy")
     assert predict_on_ranks(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
@@ -137,7 +137,7 @@ def test_windows_resume_after_an_interruption(folder, tmp_path, monkeypatch):
     with interrupt_after_part(), pytest.raises(Killed):
         predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", block=4)
     assert not (tmp_path / "y.ome.zarr").exists()
-    with pytest.raises(OutputError, match="belongs to a job with another network"):
+    with pytest.raises(OutputError, match="belongs to a job with different network"):
         predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
     monkeypatch.setattr(
         ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]

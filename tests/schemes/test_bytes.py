@@ -53,12 +53,12 @@ def test_exchanges_and_messages_match_the_scheme(text, reverse):
 
     def record_exchanges(ga, call, *arguments):
         """Return the exchanges of a call, with each message as (peer, bytes)."""
-        before = [exchange.run_count for _, exchange in ga.recorded]
+        before = [exchange.run_count for _, exchange in ga.recorded_exchanges]
         call(*arguments)
-        before += [0] * (len(ga.recorded) - len(before))
+        before += [0] * (len(ga.recorded_exchanges) - len(before))
         return [
             (direction, [(message.peer, message.nbytes) for message in exchange.sends])
-            for (direction, exchange), runs in zip(ga.recorded, before, strict=True)
+            for (direction, exchange), runs in zip(ga.recorded_exchanges, before, strict=True)
             for _ in range(exchange.run_count - runs)
         ]
 
@@ -66,7 +66,7 @@ def test_exchanges_and_messages_match_the_scheme(text, reverse):
         ga = nd.GlobalArray(
             nd.ProcessGrid(comm, rows=2), (3, 9, 8, 2), nd.Window(4, 2, ((1, 2), (2, 0))), dtype="float32"
         )
-        ga.policy, ga.reverse = scheme, reverse
+        ga.policy, ga.swaps_directions = scheme, reverse
         rng, counts = np.random.default_rng(comm.rank), Counter()
         view, tile = rng.normal(size=ga.view_shape), rng.normal(size=ga.local_shape)
         for number in range(2 * cycle):

@@ -62,15 +62,15 @@ def test_planned_costs_match_the_choices(name, profile):
     for index, plan in enumerate(model.plan(SHAPE, GRID)):
         if plan.name not in by_name:
             continue
-        backward = plan.backward_message_sizes[middle_tile] if index or plan.reverse else []
+        backward = plan.backward_message_sizes[middle_tile] if index or plan.reverse_halos else []
         forward_seconds = profile.message_seconds(
             len(plan.forward_message_sizes[middle_tile]),
-            sum(plan.backward_message_sizes[middle_tile] if not plan.reverse else []),
+            sum(plan.backward_message_sizes[middle_tile] if not plan.reverse_halos else []),
         )
         choice = by_name[plan.name]
         if not plan.halo_cells_by_tile[middle_tile]:
             assert not plan.forward_message_sizes[middle_tile] + plan.backward_message_sizes[middle_tile]
-        elif choice.scheme == "halo" and not plan.reverse:
+        elif choice.scheme == "halo" and not plan.reverse_halos:
             assert choice.seconds == pytest.approx(
                 forward_seconds + profile.message_seconds(len(backward), sum(backward)), rel=1e-3
             )

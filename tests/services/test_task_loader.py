@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import neondist as nd
-from neondist.data.records.base import BadRecord
+from neondist.data.records.base import BadRecordError
 from neondist.services.loader import TaskDataset
 
 
@@ -22,7 +22,7 @@ def test_minibatches_are_credited_after_training(tmp_path):
 def test_bad_records_are_reported(tmp_path):
     def read(numbers):
         if 1 in numbers:
-            raise BadRecord(1, "a.csv:2: no number")
+            raise BadRecordError(1, "a.csv:2: no number")
         return numbers.tolist()
 
     with nd.TaskQueue(tmp_path / "q", 3, 3, shuffle=False, skip_bad_records=True) as queue:

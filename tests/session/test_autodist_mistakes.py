@@ -104,11 +104,11 @@ def test_invalid_scripts(name):
         ({"strategy": 3}, "strategy: expected a builder, its name or a strategy, got 3"),
         ({"grid": {"row": 2}}, "grid: unknown key 'row'; did you mean 'rows'"),
         ({"grid": 4}, "grid: expected a ProcessGrid or a mapping"),
-        ({"grid": {"replicas": 2, "rows": 2}}, "grid 2 replicas x 2 rows x any cols does not match 1 ranks"),
+        ({"grid": {"replicas": 2, "rows": 2}}, r"grid \(replicas: 2, rows: 2, cols: any\) does not match 1 rank"),
         ({"resource_spec": {"nodes": []}}, "nodes: is empty"),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}, "grid": {"rows": 3}},
-            "grid 1 replicas x 3 rows x any cols does not match 2 ranks",
+            r"grid \(replicas: 1, rows: 3, cols: any\) does not match 2 ranks",
         ),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}},

@@ -121,7 +121,7 @@ def train_serially(folder, last, losses):
     ],
 )
 def test_split_of_script_arguments(words, script):
-    assert run_command.split_script(words) == (words[: len(words) - max(0, len(script) - 1)], script)
+    assert run_command.split_at_script(words) == (words[: len(words) - max(0, len(script) - 1)], script)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_split_of_script_arguments(words, script):
         (["--virtual", 2, "script.py"], "--virtual: is for experiments; put a script's own arguments"),
         (["--resume", "script.py"], "--resume: is for experiments"),
         (["--time-limit", "1h", "script.py"], "--time-limit: is for experiments"),
-        (["--hosts-from", "hosts", "--spares", 1, "script.py"], "--spares 1: hosts has 1 slots"),
+        (["--hosts-from", "hosts", "--spares", 1, "script.py"], "--spares 1: hosts has 1 slot,"),
         (["--restarts", 2, "script.py"], "give their number with -n"),
     ],
 )

@@ -56,7 +56,7 @@ def test_sums_and_residuals_equal_the_exact_sum(shapes, text, ranks, dtype, expo
 
 def _count_bytes(text, shape, itemsize):
     name, _, argument = text.rstrip(")").partition("(")
-    return compressors.COMPRESSORS_BY_NAME[name].nbytes(shape, float(argument or 0), itemsize)
+    return compressors.COMPRESSORS_BY_NAME[name].contribution_bytes(shape, float(argument or 0), itemsize)
 
 
 def test_half_precision_rounds_to_nearest():
@@ -184,8 +184,8 @@ def train_steps(run, numbers):
 def collect_feedback(run):
     """Return the error feedback summed over ranks, and the replicated state, by name."""
     states = run.model.parameters.compressed.sync_states()
-    sums = {state.name: sum(run.grid.world.allgather(state.array)) for state in states if not state.replicated}
-    return sums, {state.name: state.array.copy() for state in states if state.replicated}
+    sums = {state.name: sum(run.grid.world.allgather(state.array)) for state in states if not state.same_on_all_ranks}
+    return sums, {state.name: state.array.copy() for state in states if state.same_on_all_ranks}
 
 
 @pytest.mark.parametrize("compressor", ["fp16", "topk(0.1)", "powersgd(2)"])

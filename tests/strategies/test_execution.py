@@ -122,7 +122,7 @@ def test_strategy_file_is_replayed_on_other_grids(tmp_path):
             np.testing.assert_allclose(actual[name], array, rtol=1e-12, atol=1e-12, err_msg=name)
     with pytest.raises(nd.ConfigError, match="no entry for parameter 'conv1/weights'"):
         train("everything", "SGD", None, path)
-    with pytest.raises(nd.ConfigError, match="2 owners, but the job has 1 ranks"):
+    with pytest.raises(nd.ConfigError, match="2 owners, but the job has 1 rank"):
         train("perceptron", "SGD", None, path)
 
 

@@ -21,7 +21,7 @@ from invariance import train
 from many_grids import train_on_grids
 
 import neondist as nd
-from neondist.comm import DebugTransport, Message, agree, loopback
+from neondist.comm import DebugTransport, Message, loopback, raise_if_any_failed
 from neondist.errors import DataError, GridError, LaunchError, RemoteError
 from neondist.torch.exchange.transport import TorchTransport, world
 
@@ -209,10 +209,10 @@ def test_process_group_of_the_caller():
 def test_errors_are_raised_on_all_ranks():
     comm = world()
     with pytest.raises(DataError, match="broken file"):
-        agree(comm, DataError("broken file") if comm.rank == SIZE - 1 else None)
-    agree(comm, None)
+        raise_if_any_failed(comm, DataError("broken file") if comm.rank == SIZE - 1 else None)
+    raise_if_any_failed(comm, None)
     with pytest.raises(OSError if comm.rank == 0 else RemoteError, match="disk"):
-        agree(comm, OSError("disk") if comm.rank == 0 else None)
+        raise_if_any_failed(comm, OSError("disk") if comm.rank == 0 else None)
     with pytest.raises(GridError, match="does not match"):
         nd.ProcessGrid(comm, rows=SIZE + 1)
 

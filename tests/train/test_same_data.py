@@ -44,7 +44,7 @@ def collect_message(make, odd_rank=1, ranks=2, replicas=1, run=None):
         try:
             experiment.run(grid, hooks=[]) if run is None else run(experiment, grid)
         except ConfigError as error:
-            return str(error) if error.agreed else f"on this rank only: {error}"
+            return str(error) if error.raised_on_all_ranks else f"on this rank only: {error}"
         return "no error"
 
     messages = loopback.run(ranks, train)

@@ -202,7 +202,7 @@ def test_inconsistent_ranks(name):
         experiment = make_experiment(1, **(fields if transport.rank == 2 else {}))
         with pytest.raises(ConfigError, match=rf"the ranks disagree: {message}.*start all ranks with") as caught:
             experiment.run(experiment.open_grid(transport), hooks=[])
-        return str(caught.value), caught.value.agreed
+        return str(caught.value), caught.value.raised_on_all_ranks
 
     assert len(set(loopback.run(3, body))) == 1
 

@@ -58,7 +58,7 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
             for cells, *parts in tiles_data:
                 x[cells] = parts[0]
                 labels[cells if dense else ...] = parts[1]
-            return folder, x, labels, model.state(), model.streams
+            return folder, x, labels, model.state(), model.is_streamed
 
         folder, x, labels, state, streams = loopback.run(replicas * tiles, job)[0]
         with np.load(folder / "worst.npz") as file:

@@ -34,7 +34,7 @@ MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS = "mnist", "separable", "lcn"
 """networks whose predicted steps are compared with measured ones"""
-MEETING_INTERVALS = (2e-3, 3e-2)
+SYNC_INTERVALS = (2e-3, 3e-2)
 """seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
 
 
@@ -54,7 +54,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
     pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
-    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), MEETING_INTERVALS, strict=True))
+    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVALS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():

@@ -17,12 +17,12 @@ class MessageLog:
 
     Attributes
     ----------
-    exchanges : list of (messages, bytes sent)
-    sums : list of (ranks, bytes)
+    exchange_sizes : list of (messages, bytes sent)
+    sum_sizes : list of (ranks, bytes)
     """
 
-    exchanges: list[tuple[int, int]] = field(default_factory=list)
-    sums: list[tuple[int, int]] = field(default_factory=list)
+    exchange_sizes: list[tuple[int, int]] = field(default_factory=list)
+    sum_sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 class DryRunTransport(Transport):
@@ -46,7 +46,7 @@ class DryRunTransport(Transport):
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Record it; the array stays this rank's share."""
-        self.message_log.sums.append((self.size, array.nbytes))
+        self.message_log.sum_sizes.append((self.size, array.nbytes))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Record it."""
@@ -60,7 +60,7 @@ class DryRunTransport(Transport):
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Record it; return zeros from every rank."""
         others = [array.nbytes for peer, array in enumerate(sends) if peer != self.rank and array.size]
-        self.message_log.exchanges.append((len(others), sum(others)))
+        self.message_log.exchange_sizes.append((len(others), sum(others)))
         return [np.zeros(shape, sends[0].dtype) for shape in receive_shapes]
 
     def allgather(self, value: Any) -> list[Any]:
@@ -80,16 +80,16 @@ class _RecordedExchange(Exchange):
     transport: DryRunTransport
 
     def _start(self) -> None:
-        self.transport.message_log.exchanges.append((len(self.sends), self.bytes_sent))
+        self.transport.message_log.exchange_sizes.append((len(self.sends), self.bytes_sent))
 
     def _finish(self) -> None:
         for message in self.receives:
             message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
 
 
-def dry_run_grid(rank: int, factors: dict[str, int], size: int, message_log: MessageLog) -> ProcessGrid:
+def dry_run_grid(rank: int, grid_factors: dict[str, int], size: int, message_log: MessageLog) -> ProcessGrid:
     """Return the grid of `size` ranks as rank `rank` sees it."""
-    grid = ProcessGrid(DryRunTransport(rank, size, message_log), **factors)
+    grid = ProcessGrid(DryRunTransport(rank, size, message_log), **grid_factors)
     grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, message_log)
     grid.replica_comm = DryRunTransport(grid.replica, grid.replicas, message_log)
     return grid

@@ -100,8 +100,8 @@ def _predict_with_schemes(
 def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
     """Return the prediction for one grid."""
     link, log = machine.slowest_link(shape.tiles), profile.message_log
-    exchanges = [(messages, sent) for messages, sent in log.exchanges if messages]
-    sums = [(ranks, count) for ranks, count in log.sums if ranks > 1]
+    exchanges = [(messages, sent) for messages, sent in log.exchange_sizes if messages]
+    sums = [(ranks, count) for ranks, count in log.sum_sizes if ranks > 1]
     exchange = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
     summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
     compute = machine.compute_seconds(profile.seconds, shape.size, profile.moved_bytes)
@@ -124,7 +124,7 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
         "bytes_held": profile.held_bytes,
-        "recomputed": profile.recomputed,
+        "recomputed": profile.recomputed_fraction,
         "alone_seconds": profile.seconds,
         "noise": profile.noise,
     }
@@ -198,7 +198,7 @@ def fastest_rank_count(rows: Sequence[Row]) -> int:
     return best
 
 
-def latency_bound_from(rows: Sequence[Row]) -> int | None:
+def first_latency_bound_ranks(rows: Sequence[Row]) -> int | None:
     """Return the smallest rank count from which message latency exceeds compute time, or None."""
     ranks = None
     for row in reversed(rows):

@@ -34,7 +34,7 @@ class RankProfile:
     message_log : messages that it would send
     held_bytes : bytes of memory
     moved_bytes : least bytes read and written by computing
-    recomputed : products that strips of segments compute twice, relative to those of all layers once
+    recomputed_fraction : products that strips of segments compute twice, relative to those of all layers once
     cell_seconds : by layer: seconds for one output cell of one sample
     """
 
@@ -44,7 +44,7 @@ class RankProfile:
     moved_bytes: float = 0.0
     cell_seconds: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
-    recomputed: float = 0.0
+    recomputed_fraction: float = 0.0
 
 
 def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICTION_SECONDS) -> RankProfile:
@@ -77,7 +77,7 @@ def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICT
                 spent[entry.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
     held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
-    repeated = recomputed_share(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
+    repeated = recomputed_fraction(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
     return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, noise, repeated)
 
 
@@ -94,7 +94,7 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     return memory.peak_bytes()
 
 
-def recomputed_share(plan: Plan, tile: int) -> float:
+def recomputed_fraction(plan: Plan, tile: int) -> float:
     """Return the products of rows computed by two strips of a segment, relative to those of all layers once."""
     whole = sum(count_products(entry) * entry.layer.tile.size / max(1, prod(entry.output_shape[:-1])) for entry in plan)
     done = once = 0.0
@@ -107,16 +107,16 @@ def recomputed_share(plan: Plan, tile: int) -> float:
     return (done - once) / whole if whole else 0.0
 
 
-def fullest_tile(shape: GridShape, extent: Sequence[int]) -> int:
+def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
     """Return the tile with the most cells; of several, the most central, which has the most neighbours."""
-    boxes = shape.partition(extent).boxes()
-    middle = [n / 2 for n in extent]
+    boxes = shape.partition(image_extent).boxes()
+    middle = [n / 2 for n in image_extent]
 
-    def order(tile: int) -> tuple[int, float]:
+    def load_of_tile(tile: int) -> tuple[int, float]:
         away = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
         return boxes[tile].size, -away
 
-    return max(range(len(boxes)), key=order)
+    return max(range(len(boxes)), key=load_of_tile)
 
 
 def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
@@ -131,8 +131,8 @@ def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None],
     model.learning_rate_scale = 0.0  # its gradients are incomplete
 
     def step() -> None:
-        message_log.exchanges.clear()
-        message_log.sums.clear()
+        message_log.exchange_sizes.clear()
+        message_log.sum_sizes.clear()
         model.train_batch(x, targets, batch_size=whole)
 
     step()

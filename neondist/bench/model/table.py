@@ -11,7 +11,7 @@ from typing import Any
 from ...io.files import write_text
 from ..tables import bytes_text, markdown_table, seconds_text
 from .drawing import draw_predictions
-from .predict import fastest_rank_count, latency_bound_from, mean_relative_error
+from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
 
 PREDICTION_HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
 SCHEMES_HEADS = ["ranks", "step", "best schemes", "step with them"]
@@ -54,7 +54,7 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on large rank counts and on the prediction error."""
-    ranks = latency_bound_from(rows)
+    ranks = first_latency_bound_ranks(rows)
     sentences = [
         f"no faster with more than {fastest_rank_count(rows)} ranks",
         "message latency is below compute time on all of these"
@@ -69,8 +69,7 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
     else:
         sentences.append("the prediction error is unknown: nothing was measured on the calibrated machine")
-    noise = max(row["noise"] for row in rows)
-    return sentences + noise_warnings(noise)
+    return sentences + noise_warnings(max(row["noise"] for row in rows))
 
 
 def noise_warnings(noise: float) -> list[str]:

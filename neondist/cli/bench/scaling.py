@@ -117,20 +117,20 @@ def scaling(arguments: argparse.Namespace) -> int:
 
 def run_step_bench(
     arguments: argparse.Namespace,
-    count: int,
+    ranks: int,
     settings: Sequence[str],
     steps: int,
     cores: int | None = None,
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the results of `neondist bench step` in a new job with `cores` threads per rank and extra options."""
-    words = ["-n", str(count), "--steps", str(steps), "--no-progress", *extra]
+    words = ["-n", str(ranks), "--steps", str(steps), "--no-progress", *extra]
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if cores is None else dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(cores)))
     words += [f"--import={module}" for module in arguments.modules]
     return run_bench_for_json(
-        ["step", options.as_operand(arguments.file), *words], env,
-        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; see their output above"), stderr=None,
+        ["step", options.escape_leading_dash(arguments.file), *words], env,
+        lambda code, _: LaunchError(f"{ranks} ranks ended with exit code {code}; see their output above"), stderr=None,
     )  # fmt: skip
 
 
@@ -267,8 +267,7 @@ def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any]) ->
     """Return the seconds per step on the row's ranks and grid, one thread per rank, as in the prediction."""
     settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
     steps = max(4, round(1 / row["seconds_per_step"]))
-    result = run_step_bench(arguments, row["ranks"], settings, steps, cores=1)
-    return float(result["seconds_per_step"])
+    return float(run_step_bench(arguments, row["ranks"], settings, steps, cores=1)["seconds_per_step"])
 
 
 def parse_rank_span(text: str) -> list[int]:

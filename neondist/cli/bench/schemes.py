@@ -24,7 +24,7 @@ def add_parser(benches: Any) -> None:
     """Register the commands."""
     cmd = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.add_experiment_options(cmd)
-    options.add_virtual_option(cmd, many=True)
+    options.add_virtual_option(cmd, as_list=True)
     cmd.add_argument(
         "--schemes", default=DEFAULT_SCHEMES, metavar="A,B(x=1),...",
         help=f"schemes to compare (default {DEFAULT_SCHEMES})",

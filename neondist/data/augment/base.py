@@ -19,7 +19,7 @@ from ...registry.ranges import between
 Axis: TypeAlias = Literal["depth", "height", "width"]
 Probability: TypeAlias = Annotated[float, between(0, 1)]
 AXES = ("depth", "height", "width")
-NUMBERS_PER_SAMPLE = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
+RANDOM_NUMBERS_PER_SAMPLE = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RandomDraw:
     Attributes
     ----------
     shape : (*spatial, C) of the whole image
-    random_numbers : `NUMBERS_PER_SAMPLE` numbers in [0, 1)
+    random_numbers : `RANDOM_NUMBERS_PER_SAMPLE` numbers in [0, 1)
     stream : key of further numbers, one per cell of arrays up to the image's size
     sample : number of the sample
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import rng
 from ...geometry import Box
-from .base import NUMBERS_PER_SAMPLE, RandomDraw, Transform
+from .base import RANDOM_NUMBERS_PER_SAMPLE, RandomDraw, Transform
 
 #: returns cells (n, *cells, ...) of samples by number; slices count from the first cell of `input_box`
 CellReader: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
@@ -70,7 +70,7 @@ class AugmentedTile:
         return self._compute_cells(read, indices, epoch, self.box, True)
 
     def _compute_cells(self, read: CellReader, indices: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
-        index = indices[:, None] * NUMBERS_PER_SAMPLE + np.arange(NUMBERS_PER_SAMPLE)
+        index = indices[:, None] * RANDOM_NUMBERS_PER_SAMPLE + np.arange(RANDOM_NUMBERS_PER_SAMPLE)
         draws = []
         for order, transform in enumerate(self.transforms):
             if transform.moves_cells or not labels:

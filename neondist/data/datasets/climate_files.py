@@ -256,13 +256,13 @@ class FieldTiles:
     """
 
     def __init__(
-        self, series: FieldSeries, first: np.ndarray, steps: int, channels: Sequence[int], tile: tuple[slice, ...]
+        self, series: FieldSeries, first_times: np.ndarray, steps: int, channels: Sequence[int], tile: tuple[slice, ...]
     ) -> None:
         self.series, self._channels, self.tile = series, list(channels), tile
-        self._first_times, self._times_per_sample = first, steps
+        self._first_times, self._times_per_sample = first_times, steps
         self.dtype, self.fill = series.dtype, series.fill
         cells = [cut.stop - cut.start for cut in tile]
-        self.shape = (len(first), *cells, steps * len(self._channels))
+        self.shape = (len(first_times), *cells, steps * len(self._channels))
 
     def __len__(self) -> int:
         return len(self._first_times)
@@ -296,10 +296,10 @@ class FieldSplit(PrefetchingSplit):
         raw = super().targets(indices)
         assert self.fields is not None
         # in float64: float32 would round the offset, and so shift all targets
-        return normalise(raw, *factor_and_offset(self.fields), np.float64).astype(raw.dtype)
+        return normalise(raw, *factor_and_subtrahend(self.fields), np.float64).astype(raw.dtype)
 
 
-def factor_and_offset(fields: FieldMetadata) -> tuple[list[float], list[float]]:
+def factor_and_subtrahend(fields: FieldMetadata) -> tuple[list[float], list[float]]:
     """Return the factor and the offset of each channel: normalised values are raw values times factor minus offset."""
     return (1 / fields.std).tolist(), (fields.mean / fields.std).tolist()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.hdf5.checksums import fingerprint, read_verified_array
+from ...io.hdf5.checksums import hash_array, read_verified_array
 from ...io.hdf5.reader import array_names, find_object, hdf5_read_errors, is_numeric, open_hdf5, size_and_mtime
 from ...system.memory import require_memory
 
@@ -75,7 +75,7 @@ def hash_content(groups: Iterable[GroupInfo]) -> str:
     hashes = []
     for group in groups:
         with open_hdf5(group.path) as file, hdf5_read_errors(group.path):
-            hashes += [f"{fingerprint(file, array.name):08x}" for array in (group.images, group.labels)]
+            hashes += [f"{hash_array(file, array.name):08x}" for array in (group.images, group.labels)]
     return " ".join(hashes)
 
 

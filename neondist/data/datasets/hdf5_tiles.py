@@ -41,10 +41,10 @@ class HDF5Array:
         dtype: np.dtype,
         tile: tuple[slice, ...],
         sample_numbers: np.ndarray,
-        state: tuple[int, int],
+        file_state: tuple[int, int],
     ) -> None:
         self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, sample_numbers
-        self._expected, self._file_state = (tuple(shape), dtype), state
+        self._expected, self._file_state = (tuple(shape), dtype), file_state
         self.shape = (len(sample_numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
         self._array: CheckedArray | None = None

@@ -17,7 +17,7 @@ from ..base import Dataset, Split, count_held_out, require_fraction_or_count, ti
 from .image_crops import CropSplit, CropTiles, RandomCropPositions
 from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
 
-_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
+_NUM_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
 
 
 class ImageFiles(Dataset):
@@ -121,11 +121,11 @@ class ImageFiles(Dataset):
 
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
-        rank = None if self.crop is None else len(self.crop)
-        self._images = list_images(match_files("images", self.images), rank)
+        num_axes = None if self.crop is None else len(self.crop)
+        self._images = list_images(match_files("images", self.images), num_axes)
         self._num_training_images, groups = len(self._images), [(self.labels, self._images)]
         if isinstance(self._test_option, Mapping):
-            test_items = list_images(match_files("test.images", self._test_option["images"]), rank)
+            test_items = list_images(match_files("test.images", self._test_option["images"]), num_axes)
             if shared := {item.name for item in test_items} & {item.name for item in self._images}:
                 raise DataError(f"test: {min(shared)} is also a training image; make the patterns disjoint")
             labels = self._test_option.get("labels", self.labels)
@@ -201,9 +201,9 @@ class ImageFiles(Dataset):
         overrides = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
         if self.normalise == "none" or len(overrides) == 2:
             return {"mean": 0.0, "std": 1.0, **overrides}
-        positions = np.linspace(0, len(image_numbers) - 1, min(_FIT_BOXES, len(image_numbers)))
+        positions = np.linspace(0, len(image_numbers) - 1, min(_NUM_FIT_BOXES, len(image_numbers)))
         chosen = image_numbers[np.unique(positions.astype(np.int64))]
-        repeats = max(1, _FIT_BOXES // len(chosen))
+        repeats = max(1, _NUM_FIT_BOXES // len(chosen))
         cells = []
         for number in chosen:
             item = self._images[number]

@@ -65,12 +65,12 @@ def open_mask(name: str) -> TileSource:
     return open_source(name)
 
 
-def list_images(names: Sequence[str], rank: int | None, masks: bool = False) -> list[ImageEntry]:
-    """Return the images in some files; `rank`: their number of spatial axes, None: Y, X, and Z if present."""
+def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False) -> list[ImageEntry]:
+    """Return the images in some files; `num_axes`: spatial axes of each, None: Y, X, and Z if present."""
     items = []
     for name in names:
         with open_mask(name) if masks else open_source(name) as source:
-            spatial = sum(letter in "ZYX" for letter in source.axes) if rank is None else rank
+            spatial = sum(letter in "ZYX" for letter in source.axes) if num_axes is None else num_axes
             leading = source.shape[: -spatial - 1]
             if len(source.shape) <= spatial:
                 raise DataError(f"{name}: has axes {source.axes}; expected {spatial} spatial axes and channels")
@@ -80,7 +80,7 @@ def list_images(names: Sequence[str], rank: int | None, masks: bool = False) -> 
     return items
 
 
-def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], whole: bool) -> None:
+def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], whole_images: bool) -> None:
     """Raise DataError if images differ in dtype or channels, or are too small for a crop."""
     first = items[0]
     for item in items:
@@ -89,7 +89,7 @@ def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], w
                 f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; all images must have the"
                 " same channels and dtype"
             )
-        if whole and item.shape != first.shape:
+        if whole_images and item.shape != first.shape:
             raise DataError(
                 f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; give crop: [h, w]"
             )
@@ -148,13 +148,13 @@ def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str])
     return np.array([names.index(text) for text in texts]), names
 
 
-def find_masks(pattern: str, items: Sequence[ImageEntry], rank: int) -> list[ImageEntry]:
+def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list[ImageEntry]:
     """Return the mask of each image: the file of the same name, or the only mask for the only image."""
     names = match_files("labels", pattern)
     images = list(dict.fromkeys(item.name for item in items))
     is_pair = len(images) == len(names) == 1
     mask_by_image = dict(zip(images, names, strict=True)) if is_pair else _match_masks_by_stem(images, names, pattern)
-    masks = {name: list_images([mask_by_image[name]], rank, masks=True) for name in images}
+    masks = {name: list_images([mask_by_image[name]], num_axes, masks=True) for name in images}
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:

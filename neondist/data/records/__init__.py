@@ -4,12 +4,12 @@ base: the reader's base class. csv_file, recordio, table, arrays: one reader eac
 set of the features and labels that a user's function computes from records.
 """
 
-from .base import BadRecord, RecordReader
+from .base import BadRecordError, RecordReader
 from .feed import FeedFunction, Mode, RecordSamples, record_dataset
 from .reading import open_records
 from .recordio import RecordIOWriter
 
 __all__ = [
-    "BadRecord", "FeedFunction", "Mode", "RecordIOWriter", "RecordReader", "RecordSamples", "open_records",
+    "BadRecordError", "FeedFunction", "Mode", "RecordIOWriter", "RecordReader", "RecordSamples", "open_records",
     "record_dataset",
 ]  # fmt: skip

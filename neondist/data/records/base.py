@@ -12,14 +12,14 @@ import numpy as np
 from ...errors import DataError
 
 
-class BadRecord(DataError):
+class BadRecordError(DataError):
     """A record that cannot be read; `record_number` is its number, from 0."""
 
     record_number: int
 
-    def __init__(self, record: int, message: str) -> None:
+    def __init__(self, record_number: int, message: str) -> None:
         super().__init__(message)
-        self.record_number = record
+        self.record_number = record_number
 
 
 class RecordReader(ABC):
@@ -44,7 +44,7 @@ class RecordReader(ABC):
 
     @abstractmethod
     def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
-        """Return records by their numbers; BadRecord if one cannot be read."""
+        """Return records by their numbers; BadRecordError if one cannot be read."""
 
     def find_bad_records(self) -> list[tuple[int, str]]:
         """Read all records, and return the numbers of those that cannot be read, each with the error message."""
@@ -52,7 +52,7 @@ class RecordReader(ABC):
         for number in range(len(self)):
             try:
                 self.read([number])
-            except BadRecord as error:
+            except BadRecordError as error:
                 errors.append((number, str(error)))
         return errors
 
@@ -79,8 +79,8 @@ class ConcatenatedRecords(RecordReader):
             first = int(self._cumulative_lengths[index]) - len(self.readers[index])
             try:
                 records += self.readers[index].read([number - first])
-            except BadRecord as error:
-                raise BadRecord(number, str(error)) from error
+            except BadRecordError as error:
+                raise BadRecordError(number, str(error)) from error
         return records
 
     def close(self) -> None:
@@ -107,5 +107,5 @@ class UserRecords(RecordReader):
                 records.append(np.asarray(self._records[number]))
             except Exception as error:
                 problem = f"custom_data_reader failed for record {number}: {type(error).__name__}: {error}"
-                raise BadRecord(number, f"{self.name}: {problem}") from error
+                raise BadRecordError(number, f"{self.name}: {problem}") from error
         return records

@@ -12,7 +12,7 @@ from ...errors import DataError
 from ...io.files import short_reason
 from ...io.regular_file import open_regular
 from ..csv_table import is_number
-from .base import BadRecord, RecordReader
+from .base import BadRecordError, RecordReader
 
 _BLOCK_BYTES = 1 << 22
 
@@ -71,9 +71,9 @@ class CsvRecords(RecordReader):
             column = self.column_names[index] if self.column_names else index + 1
             raise self._bad_record(number, f"column {column}: {cells[index]!r} is not a number") from error
 
-    def _bad_record(self, number: int, problem: str) -> BadRecord:
+    def _bad_record(self, number: int, problem: str) -> BadRecordError:
         place = f"{self.path}:{self._line_numbers[number]}"
-        return BadRecord(number, f"{place}: {problem}; correct the row, or skip it with --skip-bad-records")
+        return BadRecordError(number, f"{place}: {problem}; correct the row, or skip it with --skip-bad-records")
 
     def _read_cells(self, number: int) -> list[str]:
         self._file.seek(self._line_offsets[number])

@@ -53,7 +53,8 @@ def _open_file(path: Path, role: str) -> RecordReader:
             head = file.read(len(SIGNATURE))
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({short_reason(error)}); specify a file or folder of records"
+            f"{path}: cannot be read ({short_reason(error)}); check the path and its permissions. Expected a CSV,"
+            " RecordIO or HDF5 file, or a folder of such files"
         ) from error
     if head == SIGNATURE:
         return SplitRecords(str(path), HDF5Dataset(path), role)

@@ -1,4 +1,4 @@
-"""RecordIO files, as github.com/wangkuiyi/recordio and its package pyrecordio write them.
+"""RecordIO files in the format written by github.com/wangkuiyi/recordio and its package pyrecordio.
 
 A file is a sequence of chunks: a header of five little-endian uint32 (the magic number 0x01020304, the CRC-32 of the
 packed data, the compressor, the length of the packed data, the number of records), then the packed data: for each
@@ -23,13 +23,13 @@ from numpy.typing import ArrayLike
 from ...errors import ConfigError, DataError, OutputError
 from ...io.files import WRITE_REMEDY, DraftFile, short_reason
 from ...io.regular_file import open_regular
-from .base import BadRecord, RecordReader
+from .base import BadRecordError, RecordReader
 
 MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _NO_COMPRESSION, _SNAPPY, _GZIP = 0, 1, 2
 _MAX_CHUNK_BYTES = 1 << 30
-"""of a chunk, compressed or not"""
+"""maximum size of a chunk, compressed or decompressed"""
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -40,7 +40,7 @@ class RecordIOWriter:
     ----------
     path : path
     records_per_chunk : int
-        A chunk has one checksum and is read whole.
+        Number of records per chunk, the unit of checksums and reads.
     compressor : {None, 'gzip'}
 
     Examples
@@ -70,7 +70,7 @@ class RecordIOWriter:
             self._flush()
 
     def close(self) -> None:
-        """Complete the file."""
+        """Write the remaining records, and rename the file to its final name."""
         self._flush()
         self._draft.finish()
 
@@ -108,7 +108,7 @@ class RecordIORecords(RecordReader):
             self._file = open_regular(path)
             chunks = self._index_chunks()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({short_reason(error)}); specify a RecordIO file") from error
+            raise DataError(f"{path}: cannot be read ({short_reason(error)}); check its permissions") from error
         self._chunk_offsets = np.array([start for start, _ in chunks], np.int64)
         self._cumulative_counts = np.cumsum([count for _, count in chunks], dtype=np.int64)
         self._cached_chunk = lru_cache(maxsize=4)(self._read_chunk)
@@ -137,10 +137,10 @@ class RecordIORecords(RecordReader):
     def _first_record(self, chunk: int) -> int:
         return int(self._cumulative_counts[chunk - 1]) if chunk else 0
 
-    def _bad_record(self, number: int, problem: str) -> BadRecord:
-        return BadRecord(
+    def _bad_record(self, number: int, problem: str) -> BadRecordError:
+        return BadRecordError(
             number,
-            f"{self.path}: record {number}: {problem}; rewrite the file, or skip such records with --skip-bad-records",
+            f"{self.path}: record {number}: {problem}, or skip such records with --skip-bad-records",
         )
 
     def _index_chunks(self) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class RecordIORecords(RecordReader):
                 raise DataError(f"{self.path}: record {records}: {problem} {start}; rewrite the file")
             _, _, _, length, count = _HEADER.unpack(head)
             if start + _HEADER.size + length > size:
-                raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite it")
+                raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite the file")
             if count:
                 chunks.append((start, count))
             start, records = start + _HEADER.size + length, records + count
@@ -169,13 +169,13 @@ class RecordIORecords(RecordReader):
         _, checksum, compressor, length, _ = _HEADER.unpack(self._file.read(_HEADER.size))
         packed = self._file.read(min(length, _MAX_CHUNK_BYTES))
         if zlib.crc32(packed) != checksum:
-            raise ValueError(f"bad checksum in the chunk of {count} records at byte {start}")
+            raise ValueError(f"its chunk at byte {start} has a bad checksum; rewrite the file")
         data = _decompress(packed, compressor)
         records, offset = list[bytes](), 0
         for _ in range(count):
             (size,) = struct.unpack_from("<I", data, offset) if offset + 4 <= len(data) else (len(data),)
             if offset + 4 + size > len(data):
-                raise ValueError(f"the chunk at byte {start} ends too early")
+                raise ValueError(f"its chunk at byte {start} ends too early; rewrite the file")
             records.append(data[offset + 4 : offset + 4 + size])
             offset += 4 + size
         return records
@@ -186,7 +186,7 @@ class RecordIORecords(RecordReader):
         try:
             array: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
         except (ValueError, EOFError, SyntaxError) as error:
-            raise self._bad_record(number, f"is not an array in .npy format ({error})") from error
+            raise self._bad_record(number, f"is not a valid .npy array ({error}); rewrite the file") from error
         return array
 
 
@@ -195,15 +195,15 @@ def _decompress(packed: bytes, compressor: int) -> bytes:
         return packed
     if compressor == _SNAPPY:
         raise ValueError(
-            "is compressed with snappy, which is not supported; write the file with gzip or without compression"
+            "its chunk is compressed with snappy, which is not supported; rewrite the file with gzip or uncompressed"
         )
     if compressor != _GZIP:
-        raise ValueError(f"has an unknown compressor, {compressor}")
+        raise ValueError(f"its chunk has the unknown compressor {compressor}; rewrite the file")
     decompressor = zlib.decompressobj(wbits=31)
     try:
         data = decompressor.decompress(packed, _MAX_CHUNK_BYTES)
     except zlib.error as error:
-        raise ValueError(f"cannot be decompressed ({error})") from error
+        raise ValueError(f"its chunk cannot be decompressed ({error}); rewrite the file") from error
     if decompressor.unconsumed_tail:
-        raise ValueError(f"has more than {_MAX_CHUNK_BYTES:,} bytes")
+        raise ValueError(f"its chunk has more than {_MAX_CHUNK_BYTES:,} bytes; rewrite the file in smaller chunks")
     return data

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError, MissingPackageError
-from .base import BadRecord, RecordReader
+from .base import BadRecordError, RecordReader
 
 
 class TableRecords(RecordReader):
@@ -60,7 +60,7 @@ class TableRecords(RecordReader):
             return np.array([str(value) for value in row])
         for name, value in zip(self.column_names, row, strict=True):
             if not _is_number(value):
-                raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
+                raise BadRecordError(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
         return np.array(row, np.float64)
 
     def _require_sqlite_file(self, path: str | None) -> None:

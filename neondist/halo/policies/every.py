@@ -18,6 +18,7 @@ class Every(ExchangePolicy):
     Parameters
     ----------
     j : int
+        Number of steps from one exchange to the next.
     between : {'reuse', 'zeros', 'reflect', 'replicate'}
     """
 
@@ -45,7 +46,7 @@ class Every(ExchangePolicy):
         return [halo.memory["last"].incoming] if "last" in halo.memory else []
 
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Restore the cells of the last exchange; without arrays there was none."""
+        """Restore the cells of the last exchange; `arrays` is empty if there was none."""
         last = halo.memory.pop("last", None)
         for cells in arrays:
             halo.memory["last"] = last or halo.packed()

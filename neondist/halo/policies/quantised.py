@@ -27,7 +27,7 @@ class Quantised(ExchangePolicy):
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) elements"
 
     def __init__(self, bits: Literal[16, 8] = 16, *, feedback: bool = False) -> None:
-        self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
+        self.bits, self.feedback, self.code_dtype = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, halo: HaloExchange) -> None:
         """Send quantised cells or gradients, and keep the rounding error of gradients."""
@@ -53,8 +53,8 @@ class Quantised(ExchangePolicy):
 
     def _pack(self, elements: Any, xp: Any) -> Any:
         largest = abs(elements).max(keepdims=True)
-        scale = xp.maximum(largest / np.iinfo(self.kind).max, np.finfo("f4").tiny).astype("f4")
-        return xp.concatenate([scale.view("u1"), xp.rint(elements / scale).astype(self.kind).view("u1")])
+        scale = xp.maximum(largest / np.iinfo(self.code_dtype).max, np.finfo("f4").tiny).astype("f4")
+        return xp.concatenate([scale.view("u1"), xp.rint(elements / scale).astype(self.code_dtype).view("u1")])
 
     def _unpack(self, message: Any) -> Any:
-        return message[4:].view(self.kind) * message[:4].view("f4") if len(message) else message
+        return message[4:].view(self.code_dtype) * message[:4].view("f4") if len(message) else message

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL_KEY, Transport, agree, check_equal_on_ranks
+from ...comm import CALL_KEY, Transport, check_equal_on_ranks, raise_if_any_failed
 from ...errors import DataError
 from .checksum import verify_checksum
 from .pieces import ArrayPart, Slices
@@ -58,7 +58,7 @@ class CheckpointReader:
             error = DataError(
                 f"{self.contents.path}: cannot be read ({problem}); restore it from a copy, or specify another file"
             )
-        agree(self._world, error)
+        raise_if_any_failed(self._world, error)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[Che
         except Exception as problem:
             error = problem
     try:
-        agree(world, error)
+        raise_if_any_failed(world, error)
         yield CheckpointReader(world.bcast(contents, root), file, world, root)
     finally:
         if file is not None:

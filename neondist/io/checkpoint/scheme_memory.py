@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...arrays.namespace import to_host
-from ...comm import Transport, agree
+from ...comm import Transport, raise_if_any_failed
 from ...errors import DataError, ShapeError
 from ...geometry import Box
 from ...halo import GlobalArray
@@ -45,7 +45,7 @@ class SchemeMemory:
     pieces: list[ArrayPart]
 
 
-def collect_scheme_memory(exchanged: ExchangedArrays, state_key: str, world: Transport) -> SchemeMemory:
+def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, world: Transport) -> SchemeMemory:
     """Return the state of the schemes of layers; collective.
 
     Parameters
@@ -56,7 +56,7 @@ def collect_scheme_memory(exchanged: ExchangedArrays, state_key: str, world: Tra
     """
     own_entries: dict[str, list[MemoryEntry]] = {}
     values: dict[str, Any] = {}
-    for name, layer in exchanged.items():
+    for name, layer in exchanged_arrays.items():
         entries, arrays = [], []  # type: list[MemoryEntry], list[np.ndarray]
         for at, array in enumerate(layer):
             for (samples, direction), kept in sorted(array.scheme_state().items()):
@@ -119,7 +119,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
                 array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.contents.path}: its border schemes do not match the model ({problem}); use another")
-    agree(world, error)
+    raise_if_any_failed(world, error)
     return ""
 
 

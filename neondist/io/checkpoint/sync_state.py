@@ -24,7 +24,7 @@ MAX_RANKS = 1 << 20  # limit of ranks
 
 def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[ArrayPart]:
     """Return the pieces of each rank; arrays that differ across ranks get a leading rank axis."""
-    return [_sync_part(state, state.array if state.replicated else state.array[None], world) for state in states]
+    return [_sync_part(state, state.array if state.same_on_all_ranks else state.array[None], world) for state in states]
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
@@ -45,7 +45,7 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
     dropped = sorted(name for name in shapes if name not in names and name.endswith("/error_feedback"))
     for state in states:
         shape = shapes.get(state.name)
-        if state.replicated:
+        if state.same_on_all_ranks:
             if shape == state.array.shape:
                 file.fill_parts([_sync_part(state, state.array, world)])
             continue
@@ -65,7 +65,7 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
 
 def _sync_part(state: SyncState, array: np.ndarray, world: Transport, writer_count: int | None = None) -> ArrayPart:
     shape = state.array.shape
-    if state.replicated:
+    if state.same_on_all_ranks:
         return ArrayPart(f"{SYNC_GROUP}/{state.name}", shape, array, [Box.of(shape)])
     total, nothing = world.size if writer_count is None else writer_count, (0,) * len(shape)
     bounds = (part_range(total, world.size, rank) for rank in range(world.size))

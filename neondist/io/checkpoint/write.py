@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import CALL_KEY, Transport, agree, check_equal_on_ranks
+from ...comm import CALL_KEY, Transport, check_equal_on_ranks, raise_if_any_failed
 from ...errors import OutputError
 from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorFile
@@ -64,7 +64,7 @@ def write_checkpoint(
     finally:
         if file is not None:
             file.draft.discard()
-    agree(world, error and _to_output_error(path, error))
+    raise_if_any_failed(world, error and _to_output_error(path, error))
 
 
 class _CheckpointDraft:

@@ -9,7 +9,7 @@ libhdf5 trusts most of a file's content. Files of `LIBRARY_VERSION` have checksu
 wrong byte there makes libhdf5 2.0 loop forever: it is neither written nor read.
 """
 
-from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint, read_array, read_verified_array
+from .checksums import CheckedArray, ChecksumTable, checksum, hash_array, read_array, read_verified_array
 from .reader import (
     SIGNATURE,
     array_names,
@@ -25,6 +25,6 @@ from .writer import LIBRARY_VERSION, DeferredErrorFile, NewHDF5File, put_text_at
 
 __all__ = [
     "LIBRARY_VERSION", "SIGNATURE", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewHDF5File", "array_names",
-    "checksum", "find_object", "fingerprint", "get_text_attribute", "hdf5_read_errors", "is_numeric", "iter_arrays",
+    "checksum", "find_object", "get_text_attribute", "hash_array", "hdf5_read_errors", "is_numeric", "iter_arrays",
     "open_hdf5", "put_text_attribute", "read_array", "read_verified_array", "size_and_mtime",
 ]  # fmt: skip

@@ -171,7 +171,7 @@ def read_array(array: Any, name: str, has_checksums: bool = False) -> np.ndarray
     return np.asarray(array[()])
 
 
-def fingerprint(file: Any, name: str) -> int:
+def hash_array(file: Any, name: str) -> int:
     """Return a cheap fingerprint of an array: a hash of some of its checksums, or else of some cells."""
     table = find_object(file, f"{CHECKSUM_GROUP}/{name}")
     if table is not None:

@@ -49,7 +49,7 @@ class GuardedContext(StepContext):
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         if not hasattr(array, "policy"):  # the view includes the halo already
             return super()._exchange_halo(direction, array, values)
-        gathers = (direction == "forward") != array.reverse
+        gathers = (direction == "forward") != array.swaps_directions
         buffer = None if array.plan.trivial or not gathers else array.buffer(len(values))
         result = self.checked_exchange(
             direction, array, gathers, buffer, super()._exchange_halo, direction, array, values

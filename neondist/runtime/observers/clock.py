@@ -11,7 +11,7 @@ from ...observer import Observer
 OUTPUT_GRADIENT = "gradient of the output"
 """value observed before the backward pass of a PyTorch module's step"""
 WORK_KINDS = ("forward", "backward", "exchange", "wait")
-REST_ROW = "cost and rest"
+REST_ROW = "loss and everything else"
 _ROW_OF_EVENT = {"step": REST_ROW, "cost": REST_ROW, "sync": "sum of gradients", "update": "update"}
 _KIND_OF_EVENT = {"halo": "exchange", "wait": "wait"}
 

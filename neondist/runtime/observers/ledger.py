@@ -33,14 +33,14 @@ Ledger: TypeAlias = "Counter[LedgerKey]"
 """Number of messages by account."""
 
 
-def count_messages(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first: int) -> Ledger:
+def count_messages(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first_rank: int) -> Ledger:
     """Return the number of messages and sums of this rank since its layers were built, by account.
 
     Parameters
     ----------
     reductions : iterable of (str, Reductions)
         Reductions by name, including those of the layers' arrays.
-    first : int
+    first_rank : int
         The first rank of this replica.
 
     Notes
@@ -50,14 +50,14 @@ def count_messages(layers: Sequence[Layer], reductions: Iterable[tuple[str, Redu
     counts: Ledger = Counter()
     for layer in layers:
         for array in layer.arrays:
-            for direction, exchange in array.recorded:
+            for direction, exchange in array.recorded_exchanges:
                 for message in exchange.sends if exchange.run_count else ():
-                    account = LedgerKey("halo", str(layer.name), direction, first + message.peer, message.nbytes)
+                    account = LedgerKey("halo", str(layer.name), direction, first_rank + message.peer, message.nbytes)
                     counts[account] += exchange.run_count
     for name, sums in reductions:
         for (direction, group, nbytes), count in sums.reduction_counts.items():
             counts[LedgerKey("sum", name, direction, group, nbytes)] += count
         for (direction, group, peer, nbytes), count in sums.redistribution_counts.items():
-            rank = peer if group == "world" else first + peer
+            rank = peer if group == "world" else first_rank + peer
             counts[LedgerKey("redistribution", name, direction, rank, nbytes)] += count
     return counts

@@ -53,9 +53,9 @@ class Whereabouts(Observer):
             before = what
         return place + doing
 
-    def _describe_wait(self, subject: Exchange | str, during: str) -> str:
+    def _describe_wait(self, subject: Exchange | str, activity: str) -> str:
         if isinstance(subject, str):
-            operation = "redistribution" if during == "redistribute" else "sum"
+            operation = "redistribution" if activity == "redistribute" else "sum"
             return f"waits in a {operation} over {self._describe_group(subject)}"
         first = self.grid.rank - self.grid.tile  # first rank of this replica
         peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})

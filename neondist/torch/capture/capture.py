@@ -73,7 +73,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
         if not can_replace_writes(program.graph, buffers):
             try:
-                program = _functionalized(program)
+                program = _functionalize(program)
             except AssertionError:
                 if not tied:
                     raise
@@ -100,7 +100,7 @@ def _merge_buffer_aliases(program: Any) -> list[str]:
     return duplicates
 
 
-def _functionalized(program: Any) -> Any:
+def _functionalize(program: Any) -> Any:
     """Return the program without in-place and composite operators."""
     separate_statistics_updates(program.graph)
     return program.run_decompositions({})
@@ -109,7 +109,7 @@ def _functionalized(program: Any) -> Any:
 def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
     """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
-        result = _functionalized(program)
+        result = _functionalize(program)
         result.functions, result.reads, result.trained = program.functions, program.reads, program.trained
         return result
 

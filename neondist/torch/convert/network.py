@@ -30,7 +30,7 @@ class TracedValue(NamedTuple):
 
     Attributes
     ----------
-    at : int
+    step : int
         Index: 0 is the network's input, and each step adds one.
     shape : tuple of int
         Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
@@ -40,7 +40,7 @@ class TracedValue(NamedTuple):
         Value number: equal for equal computations, ignoring layers that are the identity in evaluation.
     """
 
-    at: int
+    step: int
     shape: Shape
     layer_shape: Shape
     number: int
@@ -52,13 +52,13 @@ class TracedValue(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A layer, or values joined by a container; `means` marks means of the whole image, which may become a vector."""
+    """A layer, or values joined by a container; `may_become_vector`: it is the mean of the whole image."""
 
     layer: Layer | None
     join: type[Branches] | None
     inputs: tuple[int, ...]
     where: OperatorPosition
-    means: bool = False
+    may_become_vector: bool = False
 
 
 class Network:
@@ -95,7 +95,7 @@ class Network:
         x: TracedValue,
         weights: Mapping[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor] | None]] | None = None,
         *,
-        means: bool = False,
+        may_become_vector: bool = False,
         only_training: bool = False,
     ) -> TracedValue:
         """Append a layer, and return its output.
@@ -104,7 +104,7 @@ class Network:
         ----------
         weights : dict of str to (Tensor, function)
             The layer's arrays, as functions of the module's tensors.
-        means : bool
+        may_become_vector : bool
             Whether it takes the mean of the whole image.
         only_training : bool
             Whether it is the identity in evaluation.
@@ -116,7 +116,7 @@ class Network:
         sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         layer_shape = layer.output_shape_for(x.layer_shape)
         number = x.number if only_training else self._number(_signature(layer), sources, x.number)
-        return self._append(Step(layer, None, (x.at,), self.where, means), layer_shape, number)
+        return self._append(Step(layer, None, (x.step,), self.where, may_become_vector), layer_shape, number)
 
     def join(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
         """Append a container that joins values of the same extent, and return its output."""
@@ -127,13 +127,13 @@ class Network:
         if kind is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
         number = self._number(kind.__name__, *(value.number for value in values))
-        return self._append(Step(None, kind, tuple(value.at for value in values), self.where), layer_shape, number)
+        return self._append(Step(None, kind, tuple(value.step for value in values), self.where), layer_shape, number)
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
         """Return a value in another shape, with elements in PyTorch's order."""
         if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
-            means = x.at > 0 and self.steps[x.at - 1].means
-            at = self.steps[x.at - 1].inputs[0] if means else x.at
+            means = x.step > 0 and self.steps[x.step - 1].may_become_vector
+            at = self.steps[x.step - 1].inputs[0] if means else x.step
             layer = GlobalAvgPoolingLayer(name=self._layer_name())
             return self._append(
                 Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._number("vector", x.number)
@@ -181,7 +181,7 @@ class Network:
                 position = dominators[position]
             return nodes[::-1]
 
-        return chain(0, last.at)
+        return chain(0, last.step)
 
     def _append(self, step: Step, layer_shape: Shape, number: int) -> TracedValue:
         shape = tuple(self.out.shape)

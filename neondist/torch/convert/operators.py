@@ -241,7 +241,7 @@ def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
     kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
         return net.add(layers.MaxPoolingLayer(kernel, stride), x), None
-    return net.add(layers.AvgPoolingLayer(kernel, stride), x, means=set(net.out.shape[2:]) == {1})
+    return net.add(layers.AvgPoolingLayer(kernel, stride), x, may_become_vector=set(net.out.shape[2:]) == {1})
 
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
@@ -250,7 +250,7 @@ def mean(net: Network, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> T
     if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial ones")
     if keepdim:
-        return net.add(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, means=True)
+        return net.add(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, may_become_vector=True)
     return net.add(layers.GlobalAvgPoolingLayer(), x)
 
 
@@ -359,10 +359,10 @@ def cat(net: Network, tensors: Sequence[Any], dim: int) -> TracedValue:
     if len(tensors) == 1:
         return tensors[0]
     for n in range(len(tensors), 1, -1):  # DenseNets concatenate repeatedly: nest the branches
-        joined = net.joined.get(tuple(x.at for x in tensors[:n]))
+        joined = net.joined.get(tuple(x.step for x in tensors[:n]))
         if joined is not None:
             return cat(net, [joined, *tensors[n:]], dim)
-    y = net.joined[tuple(x.at for x in tensors)] = net.join(layers.Concat, tensors)
+    y = net.joined[tuple(x.step for x in tensors)] = net.join(layers.Concat, tensors)
     return y
 
 

@@ -98,9 +98,9 @@ class AvgPoolIgnoringPadding(nn.Module):
 class LocalContrast(nn.Module):
     """v = x - local mean, over max(least, local deviation); least None: each sample's mean deviation."""
 
-    def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], least: float | None) -> None:
+    def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
-        self.taps, self.pad, self.least = taps, nn.Sequential(*pad), least
+        self.taps, self.pad, self.least = taps, nn.Sequential(*pad), min_deviation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised image."""

@@ -14,13 +14,13 @@ import torch
 from torch.library import custom_op
 
 from ...comm import ProcessGrid
-from ...comm.agree import CALL_KEY, agree, check_equal_on_ranks
+from ...comm.agree import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
 from .functions import save_recompute_trigger, trigger_recompute
-from .mesh_comm import Channel, MeshComm, format_of
+from .mesh_comm import Channel, MeshComm, memory_format_of
 
 _SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 
@@ -113,7 +113,7 @@ def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _unpack_handle(grid, window_args)
     state.check(x, window, extent)
     view = state.view(window, extent)
-    with view.channel.during("forward"):
+    with view.channel.observe("forward"):
         return view.channel.view(x, view.pads, window.fill)
 
 
@@ -123,7 +123,7 @@ def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_a
     values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
     check_equal_on_ranks(state.comm.grid.world, values)
     view = state.view(window, extent)
-    with view.channel.during("backward"):
+    with view.channel.observe("backward"):
         return view.channel.adjoint(gradient, shape, view.pads)
 
 
@@ -137,7 +137,7 @@ def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
 
 @_halo_adjoint.register_fake
 def _(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
-    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format_of(gradient))
+    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient))
 
 
 def _save_halo_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class _GridState:
             self._check_shape(shape, extent)
         except ShapeError as problem:
             error = problem
-        agree(world, error)
+        raise_if_any_failed(world, error)
         return extent
 
     def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ..ir.graph import GRADIENTS
 from ..ir.once_differentiable import once_differentiable
-from .mesh_comm import Channel, MeshComm, format_of
+from .mesh_comm import Channel, MeshComm, memory_format_of
 
 _TRIGGER = torch.empty(0)
 
@@ -46,7 +46,7 @@ class View(torch.autograd.Function):
         """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, owns_gradient)
         save_recompute_trigger(ctx)
-        with channel.during("forward"):
+        with channel.observe("forward"):
             return channel.view(tensor, pads, fill)
 
     @staticmethod
@@ -54,7 +54,7 @@ class View(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
         trigger_recompute(ctx)
-        with ctx.channel.during("backward"):
+        with ctx.channel.observe("backward"):
             return ctx.channel.adjoint(gradients[0], *ctx.options), None, None, None, None
 
 
@@ -82,7 +82,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, channel: Channel) -> torch.Tensor:
         """Return the whole tensor."""
         ctx.channel, ctx.shape = channel, tensor.shape
-        with channel.during("forward"):
+        with channel.observe("forward"):
             return channel.view(tensor)
 
     @staticmethod
@@ -133,36 +133,36 @@ class Moments(NamedTuple):
     ----------
     groups : int or None
         Number of groups of channels with statistics per sample; None: statistics per channel over all samples.
-    number : int
+    group_size : int
         Number of elements of the whole images in one mean.
     eps : float
     axes : axes of the mesh that the elements of one mean are partitioned over
     own : slices of the spatial dimensions, or None
         Cells that count on this rank, if it has cells of other ranks too.
-    idle : bool
+    is_placeholder : bool
         Whether this rank's replica has no samples, but one as a placeholder.
     """
 
     groups: int | None
-    number: int
+    group_size: int
     eps: float
     axes: frozenset[int]
     own: tuple[slice, ...] | None = None
-    idle: bool = False
+    is_placeholder: bool = False
 
-    def counted(self, rows: torch.Tensor) -> torch.Tensor:
+    def select_own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the cells of rows that count on this rank."""
         return rows if self.own is None else rows[(slice(None), slice(None), *self.own)]
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def reshape_to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (N, C, ...) reshaped so that dimension 1 has a row for each channel with separate statistics."""
         return x if self.groups is None else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def of_groups(self, rows: torch.Tensor, channels: int) -> torch.Tensor:
+    def sum_by_group(self, rows: torch.Tensor, channels: int) -> torch.Tensor:
         """Sum over the rows of each group."""
         return rows if self.groups is None else rows.unflatten(-1, (-1, channels // self.groups)).sum(-1)
 
-    def of_rows(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
+    def repeat_by_group(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
         """Repeat the values of groups for each of their rows."""
         return groups if self.groups is None else groups.repeat_interleave(channels // self.groups, dim=-1)
 
@@ -180,22 +180,22 @@ class Normalise(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x (N, C, ...) normalised, and the mean and variance of each group."""
         ctx.full = x.shape
-        if moments.idle:
+        if moments.is_placeholder:
             x = x[:0]
         samples, channels = x.shape[:2]
-        rows = moments.rows(x)
-        own_rows = moments.counted(rows)
+        rows = moments.reshape_to_rows(x)
+        own_rows = moments.select_own(rows)
         mean, variance = _local_moments(own_rows, moments, samples)
-        share = own_rows.numel() // max(1, mean.numel()) / moments.number
+        share = own_rows.numel() // max(1, mean.numel()) / moments.group_size
         mean, variance = _merge_moments(mean, variance, share, comm, name, moments.axes)
-        means, variances = (moments.of_rows(values, channels) for values in (mean, variance))
+        means, variances = (moments.repeat_by_group(values, channels) for values in (mean, variance))
         scale, shift = (None if v is None else _repeat_channels(v, means) for v in (weight, bias))
         y = _scale_rows(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.options = comm, name, moments
         ctx.mark_non_differentiable(mean, variance)
         y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # not a view: a ReLU may overwrite it
-        return y.new_zeros(ctx.full) if moments.idle else y, mean, variance
+        return y.new_zeros(ctx.full) if moments.is_placeholder else y, mean, variance
 
     @staticmethod
     @once_differentiable
@@ -203,9 +203,9 @@ class Normalise(torch.autograd.Function):
         """Return the gradient of x, and this rank's parts of the gradients of the weight and the bias."""
         (x, weight, mean, variance), (comm, name, moments) = ctx.saved_tensors, ctx.options
         channels, needed = x.shape[1], ctx.needs_input_grad
-        dy = gradients[0][:0] if moments.idle else gradients[0]
-        rows, dy = moments.rows(x), moments.rows(dy.contiguous(memory_format=format_of(x)))
-        means, variances = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
+        dy = gradients[0][:0] if moments.is_placeholder else gradients[0]
+        rows, dy = moments.reshape_to_rows(x), moments.reshape_to_rows(dy.contiguous(memory_format=memory_format_of(x)))
+        means, variances = moments.repeat_by_group(mean, channels), moments.repeat_by_group(variance, channels)
         scale, std = (
             torch.ones_like(means) if weight is None else _repeat_channels(weight, means),
             torch.rsqrt(variances + moments.eps),
@@ -218,18 +218,18 @@ class Normalise(torch.autograd.Function):
             dscale, dshift = torch.zeros_like(means), torch.zeros_like(means)
         dx = None
         if needed[0]:
-            sums = moments.of_groups(torch.stack([dshift, dscale]).mul_(scale), channels)
+            sums = moments.sum_by_group(torch.stack([dshift, dscale]).mul_(scale), channels)
             sums = comm.reduce(name, "backward", sums, moments.axes, in_place=True)
-            first, second = moments.of_rows(sums, channels).mul(std).div_(-moments.number).unbind()
+            first, second = moments.repeat_by_group(sums, channels).mul(std).div_(-moments.group_size).unbind()
             slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
-            own = moments.counted(rows)
+            own = moments.select_own(rows)
             shifted = _scale_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
             if moments.own is None:
                 dx = shifted.addcmul_(dy, slope)
             else:
                 dx = (dy * slope).to(x.dtype)
-                moments.counted(dx).add_(shifted)
-            dx = dx.new_zeros(ctx.full) if moments.idle else dx.view(x.shape)
+                moments.select_own(dx).add_(shifted)
+            dx = dx.new_zeros(ctx.full) if moments.is_placeholder else dx.view(x.shape)
         if len(dscale) != channels:  # one row per sample; there may be no samples
             dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
         return (
@@ -240,17 +240,17 @@ class Normalise(torch.autograd.Function):
 
 
 _NO_GRADIENTS = None, None, None
-_NARROW = (torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and variance of each group of this rank's elements."""
     if not rows.numel():
         number = rows.shape[1] if moments.groups is None else samples * moments.groups
-        dtype = torch.float32 if rows.dtype in _NARROW else rows.dtype
+        dtype = torch.float32 if rows.dtype in _HALF_DTYPES else rows.dtype
         return rows.new_zeros(number, dtype=dtype), rows.new_zeros(number, dtype=dtype)
     grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
-    if grouped.dtype in _NARROW:  # as PyTorch does: statistics in higher precision
+    if grouped.dtype in _HALF_DTYPES:  # as PyTorch does: statistics in higher precision
         grouped = grouped.float()
     mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
     return mean, variance

@@ -15,7 +15,7 @@ import torch
 
 from ...comm import DebugTransport, Message, ProcessGrid, Transport
 from ...geometry import Lattice, Piece, Transfer, to_slice
-from ...halo.exchange import WHOLE
+from ...halo.exchange import DEFAULT_PHASE
 from ...observer import ObservedEvent
 from ...runtime.observers.ledger import Ledger, LedgerKey
 from ..ir.graph import ACCUMULATION_DTYPE, GRADIENTS
@@ -47,8 +47,8 @@ class MeshComm:
         self.mesh = Mesh.of(grid.shape, spatial)
         self.place = self.mesh.place(grid.rank)
         self.ledger: Ledger = Counter()
-        self.phase = WHOLE
-        self.sent = 0
+        self.phase = DEFAULT_PHASE
+        self.bytes_sent = 0
         self.guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
         self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
@@ -67,7 +67,7 @@ class MeshComm:
     def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
         """Record a message to a rank, or a sum in a group."""
         self.ledger[LedgerKey(kind, step, direction, peer, nbytes)] += 1
-        self.sent += nbytes
+        self.bytes_sent += nbytes
 
     def group(self, axes: frozenset[int]) -> tuple[str, Transport]:
         """Return the name and the transport of a group for sums; the first call is collective."""
@@ -138,10 +138,10 @@ class MeshComm:
         real = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
         array = real if self.grid.world.tensor_device_types else real.numpy()
         observers = self.grid.observers
-        with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
+        with observers.observe("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
                 self.record("sum", step, direction, name, array.nbytes)
-                with observers.during("wait", "", direction, name):
+                with observers.observe("wait", "", direction, name):
                     group.allreduce(array, op)
         return wide if wide.dtype == tensor.dtype and wide.device == tensor.device else wide.to(tensor)
 
@@ -215,10 +215,10 @@ class Channel:
         self._moved = {request.dim for request in transfer.requests}
         self._planned: dict[Any, Any] = {}
 
-    def during(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
         event = "halo" if self.kind == "halo" else "redistribute"
-        return self.comm.grid.observers.during(event, self.name, direction)
+        return self.comm.grid.observers.observe(event, self.name, direction)
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view of a tensor, from its part.
@@ -258,7 +258,7 @@ class Channel:
         shape = list(self.transfer.shape(tuple(tensor.shape), self.comm.grid.rank))
         for dim, before, after in pads:
             shape[dim] += before + after
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=format_of(tensor))
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format_of(tensor))
 
     def adjoint(
         self,
@@ -295,7 +295,7 @@ class Channel:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
         whole = self.own_cells(gradient, shape)
         if whole is not None:
-            return whole if in_place else whole.clone(memory_format=format_of(gradient))
+            return whole if in_place else whole.clone(memory_format=memory_format_of(gradient))
         part = gradient.new_zeros(tuple(shape))
         for piece in self.own:
             self._at(part, piece.source).add_(self._at(gradient, piece.target))
@@ -397,7 +397,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The memory format of images and volumes, by the dimensions of their tensors."""
 
 
-def format_of(tensor: torch.Tensor) -> torch.memory_format:
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last for a tensor, or a slice of one, with only that memory format, else contiguous."""
     if tensor.dim() in CHANNELS_LAST and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)

@@ -20,7 +20,7 @@ from ..ir.once_differentiable import once_differentiable
 from .mesh_comm import MeshComm, StagedExchange
 
 _OPS = torch.ops.aten
-SCORES = 2**20
+MAX_SCORES_AT_ONCE = 2**20
 """Number of scores computed at once, if that is more than 64 keys."""
 
 
@@ -64,9 +64,9 @@ class RingChannel:
         self.group, self.first = comm.reduction_group(axes_of([self.ring.keys]))
         self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
-    def during(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
-        return self.comm.grid.observers.during("redistribute", self.name, direction)
+        return self.comm.grid.observers.observe("redistribute", self.name, direction)
 
     def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield the owner of the current keys and its tensors, this rank's first; tensors written to travel on changed.
@@ -134,7 +134,7 @@ class RingAttention(torch.autograd.Function):
         top = queries.new_full((*q.shape[:-1], 1), least)
         total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
         fused = _is_fused(q, v, mask, channel.ring)
-        with channel.during("forward"), torch.autocast(q.device.type, enabled=False):
+        with channel.observe("forward"), torch.autocast(q.device.type, enabled=False):
             for whose, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
                     continue
@@ -166,7 +166,7 @@ class RingAttention(torch.autograd.Function):
         inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
         fused = _is_fused(q, v, mask, channel.ring)
         blocks = channel.rotate("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
-        with channel.during("backward"):
+        with channel.observe("backward"):
             for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
                 if hop == len(channel.ranks):
                     break
@@ -201,7 +201,7 @@ def _column_chunks(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield chunks of columns, with their keys and values."""
-    number = max(64, SCORES // max(1, prod(like.shape[:-1])))
+    number = max(64, MAX_SCORES_AT_ONCE // max(1, prod(like.shape[:-1])))
     for start in range(0, len(columns), number):
         few = slice(start, start + number)
         keys, values = (tensor[..., few, :].to(like) for tensor in block)

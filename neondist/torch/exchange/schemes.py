@@ -26,7 +26,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 
 @dataclass
-class _Owner:
+class _BufferOwner:
     """Array, channels last, as seen by its halo buffer."""
 
     grid: ProcessGrid
@@ -36,10 +36,10 @@ class _Owner:
     dtype: np.dtype
     backend: Backend = field(default_factory=lambda: get_backend("numpy"))
     memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
-    recorded: list[tuple[str, Exchange]] = field(default_factory=list)
-    reverse: bool = False
+    recorded_exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
+    swaps_directions: bool = False
     #: number of runs of each exchange recorded in the ledger
-    counted: list[int] = field(default_factory=list)
+    counted_runs: list[int] = field(default_factory=list)
 
 
 class SchemeChannel:
@@ -50,7 +50,7 @@ class SchemeChannel:
         assert step.scheme is not None
         self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
-        self._buffers: dict[Any, tuple[_Owner, HaloBuffer]] = {}
+        self._buffers: dict[Any, tuple[_BufferOwner, HaloBuffer]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
@@ -91,16 +91,16 @@ class SchemeChannel:
         self._record(owner)
         return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
-    def during(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
-        return self.grid.observers.during("halo", self.name, direction)
+        return self.grid.observers.observe("halo", self.name, direction)
 
-    def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_Owner, HaloBuffer]:
+    def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_BufferOwner, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
             self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # no other batch
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _channels_last(tensor[:0]).dtype
-            owner = _Owner(self.grid, self.policy, plan, tensor.shape[1], dtype)
+            owner = _BufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
             self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
         return self._buffers[key]
 
@@ -137,16 +137,16 @@ class SchemeChannel:
             used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
-    def _record(self, owner: _Owner) -> None:
+    def _record(self, owner: _BufferOwner) -> None:
         """Record the messages since the last call."""
-        recorded, counted = owner.recorded, owner.counted
-        counted += [0] * (len(recorded) - len(counted))
+        recorded, counted_runs = owner.recorded_exchanges, owner.counted_runs
+        counted_runs += [0] * (len(recorded) - len(counted_runs))
         for at, (direction, exchange) in enumerate(recorded):
-            for _ in range(counted[at], exchange.run_count):
+            for _ in range(counted_runs[at], exchange.run_count):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
                     self.comm.record("halo", self.name, direction, peer, message.nbytes)
-            counted[at] = exchange.run_count
+            counted_runs[at] = exchange.run_count
 
 
 def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:

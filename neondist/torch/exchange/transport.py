@@ -21,13 +21,13 @@ from ...comm.large_counts import MAX_COUNT, chunk_slices
 from ...comm.transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport, closed_error
 from ...errors import LaunchError, RemoteError
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets."""
 FIRST_TAG = 1 << 16
 """Lower tags are for the caller's own messages over the same process group."""
-KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
+MESSAGE_KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 """Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
-REDUCED = ("float32", "float64", "int32", "int64")
+ALLREDUCE_DTYPES = ("float32", "float64", "int32", "int64")
 """Dtypes reduced by gloo's own allreduce, which does not support all."""
 DIRECT = ("cpu:gloo", "cuda:nccl")
 """Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
@@ -57,7 +57,7 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
             "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
         )
     if not dist.is_initialized():
-        missing = [name for name in VARIABLES if name not in os.environ]
+        missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
         if missing:
             raise LaunchError(
                 f"torch.distributed is not initialised, and {', '.join(missing)} missing in the environment: start"
@@ -66,7 +66,7 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
         try:
             dist.init_process_group("gloo")
         except (RuntimeError, ValueError) as error:
-            settings = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+            settings = ", ".join(f"{name}={os.environ[name]}" for name in TORCHRUN_VARIABLES)
             raise LaunchError(
                 f"torch.distributed does not start with {settings}: {error}; if gloo selects the wrong network"
                 " interface, set GLOO_SOCKET_IFNAME"
@@ -107,7 +107,7 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
 
 
 @dataclass
-class _Groups:
+class _GroupCounter:
     """Number of the last group of ranks that this process created in a process group."""
 
     last: int = 0
@@ -118,7 +118,7 @@ class _Part(NamedTuple):
 
     ranks: list[int]
     number: int
-    groups: _Groups
+    groups: _GroupCounter
 
 
 class TorchTransport(Transport):
@@ -155,8 +155,8 @@ class TorchTransport(Transport):
             )
         group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, number, self._groups = part or _Part(group_ranks, 0, _Groups())
-        self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
+        self._ranks, number, self._groups = part or _Part(group_ranks, 0, _GroupCounter())
+        self._tags = [FIRST_TAG + number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
         self.tensor_device_types = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
@@ -211,7 +211,7 @@ class TorchTransport(Transport):
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if self.size == 1 or not tensor.numel():
             return
-        if self._whole and str(tensor.dtype).removeprefix("torch.") in REDUCED:
+        if self._whole and str(tensor.dtype).removeprefix("torch.") in ALLREDUCE_DTYPES:
             with self.remote_errors():
                 for part in tensor.view(-1).split(self.max_count):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
@@ -227,7 +227,7 @@ class TorchTransport(Transport):
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
-        if not (self._whole and array.dtype.name in REDUCED):
+        if not (self._whole and array.dtype.name in ALLREDUCE_DTYPES):
             return _Reduction(self, flat, op, kind)
         with self.remote_errors():
             parts = torch.from_numpy(flat).split(self.max_count)

@@ -174,7 +174,7 @@ class FusedLowering(ProgramLowering):
         """Return x normalised; other ranks may have some of its cells too."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
-            moments = moments._replace(own=own, idle=first == last)
+            moments = moments._replace(own=own, is_placeholder=first == last)
         return super().normalise(x, weight, bias, moments, groups)
 
     def add_segment_steps(self, segment: OperatorSegment) -> None:

@@ -57,9 +57,9 @@ class TracedImage(TracedPart):
         """The spatial extent of the output."""
         return self.outputs[0].shape[2:]
 
-    def blocks(self, size: Sequence[int], beyond: int = 0) -> ModuleBlocks:
+    def blocks(self, size: Sequence[int], overlap: int = 0) -> ModuleBlocks:
         """Return the blocks of a size."""
-        return ModuleBlocks(self, size, beyond)
+        return ModuleBlocks(self, size, overlap)
 
     def output_box_ranges(self, box: Box) -> AxisRanges:
         """Return the ranges of a box of the output."""
@@ -74,12 +74,12 @@ class ModuleBlocks(OutputBlocks):
     traced : TracedImage
     size : (*spatial,)
         Of a block; the last ones along an axis may be smaller.
-    beyond : int
+    overlap : int
         Number of cells by which a block extends beyond its own.
     """
 
-    def __init__(self, traced: TracedImage, size: Sequence[int], beyond: int = 0) -> None:
-        super().__init__(traced.extent, size, beyond)
+    def __init__(self, traced: TracedImage, size: Sequence[int], overlap: int = 0) -> None:
+        super().__init__(traced.extent, size, overlap)
         self.traced = traced
         self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
 

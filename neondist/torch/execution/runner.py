@@ -67,13 +67,13 @@ class Runner:
         env.update(self._enter_parameters(parameters))
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
-        before = self.comm.sent
+        before = self.comm.bytes_sent
         with self._saved_tensors.recorded():
             if self._segments and torch.is_grad_enabled():
                 self._run_segments(env)
             else:
                 self._run_steps(plan.steps, env)
-        self._check_sent_bytes(self.comm.sent - before)
+        self._check_sent_bytes(self.comm.bytes_sent - before)
         if plan.mutated_buffers:
             with torch.no_grad():
                 moved = [env[value] for value in plan.mutated_buffers.values()]
@@ -151,7 +151,7 @@ class Runner:
     def _run_observed(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a step and show its outputs and their gradients to the observers."""
         observers = self.comm.grid.observers
-        with observers.during("layer", step.name, "forward"):
+        with observers.observe("layer", step.name, "forward"):
             outputs = self._run_step(step, tensors)
         for tensor in outputs:
             if not tensor.is_floating_point():

@@ -26,20 +26,20 @@ def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
     for segment in segments:
         first = next(iter(segment.records.values()))
         policy = policy_of(first.where.module, search.schemes)
-        figures = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
-        if figures is not None:
-            starts |= _SegmentPlanner(search, segment, figures).first_operators
+        profile = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
+        if profile is not None:
+            starts |= _SegmentPlanner(search, segment, profile).first_operators
     return search.segments(starts) if starts else segments
 
 
 class _SegmentPlanner:
     """The cheapest cuts of one potential segment."""
 
-    def __init__(self, search: SegmentSearch, segment: OperatorSegment, figures: MachineProfile) -> None:
-        self.search, self.figures, self.operators = search, figures, list(segment.records)
+    def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
+        self.search, self.profile, self.operators = search, profile, list(segment.records)
         self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].has_windows]
         self.flops = {number: _count_flops(record, search.program.values) for number, record in segment.records.items()}
-        self.middle = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
+        self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds_of: dict[tuple[int, int], float] = {}
 
     @property
@@ -67,7 +67,7 @@ class _SegmentPlanner:
         search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operators)]
         segment = search.segment_of(self.operators[ends[first] : ends[last + 1]])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
-        own = ranges_at(layouts, dict(enumerate(self.middle)))
+        own = ranges_at(layouts, dict(enumerate(self.middle_place)))
         outputs = nonempty_ranges(own, own)
         sending = sum(
             self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.image_ids))
@@ -78,17 +78,17 @@ class _SegmentPlanner:
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
-        return sending, TRAINING_COST_FACTOR * redundant / self.figures.speed
+        return sending, TRAINING_COST_FACTOR * redundant / self.profile.speed
 
-    def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], ways: int) -> float:
+    def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], num_directions: int) -> float:
         """Return the seconds in which the middle rank receives the cells of a value that it needs."""
         mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
         requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
-        rank = mesh.rank(self.middle)
+        rank = mesh.rank(self.middle_place)
         pieces = [piece for piece in Transfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
         count = sum(piece.source.size for piece in pieces) * whole * value.dtype.itemsize
-        return ways * (len(pieces) * self.figures.latency + count / self.figures.bandwidth)
+        return num_directions * (len(pieces) * self.profile.latency + count / self.profile.bandwidth)
 
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
         """Return the share of a value that the middle rank computes beyond its own cells."""
@@ -96,7 +96,7 @@ class _SegmentPlanner:
         for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
                 origin, factor = block.origin
-                (first, last), (lo, hi) = atom.range(self.middle), needs.get(origin, (0, 0))
+                (first, last), (lo, hi) = atom.range(self.middle_place), needs.get(origin, (0, 0))
                 own *= (last - first) / atom.extent
                 needed *= (hi - lo) * factor / atom.extent
         return max(0.0, needed - own)
@@ -105,7 +105,7 @@ class _SegmentPlanner:
 def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     """Return the forward FLOPs of an operator on the whole image, at least one per element."""
 
-    def empty(leaf: object) -> object:
+    def meta(leaf: object) -> object:
         if not isinstance(leaf, Value):
             return leaf
         value = values[leaf.id]
@@ -114,7 +114,7 @@ def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     least = prod(values[value_ids(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            record.target(*pytree.tree_map(empty, list(record.args)), **pytree.tree_map(empty, dict(record.kwargs)))
+            record.target(*pytree.tree_map(meta, list(record.args)), **pytree.tree_map(meta, dict(record.kwargs)))
     except Exception:  # it needs values, which meta tensors lack: not a product
         return least
     return max(least, counter.get_total_flops())

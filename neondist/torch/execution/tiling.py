@@ -118,7 +118,7 @@ class Tiling:
         self,
         tensors: Sequence[torch.Tensor],
         outputs: Callable[[], Sequence[Layout]],
-        targets_from: int | None = None,
+        first_target: int | None = None,
     ) -> list[Layout]:
         """Return the layouts of tensors, from this rank's parts; collective.
 
@@ -127,7 +127,7 @@ class Tiling:
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Parts of outputs; and of targets, from the index `targets_from`.
+            Parts of outputs; and of targets, from the index `first_target`.
         outputs : callable
             Returns the layouts of the module's outputs.
         """
@@ -136,7 +136,7 @@ class Tiling:
         unknown = [at for at, layout in enumerate(layouts) if layout is None]
         known = self._known_layouts(outputs()) if unknown else []
         candidates = {
-            at: self._candidates(tensors[at], known, targets_from is not None and at >= targets_from) for at in unknown
+            at: self._candidates(tensors[at], known, first_target is not None and at >= first_target) for at in unknown
         }  # the same on all ranks
         fit = [
             [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]

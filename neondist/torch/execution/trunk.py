@@ -178,7 +178,7 @@ class TrunkLowering(FusedLowering):
 
     def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: LiveNorm) -> Value:
         total = self.reduced(run, args, args[0].axes, norm.mean.layout)
-        return self.local(lambda a: a / norm.moments.number, [total], total.layout)
+        return self.local(lambda a: a / norm.moments.group_size, [total], total.layout)
 
 
 def peak_bytes(plan: TorchPlan, training: bool) -> int:

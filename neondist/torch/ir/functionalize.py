@@ -15,10 +15,10 @@ RUNNING_STATS = "running_mean", "running_var"
 """Statistics that operators update in training, which their schemas do not declare."""
 _RETURNS_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Operators whose rules return the statistics after the result."""
-_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
+_OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
 """Operators with such writes, which rules or decompositions return as results."""
 _TRAINING_FLAGS = "training", "train", "use_input_stats"
-_PURE = "backward", "functional", "no_training", "no_update"
+_PURE_WORDS = "backward", "functional", "no_training", "no_update"
 
 
 def can_replace_writes(graph: Any, buffers: Collection[str] = ()) -> bool:
@@ -74,7 +74,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     names = [arg.name for arg in arguments]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
-    if set(RUNNING_STATS) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE):
+    if set(RUNNING_STATS) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE_WORDS):
         trains = all(values.get(name, True) for name in names if name in _TRAINING_FLAGS)
         written += [name for name in RUNNING_STATS if trains and values.get(name) is not None]
     return [values.get(name) for name in written]
@@ -83,7 +83,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def has_undeclared_writes(node: Any) -> bool:
     """Return whether an operator updates statistics unknown to PyTorch's functionalisation."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _WITH_RULES:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _OPS_WITH_RULES:
         return False
     declared = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
     return len(written_arguments(target, node.args, node.kwargs)) > declared

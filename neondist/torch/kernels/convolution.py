@@ -20,7 +20,7 @@ from ...backends.compiled_conv import CompiledConvolution
 from ...backends.gomp import gomp_parallel_address
 from ...backends.rows import VECTOR_BYTES
 from ...backends.windows import output_extent
-from ..exchange.mesh_comm import CHANNELS_LAST, format_of
+from ..exchange.mesh_comm import CHANNELS_LAST, memory_format_of
 from ..ir.graph import is_eager_cpu_float
 from ..ir.once_differentiable import once_differentiable
 from . import volumes, winograd
@@ -47,7 +47,7 @@ def conv(
         y: torch.Tensor = _Convolution.apply(x, weight, bias, *options)
         return y
     # with channels last, oneDNN is slower and copies weights
-    if format_of(x) != torch.contiguous_format and _is_supported(x, weight):
+    if memory_format_of(x) != torch.contiguous_format and _is_supported(x, weight):
         x = x.contiguous()
     result: torch.Tensor = _FALLBACKS[weight.dim() - 2](x, weight, bias, *options)
     return result
@@ -76,7 +76,7 @@ def _is_matrix_product(
 ) -> bool:
     """Return whether the convolution is a product of two matrices: windows of one cell over channels-last memory."""
     pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
-    return pointwise and _is_supported(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
+    return pointwise and _is_supported(x, weight) and memory_format_of(x) == CHANNELS_LAST.get(x.dim())
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """3 x 3 convolutions of many channels by Winograd's F(2 x 2, 3 x 3) (Lavin and Gray 2016): 2.25 times fewer products.
 
-Each tile of 2 x 2 outputs reads 4 x 4 cells, `dilation` apart: y = A^T [sum over channels of (G w G^T) (B^T x B)] A, 16
-products of matrices (outputs, channels) (channels, tiles). float32 errors are comparable to those of direct sums: with
-128 to 2048 channels 0.1 to 1.6 times oneDNN's for outputs and the weights' gradients, 1.1 to 2.8 times for the inputs'.
+Each 2 x 2 output tile reads 4 x 4 inputs spaced `dilation` apart: y = A^T [sum over channels of (G w G^T) (B^T x B)] A,
+16 products of matrices (outputs, channels) (channels, tiles). float32 errors are comparable to those of direct
+summation: with 128 to 2048 channels 0.1 to 1.6 times oneDNN's for outputs and weight gradients, 1.1 to 2.8 for inputs'.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..ir.once_differentiable import once_differentiable
 Pair = Sequence[int]
 _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
 _FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
-_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: the smallest numbers with which it is faster
-_MAX_CELLS_PER_OUTPUT = 1.25  # measured: the largest with which it is faster; large for small outputs with dilation
+_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: thresholds above which it is faster
+_MAX_COVERED_PER_OUTPUT = 1.25  # measured: largest ratio of covered to needed outputs at which it is faster
 _BATCH_BYTES = 16 << 20  # bytes of transformed cells
 
 
@@ -34,7 +34,7 @@ def conv2d(
     dilation: Pair,
     groups: int,
 ) -> torch.Tensor:
-    """Compute F.conv2d with the faster algorithm."""
+    """Compute F.conv2d, by Winograd's algorithm where that is faster."""
     if _is_faster(x, weight, stride, padding, dilation, groups):
         y: torch.Tensor = _WinogradConvolution.apply(x, weight, tuple(padding), tuple(dilation))
         return y if bias is None else y.add_(bias.view(-1, 1, 1))
@@ -57,7 +57,7 @@ def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pai
 def _fills_tiles(samples: int, extents: Pair, dilation: Pair) -> bool:
     """Return whether there are enough outputs, which fill most of their tiles."""
     covered = prod(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
-    return samples * prod(extents) >= 4 * _MIN_TILES and covered <= _MAX_CELLS_PER_OUTPUT * prod(extents)
+    return samples * prod(extents) >= 4 * _MIN_TILES and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
 
 
 class _WinogradConvolution(torch.autograd.Function):
@@ -130,7 +130,7 @@ def _view_as_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
 def _row_batches(
     x: torch.Tensor, padding: Pair, dilation: Pair, outputs: Sequence[int], channels: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield batches of rows of tiles, as of `_view_as_tiles`, and their transformed cells B^T x B (16, C, tiles)."""
+    """Yield batches of tile rows, laid out as by `_view_as_tiles`, and transformed cells B^T x B (16, C, tiles)."""
     (down, across), (rows, columns) = dilation, (outputs[2], outputs[5])
     covered = 2 * down * rows, 2 * across * columns
     pads = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)

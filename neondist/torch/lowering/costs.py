@@ -71,7 +71,7 @@ class PlanCosts:
         self.trained = {value for name, value in plan.parameters.items() if name in trained}
         self.traffic = traffic_of(plan, range(plan.mesh.size), trained)
         self.back = BackwardSteps(plan, trained)
-        self.uncounted: list[str] = []
+        self.uncounted_steps: list[str] = []
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +116,7 @@ class PlanCosts:
             try:
                 forward, backward = self._count_flops(step)
             except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
-                self.uncounted.append(step.name)
+                self.uncounted_steps.append(step.name)
                 forward = backward = 0
             flops[id(step)] = forward * (1 + (id(step) in repeated)) + backward
         return flops

@@ -22,8 +22,8 @@ class RankSubset:
     """Some ranks of a mesh, for which quantities are computed together, as arrays (len(ranks),)."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
-        self.mesh, self.numbers = mesh, np.asarray(ranks)
-        self.places = np.unravel_index(self.numbers, mesh.parts)
+        self.mesh, self.ranks = mesh, np.asarray(ranks)
+        self.places = np.unravel_index(self.ranks, mesh.parts)
 
     @classmethod
     def all(cls, mesh: Mesh) -> RankSubset:
@@ -41,23 +41,23 @@ class RankSubset:
 
     def index_counts(self, atoms: Iterable[Atom]) -> np.ndarray:
         """Return the product of the ranks' numbers of indices of some atoms."""
-        lengths = np.ones(len(self.numbers), int)
+        lengths = np.ones(len(self.ranks), int)
         for atom in atoms:
             lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
         return lengths
 
     def moved_cells(self, transfer: Transfer) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of cells that the ranks send to and receive from others, if a transfer is separable."""
-        counts = np.ones((3, len(self.numbers)), int)
+        counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
             counts *= np.array(request.counts)[:, parts].reshape(3, -1)
         sent, received, own = counts
         return sent - own, received - own
 
-    def nbytes(self, value: Value, wide: bool = False) -> np.ndarray:
-        """Return the bytes of the ranks' parts; `wide`: in the dtype of sums over ranks."""
-        dtype = ACCUMULATION_DTYPE.get(value.dtype, value.dtype) if wide else value.dtype
+    def nbytes(self, value: Value, in_sum_dtype: bool = False) -> np.ndarray:
+        """Return the bytes of the ranks' parts; `in_sum_dtype`: in the dtype of sums over ranks."""
+        dtype = ACCUMULATION_DTYPE.get(value.dtype, value.dtype) if in_sum_dtype else value.dtype
         return self.extent_products(value, range(len(value.local))) * dtype.itemsize
 
 
@@ -135,7 +135,7 @@ class _TrafficCounter:
         if step.scheme is None and transfer.separable:
             return self.ranks.moved_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
         sent, size = [], value.dtype.itemsize
-        for rank, count in zip(self.ranks.numbers.tolist(), others.tolist(), strict=True):
+        for rank, count in zip(self.ranks.ranks.tolist(), others.tolist(), strict=True):
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
             numbers = [piece.source.size * count for piece in pieces if piece.peer != rank]
             if step.scheme is not None:
@@ -148,7 +148,7 @@ class _TrafficCounter:
     def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes of keys and values, or of these and their gradients, that each rank sends around a ring."""
         _, *passed = (self.plan.values[value] for value in step.inputs[:3])
-        keys = ring_key_counts(step.kind_args, direction)[self.ranks.numbers]
+        keys = ring_key_counts(step.kind_args, direction)[self.ranks.ranks]
         nbytes = (
             self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
             * value.dtype.itemsize
@@ -158,9 +158,9 @@ class _TrafficCounter:
 
     def _sum_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
         """Return the bytes that each rank contributes to sums of values over axes."""
-        total = np.zeros(len(self.ranks.numbers), int)
+        total = np.zeros(len(self.ranks.ranks), int)
         for value in values:
-            total += self.ranks.nbytes(value, wide=True)
+            total += self.ranks.nbytes(value, in_sum_dtype=True)
         return len(self.plan.mesh.reduction_axes(axes)) * total
 
 

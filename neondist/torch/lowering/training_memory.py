@@ -16,14 +16,14 @@ from .traffic import BackwardSteps, RankSubset
 
 MIN_BYTES = 1 << 16
 """Size of a saved tensor below which it is kept beside its copy in a view."""
-BLOCKS = 64
+MAX_TRACED_BLOCKS = 64
 """Most blocks of a step that are run to determine what it keeps."""
-_READ = {"norm": 1, "ring": 3}
+_SAVED_INPUT_COUNTS = {"norm": 1, "ring": 3}
 """Number of inputs that non-local steps keep for their backward pass, by kind."""
 
 
 @dataclass
-class _Kept:
+class _SavedValues:
     """Values that a step keeps for its backward pass, and results that share memory with its inputs.
 
     Attributes
@@ -56,7 +56,7 @@ class TrainingMemory:
 
     def __init__(self, plan: TorchPlan, trained: Collection[str]) -> None:
         self.plan, self.back = plan, BackwardSteps(plan, trained)
-        self.steps = [(at, step, _kept_by(plan, step, self.back)) for at, step in enumerate(plan.steps)]
+        self.steps = [(at, step, _saved_values(plan, step, self.back)) for at, step in enumerate(plan.steps)]
 
     def peak(self, rank: int) -> int:
         """Return the most bytes that are live at once on a rank.
@@ -75,8 +75,8 @@ class _Lifetimes:
         self.changes = np.zeros(self.end + 2, int)
 
     def peak(self) -> int:
-        self._values()
-        self._gradients()
+        self._add_values()
+        self._add_gradients()
         return int(self.changes.cumsum().max())
 
     def _add(self, value: int, first: int, last: int, times: float = 1.0) -> None:
@@ -84,7 +84,7 @@ class _Lifetimes:
         self.changes[first] += size
         self.changes[last + 1] -= size
 
-    def _values(self) -> None:
+    def _add_values(self) -> None:
         owner, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
         for at, step, kept in self.steps:
             for out in step.outputs:
@@ -119,7 +119,7 @@ class _Lifetimes:
                     copies.setdefault(value, (at, view))
         return copies
 
-    def _gradients(self) -> None:
+    def _add_gradients(self) -> None:
         last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
         for at, step, kept in self.steps:
             if id(step) in self.back.visited_ids:
@@ -135,22 +135,23 @@ class _Lifetimes:
                     self._add(value, own[0], until)
 
 
-def _kept_by(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
     """Return the values that a step keeps."""
     if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
-        return _Kept(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
+        return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
-        return _Kept({*step.inputs[: _READ.get(step.kind, 0)], *(step.outputs if step.kind == "ring" else ())})
-    everything = _Kept({*step.inputs, *step.outputs})
-    if step.kind_args is not None or prod(getattr(step.run, "parts", ())) > BLOCKS:
+        inputs = step.inputs[: _SAVED_INPUT_COUNTS.get(step.kind, 0)]
+        return _SavedValues({*inputs, *(step.outputs if step.kind == "ring" else ())})
+    everything = _SavedValues({*step.inputs, *step.outputs})
+    if step.kind_args is not None or prod(getattr(step.run, "parts", ())) > MAX_TRACED_BLOCKS:
         return everything
     try:
-        return _trace_kept(plan, step, back)
+        return _trace_saved_values(plan, step, back)
     except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
         return everything
 
 
-def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
     """Return the values that autograd saves when a step runs on meta tensors."""
     assert step.run is not None
     saved = list[torch.Tensor]()
@@ -160,10 +161,10 @@ def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
         return tensor
 
     with torch.enable_grad():
-        inputs = [_empty(plan, value, back) for value in step.inputs]
+        inputs = [_empty_tensor(plan, value, back) for value in step.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = step.run(*inputs)
-        value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _Kept()
+        value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _SavedValues()
         for out, tensor in zip(step.outputs, outputs, strict=True):
             if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage(tensor), out) != out:
                 kept.aliases[out] = value_of[_storage(tensor)]
@@ -185,7 +186,7 @@ def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
         return kept
 
 
-def _empty(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
+def _empty_tensor(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
     trains = number in back.with_grad and supports_gradients(value.dtype)

@@ -78,14 +78,14 @@ class Criteria:
         self._entries.clear()
 
     def runner(
-        self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
+        self, criterion: Any, leaves: Sequence[Any], positions: Sequence[int], spec: Any, layouts: Sequence[Layout]
     ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
         """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
 
         Parameters
         ----------
         leaves, spec : of its arguments
-        at : sequence of int
+        positions : sequence of int
             Indices of the leaves that are tensors.
         layouts : layouts of these tensors
         """
@@ -97,14 +97,15 @@ class Criteria:
             self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
         entry = self._entries[key].rebind(criterion)
         watch, runners = entry.watch, entry.runners
-        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
-        dtypes = [leaves[i].dtype for i in at]
-        device = leaves[at[0]].device if at else None
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
+        dtypes = [leaves[i].dtype for i in positions]
+        device = leaves[positions[0]].device if positions else None
         inputs = spec, others, tuple(layouts), tuple(dtypes), device
         entry.state = before = watch.key()
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            program = capture_module(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
+            module = CriterionModule(criterion, spec, leaves, positions)
+            program = capture_module(module, shapes, "criterion", device=device)
             closed: dict[str, torch.Tensor] = {}
             _add_locations(program, criterion)
             try:
@@ -167,14 +168,14 @@ def criterion_key(criterion: Any) -> Hashable:
 class CriterionModule(nn.Module):
     """A criterion as a module of tensors; other leaves of the output and target are constants."""
 
-    def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], at: Sequence[int]) -> None:
+    def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], positions: Sequence[int]) -> None:
         super().__init__()
-        self.criterion, self.spec, self.at = criterion, spec, list(at)
-        self.others = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+        self.criterion, self.spec, self.positions = criterion, spec, list(positions)
+        self.others = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: Any) -> Any:
         """Return the loss."""
         filled = list(self.others)
-        for i, tensor in zip(self.at, tensors, strict=True):
+        for i, tensor in zip(self.positions, tensors, strict=True):
             filled[i] = tensor
         return self.criterion(*pytree.tree_unflatten(filled, self.spec))

@@ -33,9 +33,9 @@ def distribute(
     strips: Strips = None,
     spatial: int | None = None,
 ) -> DistributedModule:
-    """Distribute a PyTorch module: images are split into tiles, one per rank; results are those of one process.
+    """Distribute a PyTorch module: images are split into tiles, one per rank; results match those of a single process.
 
-    The module is captured with torch.export at the global shape, without allocating tensors of it; each operator
+    The module is captured with torch.export at the global shape, without allocating tensors of that size; each operator
     becomes local computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all
     ranks when `backward` returns. Collective.
 
@@ -58,8 +58,8 @@ def distribute(
         Transport when no grid is given: mpi4py, or torch.distributed (for `torchrun`).
     recompute : bool
         Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
-        segments in the backward pass, including their messages: saves memory at the cost of a forward pass (Chen
-        et al. 2016, "Training deep nets with sublinear memory cost").
+        segments in the backward pass, including their messages: saves memory at the cost of one more forward pass
+        (Chen et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool or callable
         Compile the computation between messages with torch.compile, or with this function. On one rank the module
         itself runs: compile that instead.
@@ -68,11 +68,11 @@ def distribute(
         'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
         chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Others, such as
         'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules not named inherit the scheme of their parent.
-        Only operators with windows are approximated.
+        Only operators with a window are approximated.
     memory : int or str, optional
         Memory limit for all ranks on a machine together, such as '8GiB'. A pass that needs more is computed block by
-        block up to the first operator that depends on the whole image; in training, blocks are computed twice. Default:
-        no limit.
+        block up to the first operator that depends on the whole image; in training, these blocks are computed twice.
+        Default: no limit.
     strips : int or 'auto', optional
         Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
         image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':

@@ -48,7 +48,7 @@ class _CompiledState:
 
     Attributes
     ----------
-    changes : bool
+    changes_module : bool
         Whether a forward may change the module's own attributes.
     targets : dict of shape to Layout
         Layouts of targets by shape.
@@ -66,7 +66,7 @@ class _CompiledState:
     dtypes: list[torch.dtype]
     overlaps: Sequence[NeededRanges]
     single_sample_norm: bool
-    changes: bool = True
+    changes_module: bool = True
     targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
 
@@ -165,10 +165,10 @@ class DistributedModule(nn.Module):
         """Run the module itself, on one rank; attributes that its forward changes do not trigger a recapture."""
         with ContiguousNormGradients() if prepared.single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
-        if prepared.changes:
+        if prepared.changes_module:
             if self._watch.key() != state:
                 self._compiled_states[self._shapes, self._watch.exclude_changed_values(state)] = prepared
-            prepared.changes = self._watch.key() != state
+            prepared.changes_module = self._watch.key() != state
         return self._note_layouts(outputs, prepared.layouts)
 
     def _note_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
@@ -180,16 +180,16 @@ class DistributedModule(nn.Module):
                 self.backward_check.watch_output(tensor, self.tiling.layout_of)
         return outputs
 
-    def defer_gradients(self, parameters: Iterable[nn.Parameter], recorded: bool = False) -> list[list[torch.Tensor]]:
+    def defer_gradients(self, parameters: Iterable[nn.Parameter], record: bool = False) -> list[list[torch.Tensor]]:
         """Leave the gradients of these parameters to a synchroniser, which reduces them over the ranks.
 
         Parameters
         ----------
-        recorded : bool
+        record : bool
             Whether passes on this rank's tiles record their gradient contributions in the returned lists.
         """
         gradients: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
-        self._deferred_gradients.update(gradients if recorded else dict.fromkeys(gradients))
+        self._deferred_gradients.update(gradients if record else dict.fromkeys(gradients))
         return list(gradients.values())
 
     def set_export_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -254,7 +254,7 @@ class DistributedModule(nn.Module):
         self._set_input_shapes((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
-            self.grid.record_replicated(name, checksum_of(image))
+            self.grid.record_replicated_array(name, checksum_of(image))
         overlaps = self._compiled_state().overlaps if self.execution.tiles_have_margins else ()
         return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
@@ -277,7 +277,7 @@ class DistributedModule(nn.Module):
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
-                self.grid.record_replicated("the target passed to scatter_target", checksum_of(tensor))
+                self.grid.record_replicated_array("the target passed to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:

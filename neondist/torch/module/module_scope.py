@@ -108,9 +108,9 @@ class ModuleScope:
             for module in modules:
                 self._change_class(module, before)
 
-    def _change_class(self, module: nn.Module, replaced: bool) -> None:
+    def _change_class(self, module: nn.Module, to_distributed: bool) -> None:
         cls = type(module)
-        if isinstance(module, _DistributedCall) != replaced:
+        if isinstance(module, _DistributedCall) != to_distributed:
             if cls not in self._classes:
                 names = {"scope": self, "__module__": cls.__module__}
                 replacement = type(cls.__name__, (_DistributedCall, cls), names)
@@ -167,15 +167,15 @@ class _DistributedCall(nn.Module):
 class _TensorArguments(nn.Module):
     """A module as a function of the tensors among its arguments."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], at: Sequence[int], spec: Any) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any) -> None:
         super().__init__()
-        self.module, self.at, self.spec = module, list(at), spec
-        self.leaves = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+        self.module, self.positions, self.spec = module, list(positions), spec
+        self.leaves = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the result of the module."""
         leaves = list(self.leaves)
-        for i, tensor in zip(self.at, tensors, strict=True):
+        for i, tensor in zip(self.positions, tensors, strict=True):
             leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.module(*args, **kwargs)

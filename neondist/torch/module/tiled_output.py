@@ -40,12 +40,12 @@ class TiledOutput(torch.Tensor):
     model : DistributedModule
         Model whose module has computed the tile.
     tile : torch.Tensor
-    layout : Layout
+    tile_layout : Layout
     """
 
     model: DistributedModule
-    part: torch.Tensor
-    cut: Layout
+    local_part: torch.Tensor
+    tile_layout: Layout
 
     @staticmethod
     def __new__(cls, model: DistributedModule, tile: torch.Tensor, layout: Layout) -> TiledOutput:
@@ -55,15 +55,15 @@ class TiledOutput(torch.Tensor):
         )
 
     def __init__(self, model: DistributedModule, tile: torch.Tensor, layout: Layout) -> None:
-        self.model, self.part, self.cut = model, tile, layout
+        self.model, self.local_part, self.tile_layout = model, tile, layout
         self._gathered: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
         """Return the whole tensor, with its gradient; collective at the first call."""
         if self._gathered is None:
             self.model.grid.check("gather")
-            tile = self.model.backward_check.alias_for_loss(self.part)
-            self._gathered = self.model.tiling.gathered(tile, self.cut, differentiable=True)
+            tile = self.model.backward_check.alias_for_loss(self.local_part)
+            self._gathered = self.model.tiling.gathered(tile, self.tile_layout, differentiable=True)
         return self._gathered
 
     @property
@@ -106,9 +106,9 @@ def _loss_on_tiles(
         return None
     model, shape = output.model, tuple(output.shape)
     if isinstance(target, TiledOutput):
-        if target.model is not model or target.cut != output.cut or target.gathered:
+        if target.model is not model or target.tile_layout != output.tile_layout or target.gathered:
             return None
-        tile = target.part
+        tile = target.local_part
     elif isinstance(target, torch.Tensor) and not target.requires_grad:
         if tuple(target.shape) not in (shape, (shape[0], *shape[2:])):
             return None
@@ -123,8 +123,8 @@ def _loss_on_tiles(
     constants = {name: value for name, value in named.items() if name not in tensors}
     criterion = partial(function, **constants)
     if not tensors:
-        return model.loss(criterion, output.part, tile)
-    return model.loss(partial(_call_with, criterion), output.part, {"target": tile, **tensors})
+        return model.loss(criterion, output.local_part, tile)
+    return model.loss(partial(_call_with, criterion), output.local_part, {"target": tile, **tensors})
 
 
 def _call_with(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
@@ -137,11 +137,11 @@ class ScatteredInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: torch.Tensor, tiling: Tiling, layout: Layout) -> torch.Tensor:
         """Return the part."""
-        ctx.tiling, ctx.cut = tiling, layout
+        ctx.tiling, ctx.tile_layout = tiling, layout
         return tiling.local_part(image, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the whole tensor; collective."""
-        return ctx.tiling.gathered(gradients[0], ctx.cut), None, None
+        return ctx.tiling.gathered(gradients[0], ctx.tile_layout), None, None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...comm import SingleTransport, agree, all_or_none
+from ...comm import SingleTransport, all_or_none, raise_if_any_failed
 from ...comm.agree import CALL_KEY, check_equal_on_ranks
 from ...errors import ConfigError, DataError
 from ...geometry import Box
@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             error = problem
         except Exception as problem:  # the file has changed meanwhile
             error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or specify another file")
-        agree(world, error)
+        raise_if_any_failed(world, error)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(fresh[name])

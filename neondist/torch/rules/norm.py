@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..exchange.functions import Moments
-from ..exchange.mesh_comm import format_of
+from ..exchange.mesh_comm import memory_format_of
 from ..ir.graph import Value
 from ..ir.layout import axes_of
 from ..ir.registry import rule
@@ -123,7 +123,7 @@ def batch_norm_inference(
         a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
     ) -> torch.Tensor:
         y = F.batch_norm(a, m, v, w, b, False, 0.0, eps)
-        convert_gradient_format(y, format_of(a))
+        convert_gradient_format(y, memory_format_of(a))
         return y
 
     return lowering.local(run, args, x.layout), None, None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...costs.labels import is_dense
+from ...costs.labels import are_dense_targets
 from ...errors import ConfigError, UserError
 from ...optim import Schedule, Scheduled
 from ...registry import Registered, suggest
@@ -59,7 +59,7 @@ class TorchLoss(Registered):
         if self.ignore_index is None or not (isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor)):
             return
         if labels.shape != output.shape and output.ndim > 1:
-            is_dense((*labels.shape, output.shape[1]), labels.detach().cpu().numpy(), self.ignore_index)
+            are_dense_targets((*labels.shape, output.shape[1]), labels.detach().cpu().numpy(), self.ignore_index)
 
 
 class TorchOptimizer(Scheduled, Registered):
@@ -111,7 +111,7 @@ class TorchOptimizer(Scheduled, Registered):
         return torch.allclose(whole, torch.cat(tuple(halves)), rtol=1e-9, atol=0)
 
     @property
-    def kept(self) -> int:
+    def slots_per_parameter(self) -> int:
         """Number of state elements per trained element, in arrays shaped like the parameters."""
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.zeros(2, 2)

@@ -21,7 +21,7 @@ from ..module.parameters import ModuleParameters, plan_parameters, sparse_tables
 from ..module.weights import as_array, create_optimizer_state
 from .by_name import TorchOptimizer, holds_any
 
-_NUMBERS = bool, int, float, str, tuple
+_PLAIN = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -62,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
-        settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
+        settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _PLAIN)}
         grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | settings)
         with all_or_none(grid.world):
             inner = TorchOptimizer(optimizer, arguments)
@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.module, model.optimizer = model, self
         self._in_backward = False
         self._sums: np.ndarray | None = None
-        for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), recorded=True), strict=True):
+        for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), record=True), strict=True):
             # earlier hooks may have replaced the gradient computed on tiles
             tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
 
@@ -207,16 +207,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gather_state(self, state: SyncState) -> torch.Tensor:
         """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""
-        array = state.array.copy() if state.replicated else self.grid.world.allgather_array(state.array)
+        array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
         return torch.from_numpy(array)
 
     def _restore(self, state: SyncState, saved: torch.Tensor | None) -> None:
         """Restore an array saved by `_gather_state`; another number of ranks preserves the sum over ranks."""
         shape = state.array.shape
         data = None if saved is None else as_array(saved)
-        if data is not None and data.shape[not state.replicated :] != shape:
+        if data is not None and data.shape[not state.same_on_all_ranks :] != shape:
             raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{state.name}' does not match this model: {data.shape}")
-        if not state.replicated:
+        if not state.same_on_all_ranks:
             data = np.zeros((0, *shape)) if data is None else data
             lo, hi = part_range(len(data), self.grid.size, self.grid.rank)
             state.array[...] = data[lo:hi].sum(axis=0)

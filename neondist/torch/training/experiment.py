@@ -118,7 +118,7 @@ class TorchModel(TrainableModel):
         self.recompute, self.scheme, self.strips = recompute, scheme, strips
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.precision = ComputePrecision(precision)
-        self.momentum: float | None = None
+        self.scheduled_momentum: float | None = None
         self.step, self.steps_without_optimizer, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
@@ -186,7 +186,7 @@ class TorchModel(TrainableModel):
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
-    def in_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
+    def trace_for_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
         """Return an object that computes any box of the output from the cells it depends on.
 
         Raises
@@ -202,11 +202,11 @@ class TorchModel(TrainableModel):
         """The module, created by the factory on first access."""
         return self._factory.module
 
-    def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
+    def run_block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
         """Return a block of the output, given the image cells it depends on, channels last."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        with torch.no_grad(), self._about(), compute_in(self.precision, module):
+        with torch.no_grad(), self._name_in_errors(), compute_in(self.precision, module):
             features, _ = self._apply_feed(x, None, 1)
             return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
@@ -231,7 +231,7 @@ class TorchModel(TrainableModel):
         self._captured: set[tuple[int, bool]] = set()
         model = self._distributed(batch_size)
         if self.weights is not None:
-            with self._about("weights: "):
+            with self._name_in_errors("weights: "):
                 load_weights(model, self.weights)
         if self.parameters is not None:
             self.parameters.close()
@@ -248,7 +248,7 @@ class TorchModel(TrainableModel):
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one training step and return the loss of the whole batch, NaN if it was skipped; collective."""
-        with self._about():
+        with self._name_in_errors():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
     def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
@@ -267,7 +267,7 @@ class TorchModel(TrainableModel):
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and the loss times the samples, 0 except on rank 0."""
-        with self.grid.observers.during("cost"), torch.no_grad(), self._about():
+        with self.grid.observers.observe("cost"), torch.no_grad(), self._name_in_errors():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
@@ -302,7 +302,7 @@ class TorchModel(TrainableModel):
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
         model = self._distributed(batch, training)
-        with torch.no_grad(), self._about(), self._seeded(), compute_in(self.precision, self.module):
+        with torch.no_grad(), self._name_in_errors(), self._seeded(), compute_in(self.precision, self.module):
             return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
@@ -402,16 +402,16 @@ class TorchModel(TrainableModel):
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
             return apply_feed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
 
-    def set_rates(self) -> None:
+    def apply_scheduled_rates(self) -> None:
         """Set the optimizer's learning rate and momentum for the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
                 if rate is not None:
                     group["lr"] = rate * self.learning_rate_scale
-                if self.momentum is not None and "betas" in group:
-                    group["betas"] = (self.momentum, *group["betas"][1:])
-                elif self.momentum is not None and "momentum" in group:
-                    group["momentum"] = self.momentum
+                if self.scheduled_momentum is not None and "betas" in group:
+                    group["betas"] = (self.scheduled_momentum, *group["betas"][1:])
+                elif self.scheduled_momentum is not None and "momentum" in group:
+                    group["momentum"] = self.scheduled_momentum
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
@@ -427,7 +427,7 @@ class TorchModel(TrainableModel):
             yield
 
     @contextmanager
-    def _about(self, field: str = "") -> Iterator[None]:
+    def _name_in_errors(self, field: str = "") -> Iterator[None]:
         """Mark errors of the block as being about this model, so that messages give its position in a file."""
         try:
             yield

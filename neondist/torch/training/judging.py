@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid, Reductions
-from ...costs.labels import is_dense
+from ...costs.labels import are_dense_targets
 from ...errors import ConfigError
 from ..ir.graph import ACCUMULATION_DTYPE
 from .by_name import TorchLoss
@@ -67,7 +67,7 @@ class CellLoss:
             return float(self._sum(*channels_first(y, targets)))
         except (IndexError, RuntimeError):
             if self.ignore_index is not None:
-                is_dense(y.shape, targets, self.ignore_index)
+                are_dense_targets(y.shape, targets, self.ignore_index)
             raise
 
     def local_denominator(self, shape: Sequence[int], targets: np.ndarray) -> float:

@@ -31,7 +31,7 @@ from ..lowering.training_memory import TrainingMemory
 from ..module.parameters import MODULE, describe_parameters, sparse_tables
 from .by_name import TorchOptimizer
 
-ROWS = 40
+MAX_ROWS = 40
 """Maximum number of rows of the table; beyond it, nested modules are merged."""
 LEGEND = """\
 module: nested modules are merged where there are many; output: global shape of the
@@ -51,7 +51,7 @@ class ModulePlan:
     ----------
     steps : TorchPlan
         Steps of rank 0, whose tile is the largest.
-    weights : int
+    weights_bytes : int
         Bytes of parameters and buffers.
     trained : tuple of str
         Names of the parameters that require gradients, aliases included.
@@ -69,13 +69,13 @@ class ModulePlan:
     input_shape: tuple[int, ...]
     batch_size: int
     steps: TorchPlan
-    weights: int
+    weights_bytes: int
     trained: tuple[str, ...]
     parameters: ParameterPlan
     limit: int | None
     note: str
     wide_tiles: Partition | None
-    streams = False
+    is_streamed = False
     label_extent = ()
 
     @classmethod
@@ -106,7 +106,7 @@ class ModulePlan:
             raise ConfigError("factory: the module returns no tensor")
         weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-        slots = 0 if optimizer is None else optimizer.kept
+        slots = 0 if optimizer is None else optimizer.slots_per_parameter
         parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
         if precision.narrow:  # and copies of the weights
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
@@ -117,8 +117,8 @@ class ModulePlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes of a rank in a forward pass without gradients, including weights, images and outputs."""
-        values = self.steps.inputs[0], self.output.id
-        return self.weights + self.steps.peak()[0] + IMAGE_COPIES * sum(self.steps.values[end].nbytes for end in values)
+        image_bytes = sum(self.steps.values[end].nbytes for end in (self.steps.inputs[0], self.output.id))
+        return self.weights_bytes + self.steps.peak()[0] + IMAGE_COPIES * image_bytes
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -238,8 +238,8 @@ class ModulePlan:
             notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
         if sent:
             notes.append(f"gradients to owners and values back: {report.format_size(sent)} sent per rank and step")
-        if self.all_costs.uncounted:
-            names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
+        if self.all_costs.uncounted_steps:
+            names = ", ".join(dict.fromkeys(self.all_costs.uncounted_steps))
             notes.append(f"flops without those of {names}, which could not be counted")
         rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
         return report.costs_table(rows, total, [*notes, *filter(None, [self.note])], LEGEND)
@@ -260,7 +260,7 @@ class ModulePlan:
 
     @cached_property
     def _rows(self) -> dict[str, str]:
-        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), ROWS)
+        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), MAX_ROWS)
 
     def _shape(self, row: str) -> str:
         names = {name for name, label in self._rows.items() if label == row}

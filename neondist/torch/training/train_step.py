@@ -50,7 +50,7 @@ class ModuleStep(TrainStep):
         """Run forward and backward, and synchronise the gradients."""
         trainable, parameters = self.trainable, self.trainable.built_parameters
         parameters.reset_gradients()
-        with trainable.grid.observers.during("cost"):
+        with trainable.grid.observers.observe("cost"):
             _, loss = trainable.loss_of(x, targets, batch)
             self.finite = bool(loss.isfinite())
             parameters.sync.record_finiteness(self.finite)
@@ -69,5 +69,5 @@ class ModuleStep(TrainStep):
         """Update the parameters that this rank owns, and receive the others."""
         # optimisers behave differently while another thread traces
         with self.trainable.built_parameters.updating(), TRACING:
-            self.trainable.set_rates()
+            self.trainable.apply_scheduled_rates()
             self.trainable.torch_optimizer.step()

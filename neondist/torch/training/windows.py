@@ -15,7 +15,7 @@ from ...geometry import Box
 from ...plan.blocks import OutputBlocks
 from .judging import channels_last
 
-CELLS = 1 << 21
+MAX_CELLS_PER_BATCH = 1 << 21
 """Cells of all windows of one call of the module."""
 
 
@@ -60,7 +60,7 @@ class ModuleWindows(OutputBlocks):
         *extent, channels = shape
         places = tuple((n - window) // stride + 1 for n in extent)
         super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
-        self.batch = max(1, CELLS // window ** len(extent))
+        self.batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
         scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
         self.output_shape = *places, scores.shape[1]
 

@@ -1,4 +1,4 @@
-"""complete.json: marker of a completed run, for followers of its checkpoints."""
+"""complete.json: marker of a completed run, for processes that follow its checkpoints."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ...runtime.observers.ledger import Ledger
 from ..state import TrainState
 from .hook import Hook
 
-LedgerKey: TypeAlias = tuple[str, str, str, int | str]
+EntryKey: TypeAlias = tuple[str, str, str, int | str]
 
 
 class LedgerLog(Hook):
@@ -65,8 +65,8 @@ class LedgerLog(Hook):
 
 def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry per layer, direction and receiver, summed over message sizes."""
-    messages: Counter[LedgerKey] = Counter()
-    sent: Counter[LedgerKey] = Counter()
+    messages: Counter[EntryKey] = Counter()
+    sent: Counter[EntryKey] = Counter()
     for account, count in ledger.items():
         messages[account[:4]] += count
         sent[account[:4]] += count * account.nbytes

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...costs.labels import mask_ignored
-from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
+from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
 from ...data import Split
 from ...errors import ConfigError
 from ...geometry import Box
@@ -71,7 +71,7 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
 def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
     """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
     parts = parts_of(cost)
-    sums = np.zeros((len(parts) + len(weighted_parts(cost)), len(split)))
+    sums = np.zeros((len(parts) + len(weighted_mean_parts(cost)), len(split)))
     for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
         for at, number in enumerate(sample_numbers):
             sample = y[at : at + 1], targets[at : at + 1]
@@ -90,7 +90,7 @@ def _sample_pictures(model: Trainable, split: Split, sample_numbers: np.ndarray,
     """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
     grid, images, extent = model.grid, model.whole_model.input, model.output_shape[:-1]
     own_samples = slice(*grid.sample_range(len(sample_numbers)))
-    x = (split.lazy_images if model.streams else split.images)(sample_numbers[own_samples], model.dtype)
+    x = (split.lazy_images if model.is_streamed else split.images)(sample_numbers[own_samples], model.dtype)
     y, targets, _ = model.evaluate_batch(x, split.targets(sample_numbers[own_samples]), len(sample_numbers))
     y, ignored = to_host(y), model.cost.ignore_index
     labels, keep = mask_ignored(targets, ignored)

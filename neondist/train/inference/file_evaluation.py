@@ -12,7 +12,7 @@ import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
 from ...costs import Dice
-from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_parts
+from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
 from ...data.datasets.hdf5_tiles import PrefetchingSplit
 from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
@@ -203,7 +203,7 @@ class _BlockAccumulator:
         outputs = OutputLayout(grid, shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
         self.meters = {metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.tables}
         self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads images again
-        self.sums = np.zeros(len(self.parts) + len(weighted_parts(self.cost)))
+        self.sums = np.zeros(len(self.parts) + len(weighted_mean_parts(self.cost)))
         # no samples: initialises all sums on every rank
         self._add(range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:]))))
 
@@ -334,7 +334,7 @@ def _evaluate_whole(
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
     """Evaluate whole images, one tile per rank; collective."""
-    factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
+    factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.subtrahend, "f8")
     tile = method.grid.partition(method.output_shape[:-1]).box(method.grid.tile)
     tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile)
     split = PrefetchingSplit(*tiles, mean=offset / factor, std=1 / factor, scale=1.0)

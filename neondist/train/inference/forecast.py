@@ -141,14 +141,14 @@ class FieldImages:
         steps: int,
         channels: Sequence[int],
         factor: Sequence[float],
-        offset: Sequence[float],
+        subtrahend: Sequence[float],
     ) -> None:
         count = len(series) - steps + 1
         if count < 1:
             raise DataError(
                 f"{series.file_names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
             )
-        self.series, self.factor, self.offset = series, factor, offset
+        self.series, self.factor, self.subtrahend = series, factor, subtrahend
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
         self.source = series.source_containing(0)
 
@@ -169,7 +169,7 @@ class FieldImages:
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the cells of a box of consecutive images (n, *box, C)."""
         tiles = FieldTiles(self.series, self._first, self._steps, self._channels, box.slices)
-        return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
+        return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.subtrahend, dtype)
 
 
 def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields, series: FieldSeries) -> None:
@@ -206,7 +206,7 @@ def _roll_out(method: WholeImagePrediction, steps: int, fields: CheckpointFields
     own, channels = model.input.own, images.shape[-1] // steps
     names = fields.input_names[-channels:]
     order = [fields.output_names.index(name) for name in names]
-    factor, offset = (np.resize(np.asarray(v), images.shape[-1])[-channels:] for v in (images.factor, images.offset))
+    factor, offset = (np.resize(v, images.shape[-1])[-channels:] for v in (images.factor, images.subtrahend))
     aligned = all(grid.world.allgather(own == grid.partition(method.output_shape[:-1]).box(grid.tile)))
     x = None
     with all_or_none(grid.world):

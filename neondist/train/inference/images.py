@@ -26,7 +26,7 @@ class Images:
     source : TileSource
     sample_shape : (*spatial, C)
         Shape of a training image, whose axes and channels must match.
-    factor, offset : sequence of float
+    factor, subtrahend : sequence of float
         Normalisation of raw values as in training.
     fill : float, optional
         Raw value to replace NaN. Default: NaN is an error.
@@ -43,10 +43,10 @@ class Images:
         source: TileSource,
         sample_shape: Sequence[int],
         factor: Sequence[float],
-        offset: Sequence[float],
+        subtrahend: Sequence[float],
         fill: float | None = None,
     ) -> None:
-        self.source, self.factor, self.offset, self.fill = source, factor, offset, fill
+        self.source, self.factor, self.subtrahend, self.fill = source, factor, subtrahend, fill
         ndim, channels = len(sample_shape) - 1, sample_shape[-1]
         first = len(source.shape) - 1 - ndim
         if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL_AXES) or source.shape[-1] != channels:
@@ -56,7 +56,7 @@ class Images:
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the normalised cells of a box of consecutive samples (n, *box, C)."""
-        return normalise(self.read_raw(samples, box.slices), self.factor, self.offset, dtype)
+        return normalise(self.read_raw(samples, box.slices), self.factor, self.subtrahend, dtype)
 
     def read_raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
         """Return raw cells of consecutive samples, with NaN replaced."""
@@ -94,7 +94,7 @@ def open_images(
     path: str | Path,
     sample_shape: Sequence[int],
     factor: Sequence[float] = (1,),
-    offset: Sequence[float] = (0,),
+    subtrahend: Sequence[float] = (0,),
     fill: float | None = None,
     opener: Callable[..., TileSource] = open_source,
 ) -> Images:
@@ -103,7 +103,7 @@ def open_images(
     Parameters
     ----------
     path : path
-    sample_shape, factor, offset, fill : as of Images
+    sample_shape, factor, subtrahend, fill : as of Images
     opener : callable
         Opens the file.
 
@@ -129,7 +129,7 @@ def open_images(
             raise _shape_error(path, sample_shape, shape)
         source = open_source(path, axes=fits[0])
     try:
-        return Images(source, sample_shape, factor, offset, fill)
+        return Images(source, sample_shape, factor, subtrahend, fill)
     except DataError:
         source.close()
         raise

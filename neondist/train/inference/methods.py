@@ -272,11 +272,11 @@ def _choose_module_method(
         remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out block: {needed}"
-    traced, cache = model.in_blocks(shape, remedy), cache_bytes(images, limit)
-    sizes, budget = _block_extents(block, len(traced.extent)), limit - cache - plan.weights
-    blocks = shrink_to_fit(partial(traced.blocks, beyond=extra_cells), traced.extent, sizes, budget)
+    traced, cache = model.trace_for_blocks(shape, remedy), cache_bytes(images, limit)
+    sizes, budget = _block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
+    blocks = shrink_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
-    return BlockwisePrediction(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
+    return BlockwisePrediction(images, blocks, partial(model.run_block, blocks), cache, model.output_shape, model.dtype)
 
 
 def _largest_fitting_batch(

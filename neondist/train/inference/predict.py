@@ -186,7 +186,7 @@ def compute_parts(
             assert prefetched is not None
             x = _call_all_or_none(method, grid, prefetched.result)
             prefetched = reader.submit(method.read, own_parts[at + 1]) if at + 1 < len(own_parts) else None
-            with grid.observers.during("layer", f"part {part}", "forward"):
+            with grid.observers.observe("layer", f"part {part}", "forward"):
                 y = method.compute_local_outputs(part, x)
             _finish_write(method, grid, pending, sink)
             pending = part, pool.submit(sink.write, part, y)

@@ -1,4 +1,4 @@
-"""Runs of a case by neondist, on any number of ranks, and by PyTorch, with results as arrays by name."""
+"""Execution of a case by neondist, on any number of ranks, and by PyTorch, with results as arrays by name."""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ def test_nested_modules_are_grouped():
 
 def test_optimizer_slots():
     slots = {"SGD": 0, "Adam": 2, "Adagrad": 1, "RMSprop": 1}
-    assert {name: ndt.TorchOptimizer(name).kept for name in slots} == slots
-    assert ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}).kept == 1
+    assert {name: ndt.TorchOptimizer(name).slots_per_parameter for name in slots} == slots
+    assert ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}).slots_per_parameter == 1
 
 
 def test_uncounted_steps_are_named():

@@ -36,7 +36,7 @@ def collect_messages(body, ranks=RANKS):
             try:
                 body(grid)
             except nd.UserError as error:
-                return str(error) if error.agreed else f"not agreed: {error}"
+                return str(error) if error.raised_on_all_ranks else f"not agreed: {error}"
             return ""
 
     return loopback.run(ranks, rank, timeout=20.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neondist.torch.exchange.mesh_comm import CHANNELS_LAST, format_of
+from neondist.torch.exchange.mesh_comm import CHANNELS_LAST, memory_format_of
 from neondist.torch.kernels import convolution
 
 CASES = {
@@ -32,7 +32,7 @@ def test_results_and_gradients(case, channels_last):
     actual, expected = convolution.conv(*inputs, *settings), reference(*reference_inputs, *settings)
     if channels_last or case != "one cell":
         assert "_Convolution" in type(actual.grad_fn).__name__
-        assert format_of(actual) == CHANNELS_LAST[n + 2]
+        assert memory_format_of(actual) == CHANNELS_LAST[n + 2]
     dy = torch.randn_like(expected)
     actual.backward(dy)
     expected.backward(dy)

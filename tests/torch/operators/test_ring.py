@@ -60,7 +60,7 @@ MODULES = {
 @pytest.fixture(autouse=True)
 def ring_always(monkeypatch):
     monkeypatch.setattr(product, "MIN_RING_BYTES", 0)
-    monkeypatch.setattr(ring, "SCORES", 0)
+    monkeypatch.setattr(ring, "MAX_SCORES_AT_ONCE", 0)
 
 
 def make_plans(grid, module, shape=(2, 3, 13, 11)):

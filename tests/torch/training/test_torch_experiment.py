@@ -218,7 +218,7 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
         nn.functional.cross_entropy(other(torch.from_numpy(x)), torch.from_numpy(labels)).backward()
         optimizer.step()
         schedule.step()
-        model.learning_rate_scale, model.momentum = rule.schedule_factor(step), rule.momentum_at(step)
+        model.learning_rate_scale, model.scheduled_momentum = rule.schedule_factor(step), rule.momentum_at(step)
         model.train_batch(x, labels)
     for actual, expected in zip(model.module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)

@@ -131,7 +131,7 @@ def test_bad_files_raise_one_error_on_all_ranks(tmp_path, name):
             with pytest.raises(nd.DataError) as caught:
                 ndt.load_weights(model, path)
             assert all(map(torch.equal, before, model.state_dict().values()))
-            return str(caught.value), caught.value.agreed
+            return str(caught.value), caught.value.raised_on_all_ranks
 
     errors = loopback.run(2, body, timeout=20.0)
     assert errors[0] == errors[1]
