@@ -204,12 +204,14 @@ class Lowering(PlanBuilder):
         outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
         several = self.fake_out is outs
         results = self.local_results(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
-        self.mark_constants(results, self._differentiable(target, run, values))
+        self.mark_constants(results, self._differentiable(target, run, values, [out.dtype for out in outs]))
         return results if several else results[0]
 
-    def _differentiable(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
+    def _differentiable(
+        self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]
+    ) -> list[bool]:
         """Return whether each result of an operator has a gradient: some, such as Bessel functions, have none."""
-        key = target, *((value.dtype, value.kind == "constant") for value in values)
+        key = target, *dtypes, *((value.dtype, value.kind == "constant") for value in values)
         if key not in self._differentiable_results:
             samples = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
             for sample, value in zip(samples, values, strict=True):

@@ -347,3 +347,13 @@ def test_signals():
         nn.Conv1d(3, 6, 5, 2, 2), nn.GroupNorm(3, 6), nn.GLU(1), nn.Upsample(scale_factor=3), nn.Conv1d(3, 1, 4)
     )
     check_module(module, (2, 3, 17), grids=((1, 1, 3), (2, 1, 2), (1, 5, 1)))
+
+
+def test_conversions_to_integers_and_to_the_own_dtype():
+    """Only the former has no gradient."""
+
+    def function(x):
+        mean = x.mean((2, 3), keepdim=True)
+        return F.avg_pool2d((x * (3 * x).long()).double(), 3, 1, 1) + x * mean.double()
+
+    check_module(FunctionModule(function), (1, 2, 7, 6), grids=((1, 2, 1), (1, 1, 3)))
