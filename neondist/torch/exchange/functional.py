@@ -19,8 +19,9 @@ from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
+from .channel import Channel, memory_format_of
 from .functions import save_recompute_trigger, trigger_recompute
-from .mesh_comm import Channel, MeshComm, memory_format_of
+from .mesh_comm import MeshComm
 
 _SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 

@@ -17,7 +17,8 @@ import torch
 
 from ..ir.graph import GRADIENTS
 from ..ir.once_differentiable import once_differentiable
-from .mesh_comm import Channel, MeshComm, memory_format_of
+from .channel import Channel, memory_format_of
+from .mesh_comm import MeshComm
 
 _TRIGGER = torch.empty(0)
 

@@ -19,6 +19,7 @@ from ...observer import ObservedEvent
 from ...registry import suggest
 from ...runtime.debug import mark_unowned_cells, mask_of_unfilled
 from ..ir.graph import Step
+from .channel import without_padding
 from .mesh_comm import MeshComm
 
 Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
@@ -84,8 +85,7 @@ class SchemeChannel:
         in_place: bool = False,
     ) -> torch.Tensor:
         """Return the gradient of this rank's part from that of its view; in new memory, whatever `in_place` is."""
-        for dim, before, after in pads:
-            gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
+        gradient = without_padding(gradient, pads)
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
         part = buffer.backward(_channels_last(gradient), self.comm.phase)
         self._record(owner)

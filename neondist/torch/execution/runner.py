@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..capture.tracing import ordinary_tensors
 from ..exchange import functions
+from ..exchange.channel import Channel
 from ..exchange.guard import run_guarded
-from ..exchange.mesh_comm import Channel, MeshComm
+from ..exchange.mesh_comm import MeshComm
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
 from ..ir.graph import Segment, Step, Value, autocast_states, supports_gradients
@@ -200,9 +201,10 @@ class Runner:
     def _run_view(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
         channel = self.channels[id(step)]
         view: torch.Tensor = functions.View.apply(x, channel, step.pads, step.fill, step.owns_gradient)
-        own = channel.own_cells(view, x.shape, step.pads)
-        if own is not None:
-            self._saved_tensors.replace(x, own)
+        if self._saved_tensors.includes(x):
+            own = channel.own_cells(view.detach(), x.shape, step.pads)
+            if own is not None:
+                self._saved_tensors.replace(x, own)
         return (view,)
 
 

@@ -45,12 +45,16 @@ class SavedTensors:
             return nullcontext()
         return saved_tensors_hooks(self._record, _tensor_of)
 
+    def includes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor at this address has been saved."""
+        return bool(self._by_address) and tensor.data_ptr() in self._by_address
+
     def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Keep this copy of a tensor instead, wherever the tensor has been saved."""
+        """Keep this copy of a tensor, without a gradient, instead of the tensor wherever it has been saved."""
         for reference in self._by_address.pop(tensor.data_ptr(), ()):
             saved = reference()
             if saved is not None and _is_same_memory(saved.tensor, tensor):
-                saved.tensor = copy.detach()
+                saved.tensor = copy
 
     def _record(self, tensor: torch.Tensor) -> Any:
         if tensor.nbytes < training_memory.MIN_BYTES:

@@ -20,7 +20,7 @@ from ...backends.compiled_conv import CompiledConvolution
 from ...backends.gomp import gomp_parallel_address
 from ...backends.rows import VECTOR_BYTES
 from ...backends.windows import output_extent
-from ..exchange.mesh_comm import CHANNELS_LAST, memory_format_of
+from ..exchange.channel import CHANNELS_LAST, memory_format_of
 from ..ir.graph import is_eager_cpu_float
 from ..ir.once_differentiable import once_differentiable
 from . import volumes, winograd

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom
+from ..exchange.channel import memory_format_of
 from ..exchange.functions import Moments
-from ..exchange.mesh_comm import memory_format_of
 from ..ir.graph import Value
 from ..ir.layout import axes_of
 from ..ir.registry import rule

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neondist.torch.exchange.mesh_comm import CHANNELS_LAST, memory_format_of
+from neondist.torch.exchange.channel import CHANNELS_LAST, memory_format_of
 from neondist.torch.kernels import convolution
 
 CASES = {
