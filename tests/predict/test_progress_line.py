@@ -22,7 +22,7 @@ LEFT = re.compile(r"\d+ s left")
 
 @pytest.fixture
 def early_first_line(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_DELAY", 0.05)
+    monkeypatch.setattr(module, "FIRST_DELAY", 0.05)
 
 
 def test_first_line_appears_during_the_first_part(early_first_line):
@@ -39,7 +39,7 @@ def test_first_line_appears_during_the_first_part(early_first_line):
 
 
 def test_first_line_appears_if_the_parts_become_known_late(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_DELAY", 0.2)
+    monkeypatch.setattr(module, "FIRST_DELAY", 0.2)
     file = io.StringIO()
     with ProgressLine(None, file) as progress:
         progress.expect(1)
@@ -47,7 +47,7 @@ def test_first_line_appears_if_the_parts_become_known_late(monkeypatch):
 
 
 def test_line_is_repeated_during_a_long_part(early_first_line, monkeypatch):
-    monkeypatch.setattr(module, "_FILE_INTERVAL", 0.05)
+    monkeypatch.setattr(module, "LINE_INTERVAL", 0.05)
     file = io.StringIO()
     with ProgressLine(2, file, "measurement", first=0) as progress:
         progress.begin("2 ranks")
@@ -101,7 +101,7 @@ def test_benchmark_prediction_reports_progress(tmp_path):
     code = (
         "from neondist.train.inference import progress\n"
         "from neondist.bench.model import predict\n"
-        "progress._FIRST_DELAY, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
+        "progress.FIRST_DELAY, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
         "from neondist.cli import main\n"
         "import sys\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -66,13 +66,13 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
-        from ...train.inference.progress import ProgressLine
+        from ...train.inference.progress import first_rank_progress
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
-        first = world.rank == 0 and not arguments.no_progress
-        with ProgressLine(None, sys.stderr, "step", first=1) if first else nullcontext() as progress:
+        shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
+        with nullcontext() if arguments.no_progress else shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
         _print_and_write(world, results, step_table, arguments.json)
         return int(not results.get("against", {}).get("agree", True))

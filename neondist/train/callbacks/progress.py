@@ -17,8 +17,8 @@ from .hook import Hook
 
 _SPLIT_TITLES = {"train": "training"}
 _TITLES = {ReconstructionError.name: "reconstruction error"}
-_FIRST_DELAY, _LINE_INTERVAL = 3.0, 30.0
-"""seconds until the first progress line of a run without a terminal, and between them"""
+FIRST_DELAY, LINE_INTERVAL = 3.0, 30.0
+"""seconds until the first progress line without a terminal, and between lines"""
 _STANDARD = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
 """Fields that every epoch's line has."""
 
@@ -54,17 +54,17 @@ class ProgressBar(Hook):
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
         self.start_time, self.first_sample = time.perf_counter(), run.samples_seen
-        self.next_line_time = self.start_time + _FIRST_DELAY
+        self.next_line_time = self.start_time + FIRST_DELAY
 
     def after_step(self, run: TrainState) -> None:
-        """Update the bar; print a line if the step was skipped."""
+        """Update the bar, or print the line that is due; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             where = run.model.whole_model.nonfinite_monitor.where
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         now = time.perf_counter()
         speed = (run.samples_seen - self.first_sample) / max(now - self.start_time, 1e-9)
         if self.bar is None and run.first_rank and now >= self.next_line_time:
-            self.next_line_time = now + _LINE_INTERVAL
+            self.next_line_time = now + LINE_INTERVAL
             say(step_line(run, speed), sys.stderr if self.file is None else self.file)
         elif self.bar is not None:
             self.bar.update(

@@ -9,12 +9,10 @@ from types import TracebackType
 from typing import IO
 
 from ...terminal.console import format_duration, say
-from ..callbacks.progress import terminal_console
+from ..callbacks.progress import FIRST_DELAY, LINE_INTERVAL, terminal_console
 
-_FIRST_DELAY, _FILE_INTERVAL, _TERMINAL_INTERVAL = 3.0, 30.0, 0.2
-"""seconds until the first line, between lines of a file, and between updates of a terminal's line"""
-_IDLE_TERMINAL_INTERVAL = 1.0
-"""seconds between updates of a terminal's line during a part"""
+_TERMINAL_INTERVAL, _IDLE_TERMINAL_INTERVAL = 0.2, 1.0
+"""seconds between updates of a terminal's line after parts, and during a part"""
 
 
 class ProgressLine:
@@ -37,7 +35,7 @@ class ProgressLine:
     def __init__(
         self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part", first: float | None = None
     ) -> None:
-        self.first_delay = _FIRST_DELAY if first is None else first
+        self.first_delay = FIRST_DELAY if first is None else first
         self.parts, self.done, self.resumed, self.cells = parts, 0, 0, 0
         self.file, self.unit, self.activity = file, unit, ""
         self.start = time.monotonic()
@@ -119,12 +117,12 @@ class ProgressLine:
 
     @property
     def _idle_interval(self) -> float:
-        return _IDLE_TERMINAL_INTERVAL if self.terminal else _FILE_INTERVAL
+        return _IDLE_TERMINAL_INTERVAL if self.terminal else LINE_INTERVAL
 
     def _print_if_due(self, now: float) -> None:
         """Print the line if it is due: once early, with the first estimate, and then periodically."""
         has_estimate = self.done > self.resumed
-        every = _TERMINAL_INTERVAL if self.terminal else _FILE_INTERVAL
+        every = _TERMINAL_INTERVAL if self.terminal else LINE_INTERVAL
         due = now - self.start >= self.first_delay if self.last_printed is None else now - self.last_printed >= every
         if not due and not (self.last_printed is not None and has_estimate and not self._estimated):
             return
