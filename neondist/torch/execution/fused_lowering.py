@@ -217,6 +217,7 @@ class FusedLowering(ProgramLowering):
             partial=layouts is not None,
         )
         self.steps[-1].kind_args = None  # this rank may have no index of some outputs
+        self.steps[-1].blocks = blocks
         return results
 
     def _add_whole_tile_steps(self, segment: OperatorSegment, views: Mapping[int, Value]) -> None:

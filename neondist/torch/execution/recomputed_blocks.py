@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -18,6 +18,7 @@ from ..ir.graph import supports_gradients
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
+from ..lowering.training_memory import TrainingMemory
 from .block_lowering import AxisRanges, TracedPart, narrow_to_ranges, part_of_block
 from .runner import Runner
 
@@ -43,7 +44,7 @@ class RecomputedBlocks:
     def __init__(
         self, traced: TracedPart, output_ranges: AxisRanges, parts: Sequence[int], starts: Mapping[int, Sequence[int]]
     ) -> None:
-        self.traced, self.output_ranges, self.parts = traced, output_ranges, parts
+        self.traced, self.output_ranges, self.parts = traced, output_ranges, tuple(parts)
         self.starts = [starts.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
 
@@ -71,6 +72,26 @@ class RecomputedBlocks:
             for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True)
         )
         return self.traced.plan_for(nonempty_ranges(own, self.output_ranges)), own
+
+    def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
+        """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
+
+        Parameters
+        ----------
+        grad_inputs : collection of int, optional
+            Positions of the inputs that require gradients in a backward pass; default: a forward pass.
+        """
+        # an inner block, and the one at the corner, which has both ends of an image that wraps around
+        places = [n // 2 for n in self.parts], [0] * len(self.parts)
+        plans = [self.block_plan(place)[0] for place in places]
+        if grad_inputs is None:
+            return max(plan.peak()[0] - plan.bytes_of_inputs() for plan in plans)
+        peaks = []
+        for plan in plans:
+            ids = [plan.inputs[at] for at in grad_inputs]
+            gradients = sum(plan.values[value].nbytes for value in ids)
+            peaks.append(TrainingMemory(plan, (), ids).peak(0) + gradients)
+        return max(peaks)
 
     @cached_property
     def nonempty_blocks(self) -> list[_Block]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from ...system.memory import format_bytes
 from ..capture.capture import lower_program
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import IN_PLACE_OPS, Value
+from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, is_box, replicated
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
+from ..lowering.training_memory import TrainingMemory
 from .block_lowering import LiveNorm, TracedPart, pair_values, value_ids
 from .fused_lowering import FusedLowering, deferred_results
 from .program_lowering import OperatorRecord, Program, even_layout
@@ -181,19 +183,6 @@ class TrunkLowering(FusedLowering):
         return self.local(lambda a: a / norm.moments.group_size, [total], total.layout)
 
 
-def peak_bytes(plan: TorchPlan, training: bool) -> int:
-    """Return the bytes of a plan's values that a rank holds at once.
-
-    In training these are all values and the gradients of one step, without the memory of the trunk's blocks.
-    """
-    if not training:
-        return plan.peak()[0]
-    of_steps = ((*step.inputs, *step.outputs) for step in plan.steps if step.name != TRUNK_STEP)
-    largest = max((sum(plan.values[value].nbytes for value in ids) for ids in of_steps), default=0)
-    over = [plan.values[step.outputs[0]] for step in plan.steps if step.run in IN_PLACE_OPS.values()]
-    return plan.memory(plan.rank) + 2 * largest - sum(value.nbytes for value in over)
-
-
 def create_trunk_lowering(
     program: Any,
     mesh: Mesh,
@@ -214,9 +203,16 @@ def create_trunk_lowering(
         A pass does not fit in memory; names the operator that ends the trunk.
     """
     weights = WEIGHT_COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    limit, training = memory - weights, module.training
+    limit, trained = (
+        memory - weights,
+        [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+    )
+
+    def peak_of(plan: TorchPlan) -> Callable[[], int]:
+        return partial(TrainingMemory(plan, trained).peak, 0) if module.training else lambda: plan.peak()[0]
+
     searched = Program(program, mesh, layouts, gather_at)
-    needed = peak_bytes(searched.plan, training)
+    needed = peak_of(searched.plan)()
     if needed <= limit:
         return None
     max_norms = 0
@@ -225,7 +221,7 @@ def create_trunk_lowering(
         if trunk.outputs:
             lowering = TrunkLowering(mesh, 0, trunk, [1] * len(mesh.parts))
             plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-            needed, parts = _divide_to_fit(lowering, plan, limit, training)
+            needed, parts = _divide_to_fit(lowering, plan, limit, peak_of(plan))
             if needed <= limit:
                 return TrunkLowering(mesh, rank, trunk, parts)
         if len(trunk.norms) < max_norms:
@@ -241,20 +237,18 @@ def create_trunk_lowering(
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
-def _divide_to_fit(lowering: TrunkLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
-    """Divide a lowered trunk until a pass fits in `limit` bytes, or no further; return the bytes and the parts."""
-    blocks, parts = lowering.blocks, list(lowering.parts)
-    assert blocks is not None
-    extents, tiles = blocks.max_extents(), sum(value.nbytes for value in lowering.tiles)
-    parts[0] = extents[0]
-    needed = peak_bytes(plan, training) + training * tiles
-    while needed <= limit:
-        blocks.parts = tuple(parts)
-        # an inner block, and the one at the corner, which has both ends of an image that wraps around
-        inner = [blocks.block_plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
-        needed_now = (1 + training) * tiles + max(peak_bytes(plan, training) for plan in inner)
-        longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
-        if needed_now <= limit or extents[longest] == parts[longest]:
-            return needed_now, parts
-        parts[longest] = min(2 * parts[longest], extents[longest])
-    return needed, parts
+def _divide_to_fit(
+    lowering: TrunkLowering, plan: TorchPlan, limit: int, peak: Callable[[], int]
+) -> tuple[int, list[int]]:
+    """Divide a lowered trunk until a pass fits in `limit` bytes or its peak no longer falls; return peak and parts."""
+    assert lowering.blocks is not None
+    extents, parts = lowering.blocks.max_extents(), list(lowering.parts)
+    parts[0], previous = extents[0], None
+    while True:
+        for step in plan.steps:
+            if step.blocks is not None:
+                step.blocks.parts = tuple(parts)
+        needed, longest = peak(), max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
+        if needed <= limit or extents[longest] == parts[longest] or (previous is not None and needed >= previous):
+            return needed, parts
+        parts[longest], previous = min(2 * parts[longest], extents[longest]), needed

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -107,6 +107,21 @@ class Value:
         return prod(self.local) * self.dtype.itemsize
 
 
+class BlockComputation(Protocol):
+    """Block-wise computation of a step, which is repeated in the backward pass."""
+
+    parts: tuple[int, ...]
+
+    def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
+        """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
+
+        Parameters
+        ----------
+        grad_inputs : collection of int, optional
+            Positions of the inputs that require gradients in a backward pass; default: a forward pass.
+        """
+
+
 @dataclass(eq=False)
 class Step:
     """Operation of a plan: local work, or a dependence on other ranks.
@@ -129,6 +144,8 @@ class Step:
         Border scheme for cells of other tiles; None: exact exchange.
     owns_gradient : bool
         Of a view: whether the memory of its output's gradient is not shared.
+    blocks : BlockComputation or None
+        `run`, if it computes the step block by block.
     """
 
     kind: str
@@ -148,6 +165,7 @@ class Step:
     scheme: ExchangePolicy | None = None
     owns_gradient: bool = False
     bind_to_place: Callable[[Place], Callable[..., Any]] | None = None
+    blocks: BlockComputation | None = None
 
 
 @dataclass(eq=False)

@@ -154,7 +154,7 @@ class PlanCosts:
         if step.kind != "local" or step.kind_args is not None:  # random numbers by key
             return 0, 0
         assert step.run is not None
-        if prod(getattr(step.run, "parts", ())) > MAX_RUN_BLOCKS:
+        if step.blocks is not None and prod(step.blocks.parts) > MAX_RUN_BLOCKS:
             raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
             outputs = step.run(*(self._meta_tensor(value) for value in step.inputs))

@@ -81,20 +81,25 @@ class TorchPlan(TorchGraph):
         """Return this rank's peak of live bytes in a forward pass without gradients, and the step where it occurs.
 
         Excludes parameters and buffers; includes the workspace of convolutions, interpolations and rings, estimated
-        as the size of their arrays.
+        as the size of their arrays, and that of block-wise computation.
         """
         sizes = [value.nbytes for value in self.values]
         kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
-        live = sum(sizes[value] for value in self.inputs if self.values[value].kind == "value")
+        live = self.bytes_of_inputs()
         peaks = [(live, "")]
         for step in self.steps:
             used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.freed))
             live += used
             has_workspace = "conv" in step.op_name or "upsample" in step.op_name or step.kind == "ring"
             work = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
+            work += 0 if step.blocks is None else step.blocks.peak_bytes()
             peaks.append((live + work, step.name))
             live -= freed
         return max(peaks)
+
+    def bytes_of_inputs(self) -> int:
+        """Return the bytes of this rank's parts of the inputs, excluding those that are parameters or constants."""
+        return sum(self.values[value].nbytes for value in self.inputs if self.values[value].kind == "value")
 
     def describe(self) -> str:
         """Return a table of the bytes that this rank sends in a training step."""

@@ -92,7 +92,8 @@ class _TrafficCounter:
                     account = kind, step.name, direction
                     accounts[account] = accounts.get(account, 0) + count
 
-        back = BackwardSteps(plan, self.trained, self.inputs)
+        inputs = [value for value in plan.inputs if self.inputs and plan.values[value].kind == "value"]
+        back = BackwardSteps(plan, self.trained, inputs)
         add(plan.steps, "forward")
         add((step for step in reversed(plan.steps) if id(step) in back.communicating_ids), "backward")
         for segment in plan.segments()[:-1] if plan.recompute else ():
@@ -167,6 +168,14 @@ class _TrafficCounter:
 class BackwardSteps:
     """Steps of a backward pass.
 
+    Parameters
+    ----------
+    plan : TorchGraph
+    trained : collection of str
+        The parameters that require gradients.
+    inputs : iterable of int
+        The inputs that require gradients.
+
     Attributes
     ----------
     with_grad : set of int
@@ -179,10 +188,8 @@ class BackwardSteps:
         Those of them whose backward pass may communicate.
     """
 
-    def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: bool = False) -> None:
-        self.with_grad = {value for name, value in plan.parameters.items() if name in trained}
-        if inputs:
-            self.with_grad.update(value for value in plan.inputs if plan.values[value].kind == "value")
+    def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: Iterable[int] = ()) -> None:
+        self.with_grad = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
         for step in plan.steps:
             if any(value in self.with_grad for value in step.inputs):
                 self.with_grad.update(out for out in step.outputs if plan.values[out].kind != "constant")

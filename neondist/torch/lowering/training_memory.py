@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..ir.graph import IDENTITY_KINDS, IN_PLACE_OPS, Step, supports_gradients
+from ..ir.graph import IDENTITY_KINDS, IN_PLACE_OPS, Segment, Step, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
 MIN_BYTES = 1 << 16
 """Size of a saved tensor below which it is kept beside its copy in a view."""
-MAX_TRACED_BLOCKS = 64
-"""Most blocks of a step that are run to determine what it keeps."""
 _SAVED_INPUT_COUNTS = {"norm": 1, "ring": 3}
 """Number of inputs that non-local steps keep for their backward pass, by kind."""
 
@@ -52,11 +49,14 @@ class TrainingMemory:
     plan : TorchPlan
     trained : collection of str
         The parameters that require gradients.
+    inputs : collection of int
+        The inputs, by id, that require gradients.
     """
 
-    def __init__(self, plan: TorchPlan, trained: Collection[str]) -> None:
-        self.plan, self.back = plan, BackwardSteps(plan, trained)
-        self.steps = [(at, step, _saved_values(plan, step, self.back)) for at, step in enumerate(plan.steps)]
+    def __init__(self, plan: TorchPlan, trained: Collection[str], inputs: Collection[int] = ()) -> None:
+        self.plan, self.back = plan, BackwardSteps(plan, trained, inputs)
+        self.saved_values = [_saved_values(plan, step, self.back) for step in plan.steps]
+        self.timeline = _Timeline(plan, self.back)
 
     def peak(self, rank: int) -> int:
         """Return the most bytes that are live at once on a rank.
@@ -66,47 +66,103 @@ class TrainingMemory:
         return _Lifetimes(self, RankSubset(self.plan.mesh, [rank])).peak()
 
 
+class _Timeline:
+    """Times at which the steps of a plan run.
+
+    Attributes
+    ----------
+    recomputed_at : list of int
+        Time at which a step runs again before its backward pass; -1: never.
+    backward_at : list of int
+        Time of a step's backward pass.
+    segment_of_value : dict of int to int
+        Segments that are recomputed, numbered from 0, by the values that they compute.
+    released_at : list of int
+        Time at which a segment's inputs are released.
+    end : int
+        Number of times.
+    """
+
+    def __init__(self, plan: TorchPlan, back: BackwardSteps) -> None:
+        number_of_step = {id(step): at for at, step in enumerate(plan.steps)}
+        segments = plan.segments() if plan.recompute else [Segment(plan.steps, (), ())]
+        self.recomputed_at, self.backward_at = [-1] * len(plan.steps), [0] * len(plan.steps)
+        self.segment_of_value, self.released_at = dict[int, int](), [0] * len(segments)
+        self.end = len(plan.steps)
+        for number, segment in reversed([*enumerate(segments)]):
+            numbers = [number_of_step[id(step)] for step in segment.steps]
+            if number < len(segments) - 1:
+                self.segment_of_value |= {out: number for step in segment.steps for out in step.outputs}
+                if any(id(step) in back.visited_ids for step in segment.steps):
+                    for at in numbers:
+                        self.recomputed_at[at], self.end = self.end, self.end + 1
+            for at in reversed(numbers):
+                self.backward_at[at], self.end = self.end, self.end + 1
+            self.released_at[number] = self.end - 1
+
+
 class _Lifetimes:
-    """Lifetimes of all memory on a rank: step i runs at time i, its backward pass at time 2 n - 1 - i."""
+    """Lifetimes of all memory on a rank."""
 
     def __init__(self, memory: TrainingMemory, ranks: RankSubset) -> None:
-        self.plan, self.back, self.steps, self.ranks = memory.plan, memory.back, memory.steps, ranks
-        self.end = 2 * len(self.steps) - 1
-        self.changes = np.zeros(self.end + 2, int)
+        self.plan, self.back, self.timeline, self.ranks = memory.plan, memory.back, memory.timeline, ranks
+        self.steps = [(at, *both) for at, both in enumerate(zip(memory.plan.steps, memory.saved_values, strict=True))]
+        self.changes = np.zeros(self.timeline.end + 1, int)
 
     def peak(self) -> int:
         self._add_values()
         self._add_gradients()
+        self._add_blocks()
         return int(self.changes.cumsum().max())
 
     def _add(self, value: int, first: int, last: int, times: float = 1.0) -> None:
-        size = int(times * self.ranks.nbytes(self.plan.values[value])[0])
+        self._add_bytes(int(times * self.ranks.nbytes(self.plan.values[value])[0]), first, last)
+
+    def _add_bytes(self, size: int, first: int, last: int) -> None:
         self.changes[first] += size
         self.changes[last + 1] -= size
 
     def _add_values(self) -> None:
-        owner, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
-        for at, step, kept in self.steps:
+        owner, first, last = self._owners(), dict[int, int](), dict[int, int]()
+        for at, step, _ in self.steps:
             for out in step.outputs:
-                owner[out] = owner.get(kept.aliases.get(out, out), kept.aliases.get(out, out))
                 first.setdefault(owner[out], at)
-            used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
-            last |= dict.fromkeys(used, at)
+            last |= dict.fromkeys((owner[value] for value in (*step.inputs, *step.outputs) if value in owner), at)
         copies = self._copies_in_views(owner)
+        first_again, last_again = dict[int, int](), dict[int, int]()  # of values that are recomputed
         for at, step, kept in self.steps:
-            if id(step) in self.back.visited_ids:
-                for value in {owner[value] for value in kept.values if value in owner}:
+            segment, again = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
+            backward = self.timeline.backward_at[at] if id(step) in self.back.visited_ids else -1
+            if again >= 0:
+                for out in step.outputs:
+                    first_again.setdefault(owner[out], again)
+            for value in {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}:
+                is_saved = backward >= 0 and any(owner.get(each) == value for each in kept.values)
+                if segment is None:  # the step runs once
                     copied_at, copy = copies.get(value, (0, value))
-                    kept_value = copy if at < copied_at else value
-                    last[kept_value] = max(last[kept_value], self.end - at)
-                if kept.extra:
-                    self._add(step.outputs[0], at, self.end - at, kept.extra)
+                    held = copy if at < copied_at else value
+                    last[held] = max(last[held], backward if is_saved else at)
+                elif again >= 0 and self.timeline.segment_of_value.get(value) == segment:
+                    last_again[value] = max(last_again.get(value, 0), backward if is_saved else again)
+                elif again >= 0:
+                    last[value] = max(last[value], self.timeline.released_at[segment])
+            if kept.extra and backward >= 0:
+                self._add(step.outputs[0], max(at, again), backward, kept.extra)
         for out in self.plan.outputs:
             if isinstance(out, int) and out in owner:
                 last[owner[out]] = max(last[owner[out]], len(self.steps))
-        for value, until in last.items():
-            if value in owner:  # otherwise it is an input's memory
-                self._add(value, first[value], until)
+        for begin, end in ((first, last), (first_again, last_again)):
+            for value, until in end.items():
+                if value in begin:  # otherwise it is an input's memory
+                    self._add(value, begin[value], until)
+
+    def _owners(self) -> dict[int, int]:
+        """Return the value whose memory each result has."""
+        owner = dict[int, int]()
+        for _, step, kept in self.steps:
+            for out in step.outputs:
+                owner[out] = owner.get(kept.aliases.get(out, out), kept.aliases.get(out, out))
+        return owner
 
     def _copies_in_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Return for values of which a view has a copy the view's step, and the view, which is kept instead."""
@@ -120,19 +176,30 @@ class _Lifetimes:
         return copies
 
     def _add_gradients(self) -> None:
-        last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
+        last, moments_of, backward_at = dict[int, int](), dict[int, list[tuple[int, bool]]](), self.timeline.backward_at
         for at, step, kept in self.steps:
             if id(step) in self.back.visited_ids:
                 aliased_ends = [last[value] for value in kept.aliased_grads if value in last]
-                last |= dict.fromkeys(step.outputs, max([self.end - at, *aliased_ends]))
+                last |= dict.fromkeys(step.outputs, max([backward_at[at], *aliased_ends]))
                 for value in step.inputs:
-                    moments_of.setdefault(value, []).append((self.end - at, value in kept.aliased_grads))
+                    moments_of.setdefault(value, []).append((backward_at[at], value in kept.aliased_grads))
         for value, until in last.items():
             if value in self.back.with_grad and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
                 if own:  # otherwise it shares the memory of another one
                     self._add(value, own[0], until)
+
+    def _add_blocks(self) -> None:
+        """Add what steps need for a block."""
+        for at, step, _ in self.steps:
+            if step.blocks is not None:
+                for time in {at, self.timeline.recomputed_at[at]} - {-1}:
+                    self._add_bytes(step.blocks.peak_bytes(), time, time)
+                if id(step) in self.back.visited_ids:
+                    grad_inputs = [i for i, value in enumerate(step.inputs) if value in self.back.with_grad]
+                    time = self.timeline.backward_at[at]
+                    self._add_bytes(step.blocks.peak_bytes(grad_inputs), time, time)
 
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
@@ -143,7 +210,9 @@ def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedVal
         inputs = step.inputs[: _SAVED_INPUT_COUNTS.get(step.kind, 0)]
         return _SavedValues({*inputs, *(step.outputs if step.kind == "ring" else ())})
     everything = _SavedValues({*step.inputs, *step.outputs})
-    if step.kind_args is not None or prod(getattr(step.run, "parts", ())) > MAX_TRACED_BLOCKS:
+    if step.blocks is not None:
+        return _SavedValues({*step.inputs})
+    if step.kind_args is not None:
         return everything
     try:
         return _trace_saved_values(plan, step, back)

@@ -133,7 +133,8 @@ class DistributedModule(nn.Module):
             state, prepared = self._state_and_program()
             self._check_tiles(tiles, prepared)
             # the plan keys random numbers, so that they are the same on every grid
-            if prepared.runner.plan.seed_id is None and not prepared.in_parts:
+            plan = prepared.runner.plan
+            if not (plan.seed_id is not None or plan.recompute or prepared.in_parts):
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()

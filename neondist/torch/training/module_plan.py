@@ -198,12 +198,8 @@ class ModulePlan:
         return PlanCosts(self.steps, self.trained, self.parameters.slots)
 
     def memory(self, rank: int = 0) -> int:
-        """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays.
-
-        With recomputation, that of all values.
-        """
-        steps = self.steps.memory(rank) if self.steps.recompute else self._training.peak(rank)
-        return steps + self.parameters.memory(rank)
+        """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays."""
+        return self._training.peak(rank) + self.parameters.memory(rank)
 
     @property
     def max_training_memory(self) -> int:

@@ -1,6 +1,7 @@
 """Planned peak memory of a module's training step against the tensors alive in one, within 15 %."""
 
 import weakref
+from math import prod
 
 import pytest
 
@@ -76,24 +77,39 @@ class UNet(nn.Module):
         return self.up(torch.cat([x, y], 1)).mean((2, 3))
 
 
+def build_local_net():
+    """Return a module whose operators depend on neighbourhoods only."""
+    first = nn.Conv2d(3, 12, 3, padding=1), nn.SiLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, nn.Conv2d(12, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 1, 3, padding=1), nn.Tanh())
+
+
+def build_deep_net():
+    layers = (layer for _ in range(12) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 CASES = [(build_chain, 2, False), (ResidualNet, 1, False), (ResidualNet, 4, False), (UNet, 1, False), (UNet, 2, False)]
 CASES += [(ResidualNet, 1, True), (UNet, 2, True)]
 
 
-@pytest.mark.parametrize(("build", "ranks", "autocast"), CASES)
-@pytest.mark.long
-def test_planned_peak_memory(build, ranks, autocast):
-    """With and without autocast."""
+def sum_of_image(output, target):
+    """Return a loss that needs no memory beside the output."""
+    return output.sum()
+
+
+def measure(build, ranks, autocast=False, criterion=None, **options):
+    """Return the plan, the planned and the measured peak of a training step on each rank."""
     x, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
+    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
 
     def body(world):
         with nd.ProcessGrid(world, replicas=1) as grid:
-            model = ndt.distribute(build(), SHAPE, grid)
+            model = ndt.distribute(build(), SHAPE, grid, **options)
             tile = model.scatter(x)
 
             def train():
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = model.loss(nn.CrossEntropyLoss(), model(tile), labels)
+                    loss = model.loss(criterion, model(tile), labels)
                 loss.backward()
 
             train()  # one-time allocations
@@ -103,11 +119,40 @@ def test_planned_peak_memory(build, ranks, autocast):
             trained = [name for name, _ in model.named_parameters()]
             gradients = sum(parameter.nbytes for parameter in model.parameters())
             plan = model.plan.under_autocast(torch.bfloat16) if autocast else model.plan
-            return TrainingMemory(plan, trained).peak(grid.rank) + gradients, tensors.peak
+            return plan, TrainingMemory(plan, trained).peak(grid.rank) + gradients, tensors.peak
 
     with share_captures():
-        for planned, measured in nd.loopback.run(ranks, body):
-            assert planned == pytest.approx(measured, rel=0.15)
+        return nd.loopback.run(ranks, body)
+
+
+@pytest.mark.parametrize(("build", "ranks", "autocast"), CASES)
+@pytest.mark.long
+def test_planned_peak_memory(build, ranks, autocast):
+    """With and without autocast."""
+    for _, planned, measured in measure(build, ranks, autocast):
+        assert planned == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("build", "ranks"), [(build_deep_net, 1), (build_deep_net, 2), (ResidualNet, 2), (UNet, 4)])
+@pytest.mark.long
+def test_recomputation_is_planned(build, ranks):
+    """The plan knows what recomputation needs: of a deep network less than all values, on one rank too."""
+    with_all_values = measure(build, ranks)
+    for (_, planned, measured), (*_, bound) in zip(measure(build, ranks, recompute=True), with_all_values, strict=True):
+        assert planned == pytest.approx(measured, rel=0.15)
+        assert build is not build_deep_net or measured < 0.6 * bound
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({"strips": 6}, 2), ({"memory": "1.4MB"}, 1), ({"memory": "1MB"}, 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.long
+def test_blocks_are_planned(options, ranks, recompute, monkeypatch):
+    """A pass in blocks or strips stays within its plan, and within the memory limit."""
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    options = options | {"criterion": sum_of_image, "recompute": recompute}
+    for plan, planned, measured in measure(build_local_net, ranks, **options):
+        assert any(prod(step.blocks.parts) > 1 for step in plan.steps if step.blocks is not None)
+        assert planned == pytest.approx(measured, rel=0.15)
 
 
 def test_a_tensor_and_its_view_are_saved_once(monkeypatch):
