@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _TIME_UNITS_PATTERN = re.compile(
     r"\s*(?:z|utc|gmt|(?P<zone>[+-]\d{1,2}(?::?\d{2})?))?",
     re.IGNORECASE,
 )
+_MONTHS = range(-12 * 10_000, 12 * 1_000_000)
 _FIRST_GREGORIAN = 1582, 10, 15
 _DAYS_BEFORE_MONTH = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 """days of a common year before each month"""
@@ -84,6 +86,16 @@ def are_comparable_calendars(where: str, calendar: str, other_calendar: str) -> 
     classes = {"gregorian": "standard", "julian": "standard"}
     a, b = (_calendar_kind(where, name) for name in (calendar, other_calendar))
     return classes.get(a, a) == classes.get(b, b)
+
+
+def month_containing(time: float, calendar: str) -> int:
+    """Return the number of the month, 12 * year + month - 1, that contains a time of `seconds_of_cf_times`."""
+    return _MONTHS[bisect_right(_MONTHS, time, key=lambda month: start_of_month(month, calendar)) - 1]
+
+
+def start_of_month(month: int, calendar: str) -> float:
+    """Return the time at which a month begins, as `seconds_of_cf_times`."""
+    return 86400.0 * _day_number(_calendar_kind("time", calendar), month // 12, month % 12 + 1, 1)
 
 
 def _calendar_kind(where: str, calendar: str) -> str:

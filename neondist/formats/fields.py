@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .month_step import MonthStep
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -52,6 +54,8 @@ class FieldMetadata:
         Number of time steps from the last input to the target.
     step : float
         Length of a time step in seconds.
+    month_step : MonthStep, optional
+        The time step in calendar months, if it is constant.
     order : (str, str)
         'ascending' or 'descending' coordinates of rows and of columns; '' if unknown.
     """
@@ -67,6 +71,7 @@ class FieldMetadata:
     input_units: Sequence[str] = ()
     lead: int = 0
     step: float = 0.0
+    month_step: MonthStep | None = None
     order: tuple[str, str] = ("", "")
 
     @property

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..data import Dataset
 from ..formats.fields import FieldMetadata
+from ..formats.month_step import MonthStep
 from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
 
 TEXT_NAME = "fields"
@@ -28,6 +29,7 @@ class CheckpointFields:
     output_names, output_units, mean, std : of the output channels
     lead : times from the last of an image to its target
     time_step : seconds from time to time
+    month_step : the time step in calendar months; None if it is not constant
     axis_orders : of the coordinates of rows and columns, as in `FieldMetadata`
     """
 
@@ -40,6 +42,7 @@ class CheckpointFields:
     lead: int
     time_step: float
     axis_orders: tuple[str, str] = ("", "")
+    month_step: MonthStep | None = None
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> CheckpointFields:
@@ -60,7 +63,16 @@ class CheckpointFields:
         if len(order) != 2:
             raise ValueError("'order' does not have two names")
         lead = require_json_integer("'lead'", values.get("lead"))
-        return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
+        months = require_json_type("'month_step'", values.get("month_step") or {}, dict)
+        month_step = (
+            MonthStep(
+                require_json_integer("'months'", months.get("months")),
+                require_json_type("'place'", months.get("place"), str),
+            )
+            if months
+            else None
+        )
+        return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]), month_step)
 
     def to_physical_units(self, y: np.ndarray) -> np.ndarray:
         """Return outputs (..., C) of the network in the units of the files."""
@@ -111,6 +123,7 @@ def field_texts(fields: FieldMetadata | None) -> dict[str, str]:
         "std": fields.std.tolist(),
         "lead": fields.lead,
         "step": fields.step,
+        "month_step": None if fields.month_step is None else asdict(fields.month_step),
         "order": list(fields.order),
     }
     return {TEXT_NAME: json.dumps(values)}

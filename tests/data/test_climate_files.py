@@ -228,6 +228,22 @@ def test_command_reports_file_and_line(tmp_path, capsys):
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize("freq", ["MS", "ME", "YS", "6h"])
+@pytest.mark.parametrize("missing", [None, 1, 2])
+def test_gaps_in_series(tmp_path, freq, missing):
+    kept = [number for number in range(4) if number != missing]
+    times = xarray.date_range("2001-01-01", periods=4, freq=freq)
+    data = make_weather(0, 4).assign_coords(time=times).isel(time=kept)
+    data.time.encoding["units"] = "hours since 2001-01-01"
+    data.to_netcdf(tmp_path / "a.nc")
+    dataset = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m"], validation=None)
+    if missing is None:
+        dataset.check()
+    else:
+        with pytest.raises(nd.DataError, match=rf"a gap in time: time {missing + 1} of .*a.nc is .* after the one"):
+            dataset.check()
+
+
 CALENDARS = ["standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day"]
 
 

@@ -169,6 +169,26 @@ def test_times_keep_the_calendar(trained, tmp_path):
         assert predictions.time.attrs["calendar"] == "noleap"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stamp", ["start", "middle", "end"])
+def test_monthly_series_step_by_calendar_months(tmp_path, stamp):
+    starts = xarray.date_range("2001-01-01", periods=39, freq="MS", calendar="noleap", use_cftime=True)
+    days = np.array([(start - starts[0]).days for start in starts], "f8")
+    values = {"start": days[:-1], "middle": (days[1:] + days[:-1]) / 2, "end": days[1:] - 1}[stamp]
+    attributes = {"units": "days since 2001-01-01", "calendar": "noleap", "standard_name": "time"}
+    data = make_weather(0, 30).assign_coords(time=("time", values[:30], attributes))
+    data.to_netcdf(tmp_path / "all.nc")
+    data.isel(time=[29]).to_netcdf(tmp_path / "last.nc_")  # its step is known from the training only
+    (tmp_path / "run.yaml").write_text(YAML.format(path=tmp_path, steps=1, lead=1))
+    assert main(["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "run")]) == 0
+    (tmp_path / "last.nc_").rename(tmp_path / "last.nc")
+    for name, steps, expected in (("all", 8, values[30:38]), ("last", 8, values[30:38]), ("all", None, values[1:31])):
+        checkpoint, out = tmp_path / "run" / "checkpoint.h5", tmp_path / "out.nc"
+        forecast(load_run(tmp_path), checkpoint, tmp_path / f"{name}.nc", out, None, steps, overwrite=True)
+        with xarray.open_dataset(out, decode_times=False) as predictions:
+            np.testing.assert_allclose(predictions.time, expected)
+
+
 def set_units(data, **units_by_name):
     data = data.copy()
     for name, units in units_by_name.items():

@@ -117,6 +117,7 @@ class ClimateFiles(Dataset):
             input_units=self.input_units(series),
             lead=self.lead,
             step=series.time_step,
+            month_step=series.month_step,
             order=series.axis_orders,
         )
         self._sample_numbers_by_split()

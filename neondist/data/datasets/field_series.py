@@ -22,6 +22,7 @@ from ...formats.coordinates import (
     unpacked_values,
 )
 from ...formats.fields import Channel
+from ...formats.month_step import MonthStep, infer_month_step
 from ..raw_values import fill_missing
 from .hdf5_tiles import contiguous_runs
 from .image_lists import match_files
@@ -55,7 +56,7 @@ class FieldSeries:
     channels : list of Channel
     extent : (H, W)
     times : array (T,)
-        In seconds; `time_step` is the usual difference.
+        In seconds; `time_step` is the usual difference, `month_step` the constant one in calendar months.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
@@ -130,9 +131,20 @@ class FieldSeries:
             self._sources.popitem()[1].close()
 
     @property
+    def calendar(self) -> str:
+        """The calendar of the first file."""
+        assert self._first_file_and_calendar is not None
+        return self._first_file_and_calendar[1]
+
+    @property
     def time_step(self) -> float:
-        """The usual time step in seconds."""
-        return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
+        """The usual time step in seconds: the lower median, so that one of two steps can be a gap."""
+        return float(np.sort(np.diff(self.times))[(len(self) - 2) // 2]) if len(self) > 1 else 0.0
+
+    @property
+    def month_step(self) -> MonthStep | None:
+        """The time step in calendar months, if it is constant."""
+        return infer_month_step(self.times, self.calendar)
 
     @property
     def axis_orders(self) -> tuple[str, str]:

@@ -115,9 +115,7 @@ def forecast(
                 )
         load_inference_weights(file, model)
         count = images.shape[0] if steps is None else steps
-        after = dataset.lead * (series.time_step or fields.time_step)
-        first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
-        times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
+        times = _valid_times(series, fields, dataset, steps)
         with _open_sink(series, fields, times, Path(target), grid, model.dtype, overwrite) as sink:
             forecasts = (
                 _single_steps(method, fields) if steps is None else _roll_out(method, dataset.steps, fields, steps)
@@ -186,6 +184,19 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields
             f"steps: inputs of {dataset.steps} times with a lead of {dataset.lead} cannot be rolled out; train with"
             " lead: 1, or with steps: 1"
         )
+
+
+def _valid_times(
+    series: FieldSeries, fields: CheckpointFields, dataset: ClimateFiles, steps: int | None
+) -> list[float]:
+    """Return the times of the forecasts in seconds."""
+    starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
+    leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
+    pairs = zip(starts.tolist(), leads, strict=True)
+    for months in (fields.month_step, series.month_step):
+        if months is not None and months.matches(series.times, series.calendar):
+            return [months.advance(start, lead, series.calendar) for start, lead in pairs]
+    return [start + lead * (series.time_step or fields.time_step) for start, lead in pairs]
 
 
 def _single_steps(method: WholeImagePrediction, fields: CheckpointFields) -> Forecasts:
