@@ -59,7 +59,9 @@ class Autoencoder:
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
 
-    def __str__(self) -> str:
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
         return f"Autoencoder of '{self.name}'"
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:

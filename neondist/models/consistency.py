@@ -15,7 +15,7 @@ def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str
     """Return the layers, the layout of the weights, and the training settings, by name."""
     strategy = plan.parameters.strategy
     return {
-        "model": f"{model}",
+        "model": model.display_name,
         "seed": f"{model.seed}",
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
         "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),

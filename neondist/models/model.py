@@ -206,9 +206,6 @@ class Model(LayerModel):
                         " as halo"
                     )
 
-    def __str__(self) -> str:
-        return type(self).__name__
-
     @type_checked
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan for every rank of a grid, without communication; raises the errors of `build`.
@@ -511,5 +508,5 @@ class Model(LayerModel):
 def require_layers(model: TrainableModel, feature: str, remedy: str) -> Model:
     """Return a model of neondist's layers; ConfigError for another, naming the `feature` that needs them."""
     if not isinstance(model, Model):
-        raise ConfigError(f"{feature}: applies to neondist layers, which {model} does not have; {remedy}")
+        raise ConfigError(f"{feature}: applies to neondist layers, which {model.display_name} does not have; {remedy}")
     return model

@@ -58,6 +58,10 @@ class Trainable(Protocol):
     scheduled_momentum: float | None
     num_initial_epochs: int
     stages: Sequence[Any]
+
+    @property
+    def display_name(self) -> str:
+        """Name in headlines and messages."""
     sync: GradientSync
 
     @property
@@ -261,13 +265,18 @@ class TrainableModel(Registered, Trainable, ABC):
             raise ConfigError("summary: the model is not built; give the shape of an image, such as (28, 28, 1)")
         return Summary(self.compiled.describe())
 
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
+        return type(self).__name__
+
     def __repr__(self) -> str:
         built = getattr(self, "compiled", None) is not None
-        return str(self.summary()) if built else f"{type(self).__name__} (not built)"
+        return str(self.summary()) if built else f"{self.display_name} (not built)"
 
     def _repr_html_(self) -> str:
         built = getattr(self, "compiled", None) is not None
-        return (self.summary() if built else Summary(f"{self} (not built)"))._repr_html_()
+        return (self.summary() if built else Summary(repr(self)))._repr_html_()
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
         """Begin an epoch, counted from 0, or resume it after `samples_seen` samples."""

@@ -82,5 +82,7 @@ class _WholeBatchModel(DistributedMixin, Model):
         """Return the argument unchanged, as `scatter` does."""
         return dx
 
-    def __str__(self) -> str:
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
         return self.serial_name

@@ -222,7 +222,7 @@ def test_init_without_images(tmp_path, capsys):
 def test_representations_of_models():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     assert "not built" in model._repr_html_()
-    assert repr(model) == "Convnet (not built)"
+    assert repr(model) == str(model) == "Convnet (not built)"
     with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape"):
         model.summary()
     summary = model.summary((8, 8, 1))
@@ -239,4 +239,4 @@ def test_repr_of_a_built_model_is_its_table():
     model.build((8, 8, 1), 2)
     assert repr(model) == str(model.summary())
     assert "conv1" in repr(model)
-    assert "\n" not in str(model)
+    assert str(model) == repr(model)  # as print shows it

@@ -37,7 +37,8 @@ class ToyModel:
     def wait_for_messages(self):
         pass
 
-    def __str__(self):
+    @property
+    def display_name(self):
         return "ToyModel"
 
     def fprop(self, x, training=True, batch_size=None):

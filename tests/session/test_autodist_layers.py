@@ -53,7 +53,7 @@ def train_layers(scope, function):
         results.append(step(x, rng.integers(0, 5, samples)))
     results += [model.fprop(x), model.bprop(np.ones((5, 5)))]
     assert isinstance(model, nd.Convnet)
-    assert str(model) == "Convnet"
+    assert model.display_name == "Convnet"
     return [np.asarray(array) for array in results]
 
 

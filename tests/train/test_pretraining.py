@@ -26,7 +26,7 @@ class ModelRecorder(nd.Hook):
         self.runs_during_pretraining, self.models = runs_during_pretraining, []
 
     def before_run(self, run):
-        self.models.append(str(run.model))
+        self.models.append(run.model.display_name)
 
 
 def train(ranks, **arguments):

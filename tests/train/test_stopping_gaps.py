@@ -30,7 +30,7 @@ class ActionOnCall(Hook):
         setattr(self, call, self._act)
 
     def _act(self, run, *_):
-        if str(run.model).startswith(self.model):
+        if run.model.display_name.startswith(self.model):
             self.action()
 
 

@@ -128,7 +128,9 @@ class TorchModel(TrainableModel):
         self._plans: dict[Any, ModulePlan] = {}
         self._feed = unwrap(self._arguments["feed"] or channels_first)
 
-    def __str__(self) -> str:
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
         return f"TorchModel {getattr(unwrap(self._arguments['factory']), '__name__', '')}"
 
     def configure_execution(

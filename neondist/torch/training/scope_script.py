@@ -64,7 +64,9 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
         return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
 
-    def __str__(self) -> str:
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
         return type(self.model).__name__
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:

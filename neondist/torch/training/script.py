@@ -74,7 +74,9 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
             raise ConfigError(f"model: {type(optimizers[0]).__name__} without its module; give [module, optimizer]")
         return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), rest
 
-    def __str__(self) -> str:
+    @property
+    def display_name(self) -> str:
+        """Name of the model in headlines and messages."""
         return type(self.module.module).__name__
 
     def check_checkpointable(self) -> None:

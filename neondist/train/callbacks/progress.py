@@ -142,7 +142,7 @@ def run_headline(run: TrainState) -> str:
     precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining need not have one
     products = "" if precision == FLOAT32 else f" in {precision.name}"
     return (
-        f"{run.model}{products} on {ranks}: {samples} samples of"
+        f"{run.model.display_name}{products} on {ranks}: {samples} samples of"
         f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
     )
 
