@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -149,7 +152,7 @@ def loader(
     dataset : map-style data set
         Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. If it has a method
         `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
-        instead of whole samples.
+        instead of whole samples, also through Subset (`random_split`) and ConcatDataset.
     batch_size : int
         Samples per global batch, over all ranks.
     shuffle : bool
@@ -250,7 +253,10 @@ class _SeededSamples(Dataset[Any]):
     def __getitem__(self, position: Position) -> Any:
         epoch, index = position
         with _seeded_generators(key(self.seed, "sample", epoch, index)):
-            return self.dataset[index] if self._box is None else self.dataset.read(index, self._box)
+            if self._box is None:
+                return self.dataset[index]
+            dataset, index = _underlying_sample(self.dataset, index)
+            return dataset.read(index, self._box)
 
 
 class _TilingCollate:
@@ -289,6 +295,11 @@ class _TilingCollate:
 
 def _image_extent(dataset: Any) -> tuple[int, ...] | None:
     """Return the spatial extents of the images of a data set that reads boxes; None if it reads whole images."""
+    if type(dataset) is Subset:
+        return _image_extent(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        extents = {_image_extent(part) for part in dataset.datasets}
+        return extents.pop() if len(extents) == 1 else None
     if not hasattr(dataset, "read"):
         return None
     try:
@@ -298,6 +309,22 @@ def _image_extent(dataset: Any) -> tuple[int, ...] | None:
             f"loader: {type(dataset).__name__} has read(index, box), but no attribute extent; give it the spatial"
             " extents of the images, such as (height, width)"
         ) from None
+
+
+def _underlying_sample(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the data set that a Subset or ConcatDataset takes a sample from, and its index there.
+
+    Subclasses are not followed: they may change samples.
+    """
+    while True:
+        if type(dataset) is Subset:
+            dataset, index = dataset.dataset, int(dataset.indices[index])
+        elif type(dataset) is ConcatDataset:
+            number = bisect_right(dataset.cumulative_sizes, index)
+            first = dataset.cumulative_sizes[number - 1] if number else 0
+            dataset, index = dataset.datasets[number], index - first
+        else:
+            return dataset, index
 
 
 def _batch_layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
 
 import neondist as nd
 import neondist.torch as ndt
+from neondist.comm import loopback
 
 
 class Images(Dataset):
@@ -190,6 +191,46 @@ def test_wrong_arguments(dataset, batch_size, message):
 def test_wrong_options(options, message):
     with pytest.raises(nd.ConfigError, match=message):
         ndt.loader(Images(), 3, grid=nd.ProcessGrid.serial(), **options)
+
+
+SPLITS = {
+    "Subset": lambda data: Subset(data, [4, 1, 6, 0]),
+    "random_split": lambda data: random_split(data, [4, 3], torch.Generator().manual_seed(5))[0],
+    "a tensor of indices": lambda data: Subset(data, torch.tensor([5, 2, 3])),
+    "ConcatDataset": lambda data: ConcatDataset([Subset(data, [3]), data, Subset(Subset(data, [6, 5, 4]), [2, 0])]),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_parts_of_a_data_set_read_boxes(name):
+    data, whole = SPLITS[name](Boxes(noise=False)), SPLITS[name](Images(noise=False))
+
+    def body(world):
+        grid = nd.ProcessGrid(world, 1, 2, 1)
+        tile = grid.tile_box((9, 11)).slices
+        batches = list(ndt.loader(data, 2, grid=grid))
+        for at, (image, target) in enumerate(batches):
+            for sample in range(len(image)):
+                expected, labels = whole[2 * at + sample]
+                torch.testing.assert_close(image[sample], expected[(slice(None), *tile)])
+                assert target["index"][sample] == labels["index"]
+        return sum(len(image) for image, _ in batches)
+
+    assert loopback.run(2, body) == [len(whole)] * 2
+
+
+def test_subsets_that_change_samples_are_called():
+    class Brightened(Subset):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0] + 1
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    data = Images(noise=False)
+    data.read = data.extent = None
+    (image,) = ndt.loader(Brightened(data, [3]), 1, grid=nd.ProcessGrid.serial())
+    torch.testing.assert_close(image[0], data.images[3] + 1)
 
 
 def test_boxes_require_an_extent():
