@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         "--report", type=options.parse_path, metavar="FILE.html",
         help="also write a page with metrics, confusion matrix, and images with targets and predictions",
     )  # fmt: skip
-    _add_block_option(cmd)
+    _add_file_options(cmd)
     cmd.set_defaults(command=evaluate, watched=True)
 
     cmd = commands.add_parser(
@@ -87,7 +87,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
     cmd.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
     cmd.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
-    _add_block_option(cmd)
+    _add_file_options(cmd)
     cmd.add_argument(
         "--steps", type=options.positive_int, metavar="N",
         help="for networks trained on ClimateFiles: roll out N forecasts from the last times of the input",
@@ -144,9 +144,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
                 f"evaluate: --{name.replace('_', '-')} requires --follow DIR; leave it out, or add --follow DIR"
             )
     files = arguments.input, arguments.labels
-    if (None in files) != (files == (None, None)) or (arguments.block is not None and None in files):
+    of_files = arguments.block, arguments.axes
+    if (None in files) != (files == (None, None)) or (of_files != (None, None) and None in files):
         raise ConfigError(
-            "evaluate: --input, --labels and --block apply to files; give both --input and --labels, or none of these"
+            "evaluate: --input, --labels, --block and --axes apply to files; give both --input and --labels, or none"
+            " of these"
         )
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
@@ -157,7 +159,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if None in files:
             results = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split, samples)
         else:
-            results = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block, samples)
+            results = evaluate_files(
+                experiment, arguments.checkpoint, *files, grid, arguments.block, samples, arguments.axes
+            )
         with all_or_none(grid.world):
             if grid.rank == 0:
                 emit(json.dumps(results))
@@ -208,7 +212,7 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
-    for name in ("split", "input", "labels", "report", "block"):
+    for name in ("split", "input", "labels", "report", "block", "axes"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"evaluate: --{name} applies to a single checkpoint; leave it out, or give --checkpoint")
     arguments.watched = False  # may wait for hours
@@ -261,7 +265,11 @@ def _predict_experiment(arguments: argparse.Namespace) -> int:
 
         files = arguments.checkpoint, arguments.input, arguments.output
         _print_written_shape(
-            arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_prediction_options(arguments))
+            arguments,
+            grid,
+            predict(
+                experiment, *files, grid, steps=arguments.steps, axes=arguments.axes, **_prediction_options(arguments)
+            ),
         )
 
     return _run_with_experiment(arguments, lambda world, ranks: load_on_all_ranks(arguments, world), work)
@@ -306,7 +314,9 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
     def load_module(world: Transport, ranks: int) -> Any:
         from ..train.inference import TrainedModule
 
-        module_options = {name: value for name in _WEIGHTS_OPTIONS if (value := getattr(arguments, name)) is not None}
+        module_options = {
+            name: value for name in (*_WEIGHTS_OPTIONS, "axes") if (value := getattr(arguments, name)) is not None
+        }
         module_options |= {"memory": memory[-1]} if memory else {}
         with _preparation_progress(arguments, world), all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
@@ -341,10 +351,14 @@ def _print_written_shape(arguments: argparse.Namespace, grid: ProcessGrid, shape
         emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
 
-def _add_block_option(cmd: argparse.ArgumentParser) -> None:
+def _add_file_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
         "--block", type=options.positive_int, metavar="CELLS",
         help="process images in blocks of at most this size (default: only if they do not fit in memory)",
+    )  # fmt: skip
+    cmd.add_argument(
+        "--axes", metavar="LETTERS",
+        help="axes of an input that does not name them: NYX (samples, rows, columns), YXC (rows, columns, channels)",
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from ..geometry import Box
 
 AXIS_ORDER = "NTZYXC"
 """standard order: samples, time, depth, height, width, channels; unknown letters count as samples"""
+MAX_GUESSED_CHANNELS = 4
+"""extent up to which an unnamed last axis may be channels"""
 BoxLike: TypeAlias = Box | Sequence[slice] | Sequence[tuple[int, int]]
 Cells: TypeAlias = tuple[slice, ...]
 
@@ -69,7 +71,7 @@ def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
     ShapeError
         If it has no axis, or more than five.
     """
-    has_channels = len(shape) > 3 or (len(shape) == 3 and shape[-1] <= 4)
+    has_channels = len(shape) > 3 or (len(shape) == 3 and shape[-1] <= MAX_GUESSED_CHANNELS)
     defaults = {1: "X", 2: "YX", 3: "YXC" if has_channels else "NYX", 4: "NYXC", 5: "NZYXC"}
     if len(shape) not in defaults:
         prefix = f"{where}: " if str(where) else ""

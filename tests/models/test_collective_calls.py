@@ -85,8 +85,8 @@ PATHS = {"experiment": None, "checkpoint": "a.h5", "source": "b.npy", "target": 
 READ = dict.fromkeys(("checkpoint", "source"), ("0.npy", "1.npy")) | {"block": (None, 4)}
 FILE_CALLS = {
     nd.train.predict: READ | {"target": ("0.npy", "1.npy"), "overwrite": (False, True), "classes": (False, True),
-                              "probabilities": (False, True), "steps": (None, 2)},
-    nd.train.evaluate_files: READ | {"labels": ("0.npy", "1.npy"), "samples": (None, {})},
+                              "probabilities": (False, True), "steps": (None, 2), "axes": (None, "YXC")},
+    nd.train.evaluate_files: READ | {"labels": ("0.npy", "1.npy"), "samples": (None, {}), "axes": (None, "YXC")},
     nd.train.evaluate_checkpoint: {"checkpoint": ("0.npy", "1.npy"), "split": (None, "train"), "pictures": (None, {})},
 }  # fmt: skip
 REPORTED_NAMES = dict.fromkeys(("classes", "probabilities", "steps"), "list of outputs")

@@ -213,7 +213,7 @@ INVALID_FORECASTS = {
     "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
     "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, but the network needs 2; give more files"),
     "not a NetCDF file": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
-    "blocks": (lambda d: d, ["--block", "4"], "leave out classes, probabilities and block"),
+    "blocks": (lambda d: d, ["--block", "4"], "leave out classes, probabilities, block and axes"),
     "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, but the experiment has lead: 2"),
     "other steps": (lambda d: d.isel(time=[0, 2, 4]), [], "6 hours, but the files have 12; select"),
 }  # fmt: skip

@@ -5,6 +5,7 @@ import io
 import json
 import re
 
+import h5py
 import numpy as np
 import pytest
 import zarr
@@ -271,6 +272,61 @@ def test_channels_of_tiff_are_never_rows_or_columns(folder, tmp_path):
             predict_module(
                 TrainedModule(grey, tmp_path / "grey.pt", "grey"), folder / "slide.ome.tif", tmp_path / "z.npy", grid
             )
+
+
+@pytest.fixture
+def grey_network(tmp_path):
+    torch.manual_seed(2)
+    net = torch.nn.Conv2d(1, 2, 3, padding=1)
+    torch.save(net.state_dict(), tmp_path / "grey.pt")
+
+    def create(**options):
+        return TrainedModule(lambda: torch.nn.Conv2d(1, 2, 3, padding=1), tmp_path / "grey.pt", "grey", **options)
+
+    return create, net
+
+
+def write_unnamed(folder, kind, array):
+    path = folder / f"unnamed{kind}"
+    if kind == ".npy":
+        np.save(path, array)
+    elif kind == ".h5":
+        with h5py.File(path, "w") as file:
+            file["images"] = array
+    elif kind == ".zarr":
+        zarr.create_array(path, data=array)
+    else:
+        tifffile.imwrite(path, array, photometric="minisblack", metadata=None)
+    return path
+
+
+@pytest.mark.parametrize("kind", [".npy", ".h5", ".zarr", ".tif"])
+def test_unnamed_last_axis_that_may_be_channels(grey_network, tmp_path, kind):
+    create, net = grey_network
+    array = np.random.default_rng(3).random((6, 7, 3)).astype("f4")
+    path = write_unnamed(tmp_path, kind, array)
+    message = r"\[6, 7, 3\] without names of its axes, whose last one may be 3 channels, .* or --axes NYX if the last"
+    with nd.ProcessGrid.serial() as grid:
+        with pytest.raises(DataError, match=message):
+            predict_module(create(), path, tmp_path / "y.npy", grid)
+        with pytest.raises(DataError, match="has 3 channels, but the first convolution of grey takes 1 channel; give"):
+            predict_module(create(axes="YXC"), path, tmp_path / "y.npy", grid)
+        assert predict_module(create(axes="NYX"), path, tmp_path / "y.npy", grid) == (6, 7, 3, 2)
+        expected = net(torch.from_numpy(array)[:, None]).detach().permute(0, 2, 3, 1)
+        np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, atol=1e-6)
+
+
+def test_axes_in_another_order(folder, tmp_path):
+    cells = tifffile.imread(folder / "slide.ome.tif")
+    np.save(tmp_path / "planes.npy", np.moveaxis(cells, -1, 0))
+    network = "--weights", "dense.safetensors", "--factory", "nets_of_test.py:Dense"
+    files = "--input", str(tmp_path / "planes.npy"), "--output", str(tmp_path / "y.npy")
+    code, _, err = run_in_process(folder, "predict", *network, *files)
+    assert code == 2
+    assert "or the order of the axes, such as --axes CYX" in err
+    code, _, err = run_in_process(folder, "predict", *network, *files, "--axes", "CYX")
+    assert code == 0, err
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "dense.npy"), atol=1e-4)
 
 
 class PickledExit:

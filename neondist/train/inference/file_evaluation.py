@@ -43,6 +43,7 @@ def evaluate_files(
     grid: ProcessGrid | None = None,
     block: int | None = None,
     samples: dict[str, np.ndarray] | None = None,
+    axes: str | None = None,
 ) -> dict[str, Any]:
     """Return the cost and the metrics of a checkpoint's network over images and labels in files; collective.
 
@@ -50,7 +51,7 @@ def evaluate_files(
 
     Parameters
     ----------
-    experiment, checkpoint, source, grid, block : as in `predict`
+    experiment, checkpoint, source, grid, block, axes : as in `predict`
     labels : path
         Input for `nd.open_source`: integer classes of the outputs' extent, or targets of the outputs' shape.
     samples : dict, optional
@@ -68,12 +69,12 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images, block-wise.
     """
     grid = experiment.open_grid() if grid is None else grid
-    settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block}
+    settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block, "axes": axes}
     grid.check("evaluate images", settings | {"samples": samples is not None})
     extra_cells = max(
         (metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
     )
-    opened = open_network(experiment, checkpoint, source, grid, block, None, extra_cells)
+    opened = open_network(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
     return _evaluate(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ...data.raw_values import fill_missing, normalise
 from ...errors import AxesError, DataError
 from ...formats import TileSource, open_source
+from ...formats.axes import MAX_GUESSED_CHANNELS
 from ...geometry import Box
 from ...io.hdf5 import size_and_mtime
 
@@ -87,7 +88,13 @@ class Images:
         """Return values that change if the file changes."""
         path = Path(self.source.path)
         files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        return [str(path), list(self.source.shape), str(self.source.dtype), [size_and_mtime(file) for file in files]]
+        return [
+            str(path),
+            self.source.axes,
+            list(self.source.shape),
+            str(self.source.dtype),
+            [size_and_mtime(file) for file in files],
+        ]
 
 
 def open_images(
@@ -97,6 +104,7 @@ def open_images(
     subtrahend: Sequence[float] = (0,),
     fill: float | None = None,
     opener: Callable[..., TileSource] = open_source,
+    axes: str | None = None,
 ) -> Images:
     """Return the images of a file; unnamed axes are inferred from the network's input.
 
@@ -106,14 +114,16 @@ def open_images(
     sample_shape, factor, subtrahend, fill : as of Images
     opener : callable
         Opens the file.
+    axes : str, optional
+        As of `open_source`.
 
     Raises
     ------
     DataError
-        It is missing, damaged, of an unknown kind, or has wrong axes or channels.
+        It is missing, damaged, of an unknown kind, has wrong axes or channels, or its last axis may be channels.
     """
     try:
-        source = opener(path)
+        source = opener(path, axes=axes) if axes else opener(path)
         shape = None
         if not source.axes_given:
             shape = source.shape if "C" in source.stored_axes.letters else source.shape[:-1]
@@ -121,12 +131,18 @@ def open_images(
     except AxesError as error:
         shape = error.shape
     if shape is not None:
-        axes, channels = SPATIAL_AXES[3 - (len(sample_shape) - 1) :], sample_shape[-1]
-        choices = [f"N{axes}C", f"{axes}C"] if shape[-1] == channels else []
-        choices += [f"N{axes}", axes] if channels == 1 else []
+        spatial, channels = SPATIAL_AXES[3 - (len(sample_shape) - 1) :], sample_shape[-1]
+        choices = [f"N{spatial}C", f"{spatial}C"] if shape[-1] == channels else []
+        choices += [f"N{spatial}", spatial] if channels == 1 else []
         fits = [choice for choice in choices if len(choice) == len(shape)]
         if not fits:
             raise _shape_error(path, sample_shape, shape)
+        if "C" not in fits[0] and 1 < shape[-1] <= MAX_GUESSED_CHANNELS and shape[-len(spatial) :] != sample_shape[:-1]:
+            raise DataError(
+                f"{path}: holds an array of shape {list(shape)} without names of its axes, whose last one may be"
+                f" {shape[-1]} channels, but the model takes one channel; give images of one channel, or"
+                f" --axes {fits[0]} if the last axis is {fits[0][-1]}"
+            )
         source = open_source(path, axes=fits[0])
     try:
         return Images(source, sample_shape, factor, subtrahend, fill)
@@ -138,4 +154,7 @@ def open_images(
 def _shape_error(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     expected = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
     actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
-    return DataError(f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels")
+    remedy = "" if axes else f", or the order of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
+    return DataError(
+        f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels{remedy}"
+    )

@@ -37,6 +37,7 @@ def open_network(
     block: int | None,
     resumed_method: list[Any] | None,
     extra_cells: int = 0,
+    axes: str | None = None,
 ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
     """Yield the prediction method, the images, and hashes of the checkpoint and the network; collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
@@ -45,7 +46,7 @@ def open_network(
     with open_checkpoint(path, world) as file:
         sample_shape, factor, offset, fill = read_normalisation(path, file.contents.texts)
         with all_or_none(world):
-            images = open_images(source, sample_shape, factor, offset, fill)
+            images = open_images(source, sample_shape, factor, offset, fill, axes=axes)
         with closing(images):
             with all_or_none(world), _check_extents(model, images):
                 method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)

@@ -45,6 +45,7 @@ def predict(
     block: int | None = None,
     overwrite: bool = False,
     steps: int | None = None,
+    axes: str | None = None,
 ) -> tuple[int, ...]:
     """Write the outputs of a checkpoint's network for images of any size; return their whole shape; collective.
 
@@ -76,6 +77,8 @@ def predict(
         Replace an existing file or an unfinished output.
     steps : int, optional
         For a network trained on ClimateFiles: number of successive forecasts; see `forecast`.
+    axes : str, optional
+        A letter for each stored axis of the source, such as 'NYX' or 'CYX', if the file specifies none.
 
     Raises
     ------
@@ -85,15 +88,15 @@ def predict(
     """
     grid = experiment.open_grid() if grid is None else grid
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
-        if classes or probabilities or block is not None:
+        if classes or probabilities or block is not None or axes is not None:
             raise ConfigError(
-                "predict: forecasts are written as whole fields; leave out classes, probabilities and block"
+                "predict: forecasts are written as whole fields; leave out classes, probabilities, block and axes"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     kinds = results.selected_kinds(raw, probabilities, classes)
     read = {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", read | _output_settings(target, kinds, block, overwrite))
-    opened = partial(open_network, experiment, checkpoint, source, grid, block)
+    grid.check("predict", read | _output_settings(target, kinds, block, overwrite) | {"axes": axes})
+    opened = partial(open_network, experiment, checkpoint, source, grid, block, axes=axes)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 

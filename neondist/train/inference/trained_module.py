@@ -16,6 +16,7 @@ from ...errors import AxesError, ConfigError, DataError
 from ...formats import open_source
 from ...formats.base import read_errors
 from ...io.regular_file import open_regular, read_bytes
+from ...terminal.console import counted
 from .images import Images, open_images
 from .methods import BlockwisePrediction, WholeImagePrediction, choose_method, memory_limit
 from .windows import WindowPrediction, check_windows, windows_per_block
@@ -40,6 +41,8 @@ class TrainedModule:
         output is then a map of scores, with one cell for each window that lies completely in the image.
     scale, mean, std : float, or one for each channel
         The module's input is (x / scale - mean) / std for values x of a file.
+    axes : str, optional
+        A letter for each stored axis of the images, such as 'NYX', if their file specifies none.
     memory : int, optional
         Memory limit in bytes for all processes on a machine.
 
@@ -60,6 +63,7 @@ class TrainedModule:
         scale: float = 1.0,
         mean: Sequence[float] = (0.0,),
         std: Sequence[float] = (1.0,),
+        axes: str | None = None,
         memory: int | str | None = None,
     ) -> None:
         from ...torch import TorchModel, load_weights
@@ -71,6 +75,7 @@ class TrainedModule:
             raise ConfigError(f"--{'scale' if scale == 0 else 'std'}: must not be 0, since values are divided by it")
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
+        self.axes = axes
         self.model = TorchModel(factory)
         self.model.configure_execution(memory=memory)
         try:
@@ -101,20 +106,21 @@ class TrainedModule:
         """
         channels = self.channels
         try:
-            with open_source(source) as file:
+            with open_source(source, axes=self.axes) as file:
                 channels = file.shape[-1] if file.axes_given else channels or file.shape[-1]
         except AxesError as error:
             channels = channels or error.shape[-1]
         for option in ("mean", "std"):
             if len(getattr(self, option)) not in (1, channels):
                 raise ConfigError(
-                    f"--{option}: {len(getattr(self, option))} values, but {source} has {channels} channels; give"
+                    f"--{option}: {len(getattr(self, option))} values, but {source} has"
+                    f" {counted(channels, 'channel')}; give"
                     " one, or one per channel"
                 )
         std = np.asarray(self.std, np.float64)
         factor = np.broadcast_to(1 / (self.scale * std), (len(self.std),)).tolist()
         offset = (np.asarray(self.mean, np.float64) / std).tolist()
-        images = open_images(source, (*(1 for _ in range(self.spatial)), channels), factor, offset)
+        images = open_images(source, (*(1 for _ in range(self.spatial)), channels), factor, offset, axes=self.axes)
         try:
             if self.windows is not None:
                 check_windows(images, self.windows)
@@ -163,8 +169,8 @@ class TrainedModule:
             if self.channels in (None, channels):
                 raise
             raise DataError(
-                f"{images.source.path}: has {channels} channels, but the first convolution of {self.name} takes"
-                f" {self.channels}; give images of {self.channels} channels, or another --factory"
+                f"{images.source.path}: has {counted(channels, 'channel')}, but the first convolution of {self.name}"
+                f" takes {counted(self.channels, 'channel')}; give such images, or another --factory"
             ) from error
 
     def _identities(self) -> dict[str, str]:
