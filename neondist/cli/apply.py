@@ -153,7 +153,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import evaluation_page_html
+        from ..train.html_report import evaluation_page_html, read_class_names
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
@@ -169,9 +169,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
                     settings = {"checkpoint": arguments.checkpoint}
                     if arguments.input is not None:
                         settings["images"] = arguments.input
+                    names = experiment.dataset.class_names or read_class_names(Path(arguments.checkpoint).parent)
                     write_text(
                         Path(arguments.report),
-                        evaluation_page_html(Path(arguments.file).stem, settings, results, samples),
+                        evaluation_page_html(Path(arguments.file).stem, settings, results, samples, names),
                     )
 
     load = (
@@ -205,7 +206,9 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
                     settings = {"checkpoint": arguments.weights, "images": arguments.input}
                     write_text(
                         Path(arguments.report),
-                        evaluation_page_html(Path(arguments.weights).stem, settings, results, samples),
+                        evaluation_page_html(
+                            Path(arguments.weights).stem, settings, results, samples, trained.class_names
+                        ),
                     )
 
     return _run_with_module(arguments, work)

@@ -37,6 +37,8 @@ class Dataset(Registered, ABC):
         Global shape of one sample, (H, W, C) or (*spatial, C); available after `check`.
     classes : int
         Number of classes; available after `check`. None if the targets are not classes, or it is unknown.
+    class_names : sequence of str
+        Names of the classes for reports; available after `check`. Empty if unknown.
     train : Split
         Available after `open`, as are the next two.
     validation, test : Split or None
@@ -52,6 +54,7 @@ class Dataset(Registered, ABC):
     """
 
     content_hash: str = ""
+    class_names: Sequence[str] = ()
     needs_selection_split = True
     """Whether `open` refuses data without a validation and a test split."""
     _validation_share: float | int | None = None  # for subclasses that do not call this constructor
@@ -243,6 +246,17 @@ class Dataset(Registered, ABC):
         """Close the files of all splits; later reads reopen them."""
         for split in self.splits.values():
             split.close()
+
+
+def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int | None:
+    """Return the given number of classes, by default that of their names; ConfigError if they differ."""
+    if names is None:
+        return classes
+    if not names or len({*names}) < len(names):
+        raise ConfigError(f"class_names: {names!r} is invalid; expected names, each once, such as [background, vessel]")
+    if classes not in (None, len(names)):
+        raise ConfigError(f"class_names: {len(names)} names for classes: {classes}; give one name per class")
+    return len(names)
 
 
 def require_fraction_or_count(field: str, share: Any) -> None:

@@ -25,6 +25,7 @@ COMPLETE = "complete.json"
 STAGE_CHECKPOINTS = "pretrain_*.h5"
 CHECKPOINT_PATTERNS = (STAGE_CHECKPOINTS, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
+CLASS_NAMES = "classes.json"
 UNTRAINED_LOG_LINES = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """Epoch logs, and the number of records each has before the first resumable state."""
 MAX_READ_LINE_BYTES = 1 << 24
@@ -32,6 +33,7 @@ MAX_READ_LINE_BYTES = 1 << 24
 RUN_FILES = (
     "experiment.yaml",
     "environment.json",
+    CLASS_NAMES,
     "strategy.yaml",
     "pretrain.jsonl",
     STAGE_CHECKPOINTS,

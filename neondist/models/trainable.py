@@ -62,6 +62,7 @@ class Trainable(Protocol):
     @property
     def display_name(self) -> str:
         """Name in headlines and messages."""
+
     sync: GradientSync
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -21,6 +22,7 @@ from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
 from ..io.output import (
     CHECKPOINT,
+    CLASS_NAMES,
     COMPLETE,
     GENERATIONS,
     discard_run_if_untrained,
@@ -386,6 +388,8 @@ def _init_folder(
             texts = {"environment.json": to_json(env)} | ({} if yaml_text is None else {"experiment.yaml": yaml_text})
             chosen = model.compiled.parameters.strategy if model.remote_update is None else model.remote_update.strategy
             texts["strategy.yaml"] = chosen.to_yaml()
+            if experiment.dataset.class_names:
+                texts[CLASS_NAMES] = json.dumps([*experiment.dataset.class_names])
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:

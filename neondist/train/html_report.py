@@ -16,6 +16,7 @@ from ..formats.base import read_errors
 from ..formats.class_colours import class_colours
 from ..io.files import short_reason
 from ..io.generation_log import read_events
+from ..io.output import CLASS_NAMES
 from ..io.regular_file import open_regular, read_bytes
 from .job_report import job_section_html
 from .page import (
@@ -58,6 +59,7 @@ def run_report_html(folder: Path) -> str:
     numbers = {name for record in records for name, value in record.items() if is_finite(value)}
     metrics = sorted(numbers - {"epoch", "step", *_COST_TITLES})[:_MAX_COLUMNS]
     last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
+    class_names = read_class_names(folder)
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
@@ -66,8 +68,12 @@ def run_report_html(folder: Path) -> str:
         *(line_plot_svg(name, _split_points(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",
         _epoch_table_html(metrics, last_rows),
-        *_class_tables_html(last),
-        *(_worst_samples_html(_read_worst_samples(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
+        *_class_tables_html(last, class_names),
+        *(
+            _worst_samples_html(_read_worst_samples(folder / "worst.npz"), class_names)
+            if (folder / "worst.npz").is_file()
+            else []
+        ),
         "<h2>Time and bytes</h2>",
         table_tag(
             ["epoch", *_COST_TITLES.values()],
@@ -92,7 +98,11 @@ def _run_headline_html(records: Sequence[Record]) -> list[str]:
 
 
 def evaluation_page_html(
-    name: str, settings: Mapping[str, str], results: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
+    name: str,
+    settings: Mapping[str, str],
+    results: Mapping[str, Any],
+    samples: Mapping[str, np.ndarray] | None = None,
+    class_names: Sequence[str] = (),
 ) -> str:
     """Return a page of the results of `neondist evaluate`.
 
@@ -102,11 +112,14 @@ def evaluation_page_html(
         The checkpoint and its inputs, by name.
     samples : mapping, optional
         Pictures, as `worst_samples` returns them.
+    class_names : sequence of str
+        From class 0; classes without a name are numbered.
     """
     rows_by_name = {**settings, **{name: value for name, value in results.items() if not isinstance(value, list)}}
     rows = [[escape_text(name), format_value(value)] for name, value in rows_by_name.items()]
-    parts = [*_evaluation_headline_html(results), table_tag((), rows), *_class_tables_html(results, "")]
-    return html_page(f"Evaluation of {name}", parts + (_worst_samples_html(samples, 256) if samples else []))
+    parts = [*_evaluation_headline_html(results), table_tag((), rows), *_class_tables_html(results, class_names, "")]
+    pictures = _worst_samples_html(samples, class_names, 256) if samples else []
+    return html_page(f"Evaluation of {name}", parts + pictures)
 
 
 def _evaluation_headline_html(results: Mapping[str, Any]) -> list[str]:
@@ -152,6 +165,20 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
     return records
 
 
+def read_class_names(folder: Path) -> list[str]:
+    """Return the names of the classes of a run; [] if it has none; DataError if they cannot be read."""
+    path = folder / CLASS_NAMES
+    if not path.is_file():
+        return []
+    try:
+        names = json.loads(read_bytes(path, root=folder))
+    except (OSError, ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{path}: is no JSON list of class names; remove it")
+    return names
+
+
 def _is_epoch(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
@@ -185,7 +212,7 @@ def _split_points(base: str, metrics: Sequence[str], records: Sequence[Record]) 
     return {split: [(r["epoch"], r[name]) for r in records if is_finite(r.get(name))] for name, split in named.items()}
 
 
-def _class_tables_html(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
+def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], when: str = ", last epoch") -> list[str]:
     """Return tables of the per-class values of a record."""
     lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_COLUMNS]}
     parts = []
@@ -194,7 +221,10 @@ def _class_tables_html(record: Mapping[str, Any], when: str = ", last epoch") ->
     if columns:
         count = min(_MAX_ROWS, max(map(len, columns.values())))
         rows = [
-            [str(at), *(format_value(value[at]) if at < len(value) else "" for value in columns.values())]
+            [
+                _class_label(at, class_names),
+                *(format_value(value[at]) if at < len(value) else "" for value in columns.values()),
+            ]
             for at in range(count)
         ]
         parts += [f"<h2>Classes{when}</h2>", table_tag(["class", *columns], rows)]
@@ -206,7 +236,7 @@ def _class_tables_html(record: Mapping[str, Any], when: str = ", last epoch") ->
             parts += [
                 f"<h2>{escape_text(name.replace('_', ' ').capitalize())}{when}</h2>"
                 "<p>Rows: true classes. Columns: predicted classes.</p>",
-                _confusion_matrix_html([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]]),
+                _confusion_matrix_html([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]], class_names),
             ]
     return parts
 
@@ -232,17 +262,19 @@ def _as_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _worst_samples_html(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
+def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence[str], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
     label, said = samples["label"], samples["said"]
     dense = label.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
-        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_class_legend_html(label, said)]
+        image = "Middle slice of the volume" if samples["volume"].any() else "Image"
+        parts += [f"<p>{image}, target, prediction.</p>", *_class_legend_html(class_names, label, said)]
     least = 3 * width + 8 if dense else max(width, 160)
     parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
-        words = "" if dense else f": target {_format_target(label[at])}, prediction {_format_target(said[at])}"
+        target, prediction = ("",) * 2 if dense else (_format_target(one[at], class_names) for one in (label, said))
+        words = "" if dense else f": target {target}, prediction {prediction}"
         maps: Iterable[np.ndarray] = _colour_classes(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
         pictures = (
@@ -253,7 +285,7 @@ def _worst_samples_html(samples: Mapping[str, np.ndarray], width: int = 128) -> 
     return [*parts, "</div>"]
 
 
-def _class_legend_html(*maps: np.ndarray) -> list[str]:
+def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[str]:
     """Return the colours of the classes in some maps."""
     if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
@@ -261,7 +293,7 @@ def _class_legend_html(*maps: np.ndarray) -> list[str]:
     colours = _colour_classes(np.array(classes))
     named = (
         f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
-        f" {number}</span>"
+        f" {_class_label(number, class_names)}</span>"
         for number, (r, g, b) in zip(classes, colours.tolist(), strict=True)
     )
     return [f"<p>Classes: {''.join(named)}</p>"]
@@ -276,8 +308,8 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
             raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
         file.seek(0)
         with np.load(file) as arrays:
-            arrays_ = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said")}
-    sample, loss, image, label, said = arrays_.values()
+            arrays_ = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said", "volume")}
+    sample, loss, image, label, said, volume = arrays_.values()
     if (
         sample.ndim != 1
         or loss.ndim != 1
@@ -287,6 +319,7 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
         or image.dtype != np.uint8
         or sample.dtype.kind not in "iu"
         or loss.dtype.kind not in "iuf"
+        or (volume.ndim, volume.dtype.kind) != (1, "b")
         or not {label.dtype.kind, said.dtype.kind} <= {*"iuf"}
         or (label.ndim == 3 and (label.shape != said.shape or not label.size))
         or sample.size > _MAX_COLUMNS
@@ -295,8 +328,10 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
     return arrays_
 
 
-def _format_target(value: np.ndarray) -> str:
+def _format_target(value: np.ndarray, class_names: Sequence[str]) -> str:
     """Return a class, or up to four numbers."""
+    if value.ndim == 0 and value.dtype.kind in "iu":
+        return _class_label(int(value), class_names)
     return ", ".join(format_value(number) for number in np.ravel(value)[:4].tolist())
 
 
@@ -313,7 +348,12 @@ def _colour_classes(maps: np.ndarray) -> np.ndarray:
         return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
-def _confusion_matrix_html(counts: Sequence[Sequence[Any]]) -> str:
+def _class_label(number: int, class_names: Sequence[str]) -> str:
+    """Return the name of a class for HTML, or its number if it has none."""
+    return escape_text(class_names[number]) if 0 <= number < len(class_names) else str(number)
+
+
+def _confusion_matrix_html(counts: Sequence[Sequence[Any]], class_names: Sequence[str]) -> str:
     rows = []
     for at, row in enumerate(counts):
         total = sum(abs(float(n)) for n in row if is_finite(n)) or 1
@@ -322,6 +362,6 @@ def _confusion_matrix_html(counts: Sequence[Sequence[Any]]) -> str:
             f"<td style='background:rgba(31,119,180,{shade:.3f})'>{format_value(n)}</td>"
             for n, shade in zip(row, shades, strict=True)
         )
-        rows.append(f"<tr><th>{at}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{at}</th>" for at in range(len(counts)))
+        rows.append(f"<tr><th>{_class_label(at, class_names)}</th>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{_class_label(at, class_names)}</th>" for at in range(len(counts)))
     return scrollable(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")

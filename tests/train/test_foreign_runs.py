@@ -41,7 +41,7 @@ ARRAYS = st.sampled_from(["u1", "i8", "f2", "f4", "f8", "c8", "?", "U3", "S3", "
 
 def make_worst_samples(**overrides):
     samples = {"sample": np.array([4]), "loss": np.array([1.0]), "image": np.zeros((1, 4, 4, 1), "u1")}
-    return samples | {"label": np.array([1]), "said": np.array([2])} | overrides
+    return samples | {"label": np.array([1]), "said": np.array([2]), "volume": np.array([False])} | overrides
 
 
 def write(folder, records=(RECORD,), samples=None):
@@ -89,7 +89,11 @@ def test_arbitrary_records(tmp_path_factory, records):
 
 
 @FUZZ_SETTINGS
-@given(st.dictionaries(st.sampled_from(["sample", "loss", "image", "label", "said"]), ARRAYS, min_size=1, max_size=2))
+@given(
+    st.dictionaries(
+        st.sampled_from(["sample", "loss", "image", "label", "said", "volume"]), ARRAYS, min_size=1, max_size=2
+    )
+)
 def test_arbitrary_arrays(tmp_path_factory, overrides):
     folder = tmp_path_factory.mktemp("run")
     write(folder, samples=make_worst_samples(**overrides))
@@ -133,7 +137,7 @@ def test_oversized_archive_is_rejected(tmp_path):
         run_report_html(tmp_path)
 
 
-FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml"]
+FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml", "classes.json"]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -119,7 +119,14 @@ def write_run(folder):
 def make_samples(dense):
     label = np.zeros((3, 40, 60), np.int64) if dense else np.arange(3)
     image = np.zeros((3, 40, 60, 1), np.uint8)
-    return {"sample": np.arange(3), "loss": np.ones(3), "image": image, "label": label, "said": label}
+    return {
+        "sample": np.arange(3),
+        "loss": np.ones(3),
+        "image": image,
+        "label": label,
+        "said": label,
+        "volume": np.zeros(3, bool),
+    }
 
 
 def make_study():

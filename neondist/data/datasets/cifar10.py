@@ -33,6 +33,7 @@ class CIFAR10(CachedDataset):
     """
 
     sample_shape, classes = (32, 32, 3), 10
+    class_names = "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
 
     def __init__(

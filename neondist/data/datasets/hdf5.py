@@ -13,7 +13,7 @@ from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
-from ..base import Dataset, Split
+from ..base import Dataset, Split, count_named_classes
 from ..raw_values import full_scale
 from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Array, PrefetchingSplit
@@ -43,6 +43,8 @@ class HDF5Dataset(Dataset):
     classes : int, optional
         Number of classes. Default: the attribute 'classes' of the labels, or the largest class plus one; unknown for
         maps.
+    class_names : sequence of str, optional
+        Names of the classes in reports, from class 0. Default: the attribute 'names' of the labels.
     mean, std : float or one per channel, optional
         The network sees (x / scale - mean) / std. Default: the attributes of these names of the training images, or
         0 and 1.
@@ -71,6 +73,7 @@ class HDF5Dataset(Dataset):
         test: str = "test",
         test_share: Annotated[float, above(0, below=1)] | None = None,
         classes: Count | None = None,
+        class_names: Sequence[str] | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
         scale: float | None = None,
@@ -87,7 +90,8 @@ class HDF5Dataset(Dataset):
             self._group_locations["validation"] = self._locate_group(validation, train)
             validation = None
         super().__init__(validation=validation)
-        self.test_share, self._given_classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
+        self.test_share, self.mean, self.std, self.scale = test_share, mean, std, scale
+        self._given_classes, self._given_class_names = count_named_classes(classes, class_names), class_names
         self.ahead = ahead
         for field, values in (("mean", mean), ("std", std), ("scale", scale)):
             if values is not None:
@@ -154,6 +158,7 @@ class HDF5Dataset(Dataset):
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
         self.sample_shape = shape
         self.classes = self._count_classes(groups)
+        self.class_names = self._given_class_names or first.labels.class_names
         self._normalisation_arguments(first.images)
         return groups
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,13 @@ _MAX_COMPRESSION_RATIO = 1032  # compression ratio of deflate, at most
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """An array of a file: its full name, shape, dtype and numeric attributes."""
+    """An array of a file: its full name, shape, dtype, numeric attributes, and the names of its classes, if any."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     attributes: dict[str, np.ndarray]
+    class_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,16 @@ def _read_group_arrays(
     return x, y, read_verified_array(file, y.name)
 
 
+def _read_class_names(array: Any) -> tuple[str, ...]:
+    """Return the names of the classes in an attribute of labels; () if it has none."""
+    import h5py
+
+    kind = array.attrs.get_id("names") if "names" in array.attrs else None
+    if kind is None or len(kind.shape) != 1 or h5py.check_string_dtype(kind.dtype) is None:
+        return ()
+    return tuple(map(os.fsdecode, array.attrs["names"].tolist()))
+
+
 def _read_array_info(path: Path, file: Any, group: str, name: str) -> ArrayInfo:
     import h5py
 
@@ -121,4 +133,4 @@ def _read_array_info(path: Path, file: Any, group: str, name: str) -> ArrayInfo:
         raise DataError(f"{path}: {full} has chunks of {chunk / 1e9:.1f} GB; write it again with chunks of about 1 MB")
     ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
     attrs = {key: np.asarray(array.attrs[key]) for key, kind in ids.items() if is_numeric(kind) and len(kind.shape) < 2}
-    return ArrayInfo(full, array.shape, array.dtype, attrs)
+    return ArrayInfo(full, array.shape, array.dtype, attrs, _read_class_names(array))

@@ -13,7 +13,14 @@ from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count
 from ...system.memory import parse_bytes
-from ..base import Dataset, Split, count_held_out, require_fraction_or_count, tile_slices
+from ..base import (
+    Dataset,
+    Split,
+    count_held_out,
+    count_named_classes,
+    require_fraction_or_count,
+    tile_slices,
+)
 from .image_crops import CropSplit, CropTiles, RandomCropPositions
 from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
 
@@ -44,6 +51,9 @@ class ImageFiles(Dataset):
     classes : int, optional
         Number of classes. Default: that of the folders, or one more than the largest class of a table; unknown for
         masks.
+    class_names : sequence of str, optional
+        Names of the classes in reports, from class 0, such as ``[background, vessel]``. Default: the names of folders,
+        or those in a table.
     ignore_index : int, optional
         Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
@@ -81,6 +91,7 @@ class ImageFiles(Dataset):
         crop: Sequence[Count] | None = None,
         crops_per_image: Count = 1,
         classes: Count | None = None,
+        class_names: Sequence[str] | None = None,
         ignore_index: int | None = None,
         normalise: Literal["mean", "percentile", "none"] = "mean",
         percentiles: tuple[float, float] = (1.0, 99.0),
@@ -102,7 +113,8 @@ class ImageFiles(Dataset):
             if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
                 raise ConfigError(f"{field}: {values} is invalid; expected {'positive ' * (field == 'std')}numbers")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
-        self._given_classes, self.ignore_index = classes, ignore_index
+        self._given_classes, self.ignore_index = count_named_classes(classes, class_names), ignore_index
+        self._given_class_names = class_names
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead, self.cache = seed, ahead, cache
         self._cache_bytes = parse_bytes("cache", cache)
@@ -144,6 +156,7 @@ class ImageFiles(Dataset):
                 values.append(targets)
             else:
                 masks += find_masks(labels, items, len(extents))
+        self.class_names = self._given_class_names or names
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")

@@ -53,7 +53,8 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
     Returns
     -------
     dict
-        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...).
+        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...),
+        and 'volume' (n,), whether they are of the middle slice of a volume.
         Empty for samples that are not images or volumes, and for a PyTorch loss that is not a mean over cells.
     """
     if len(model.whole_model.input.extent) not in (2, 3) or not len(split):
@@ -65,7 +66,8 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
     losses = sample_losses(model, cost, split, batch_size)
     order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
     worst = order[: min(MAX_SAMPLES, batch_size)]
-    return {**_sample_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst]}
+    volume = np.full(len(worst), len(model.whole_model.input.extent) == 3)
+    return {**_sample_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst], "volume": volume}
 
 
 def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:

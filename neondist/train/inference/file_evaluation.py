@@ -290,7 +290,8 @@ class _Thumbnail:
         if _sum_over_ranks(self.grid, np.array([float(self.has_classes)]))[0]:
             maps = {name: one.astype(np.int64) for name, one in maps.items()}
         image = to_uint8(_sum_over_ranks(self.grid, self.image)[None])
-        return {"image": image, **maps, "sample": np.zeros(1, np.int64), "loss": np.array([loss])}
+        one = {"sample": np.zeros(1, np.int64), "loss": np.array([loss]), "volume": np.array([len(self.extent) == 3])}
+        return {"image": image, **maps, **one}
 
 
 class _ImageTiles:

@@ -46,6 +46,11 @@ class TrainedModule:
     memory : int, optional
         Memory limit in bytes for all processes on a machine.
 
+    Attributes
+    ----------
+    class_names : list of str
+        The attribute `class_names` of the module, for reports; [] if it has none.
+
     Raises
     ------
     UserError
@@ -87,6 +92,7 @@ class TrainedModule:
             if not value.isfinite().all():
                 raise DataError(f"{weights}: {parameter} has values that are not finite; give another weights file")
         self.spatial, self.channels = expected_image(module)
+        self.class_names = [str(name) for name in getattr(module, "class_names", ())]
         self._code = _source_code(factory)
 
     def check_images(self, source: str | Path) -> None:
