@@ -16,7 +16,7 @@ from ..config import dump
 from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
-from ..terminal.console import emit
+from ..terminal.console import counted, emit
 from ..train import Record
 from ..train.inference.progress import first_rank_progress
 from .tables import markdown_table
@@ -54,7 +54,7 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
                 progress.resumed += 1  # trained by an earlier command: excluded from the estimate of the time left
             if progress is not None:
                 error = f"{row.selection_split} error {100 * row.selection_value('error'):.2f} %"
-                emit(f"{row['scheme']}, {count_tiles(row)} tiles, seed {row['seed']}: {error}")
+                emit(f"{row['scheme']}, {counted(count_tiles(row), 'tile')}, seed {row['seed']}: {error}")
                 progress.add(1)
             rows.append(row)
     return rows
@@ -175,7 +175,7 @@ def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
     figure = Figure(figsize=(3 + 5 * len(counts), 4.5), layout="constrained")
     for axes, tiles in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
         _plot_pareto_front(axes, [row for row in rows if row["tiles"] == tiles])
-        axes.set_title(f"{tiles} tiles")
+        axes.set_title(f"{counted(tiles, 'tile')}")
     figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
     figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
     figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)

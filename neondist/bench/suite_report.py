@@ -61,7 +61,8 @@ def head_text(results: Results) -> str:
         f"{name} {about['versions'][name]}" for name in ("numpy", "torch") if name in about["versions"]
     )
     return (
-        f"{about['started'][:10]}, {about['processor']}, {about['cores']} cores, Python {about['python']}, {versions};"
+        f"{about['started'][:10]}, {about['processor']}, {counted(about['cores'], 'core')}, Python"
+        f" {about['python']}, {versions};"
         f" {counted(results['ranks'], 'rank')} with {counted(results['threads'], 'thread')} each,"
         f" or one process on all cores; {counted(results['rounds'], 'round')}"
     )
@@ -171,7 +172,7 @@ def draw_suite(file: Path, results: Results) -> None:
 def _draw_bars(axes: Any, results: Results) -> None:
     rows = results["networks"]
     labels = {
-        "ranks": f"{results['ranks']} ranks × {results['threads']} ÷ best",
+        "ranks": f"{counted(results['ranks'], 'rank')} × {results['threads']} ÷ best",
         "one": f"1 process × {results['cores']} ÷ best",
         "memory": "memory ÷ eager",
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan.report import Column, LayerTable
 from ..runtime.observers.clock import WORK_KINDS
+from ..terminal.console import counted
 
 _MAX_SHOWN_SHARE = 3.0  # larger ratios cannot be explained by caches
 
@@ -36,7 +37,9 @@ def step_table(results: dict[str, Any]) -> RenderableType:
         ],
         left=4,
     )
-    head = "{ranks} ranks, backend {backend}, {dtype}, batches of {batch_size}".format(**results)
+    head = "{}, backend {backend}, {dtype}, batches of {batch_size}".format(
+        counted(results["ranks"], "rank"), **results
+    )
     return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary_lines(results)))
 
 
@@ -79,10 +82,11 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
     if baseline:
         agree = "agree" if baseline["agree"] else "DO NOT AGREE"
         lines += [
-            f"{baseline['name']}   {seconds_text(baseline['seconds_per_step'])}, {baseline['threads']} threads,"
+            f"{baseline['name']}   {seconds_text(baseline['seconds_per_step'])},"
+            f" {counted(baseline['threads'], 'thread')},"
             f" memory {bytes_text(baseline['peak_bytes'])}",
             f"ratio   {baseline['ratio']:.3f}  ({min(baseline['ratios']):.3f} to {max(baseline['ratios']):.3f} in"
-            f" {len(baseline['ratios'])} rounds; {baseline['ratio_of_fastest']:.3f} of the fastest);"
+            f" {counted(len(baseline['ratios']), 'round')}; {baseline['ratio_of_fastest']:.3f} of the fastest);"
             f" memory {max(results['peak_bytes']) / max(1, baseline['peak_bytes']):.3f}",
             f"losses {baseline['loss'][0]:.7g} and {baseline['loss'][1]:.7g}, largest gradient difference"
             f" {baseline['gradients_worst']:.1e} ({baseline['worst_at']}): they {agree}",
@@ -114,7 +118,11 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
         " scatter add: bprop; raw: the same messages in mpi4py"
     )
     return Group(
-        Text(f"{results['ranks']} ranks", style="bold"), Text(), LayerTable(columns, left=7), Text(), Text(legend)
+        Text(f"{counted(results['ranks'], 'rank')}", style="bold"),
+        Text(),
+        LayerTable(columns, left=7),
+        Text(),
+        Text(legend),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..data.records import Mode, RecordIOWriter
 from ..errors import ConfigError
 from ..io.files import atomic_replacement
-from ..terminal.console import emit
+from ..terminal.console import counted, emit
 from . import options
 from .definition import open_record_source
 
@@ -95,7 +95,7 @@ def write_records(arguments: argparse.Namespace) -> int:
                 records.write(reader.read([number])[0])
     else:
         raise ConfigError(f"--to {arguments.to}: the name must end in .csv or .recordio")
-    emit(f"{arguments.to}: {len(reader)} records")
+    emit(f"{arguments.to}: {counted(len(reader), 'record')}")
     return 0
 
 
@@ -121,7 +121,7 @@ def convert(arguments: argparse.Namespace) -> int:
         for note in part.messages:
             emit(note)
     for name, shape in shapes.items():
-        emit(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
+        emit(f"{name}: {counted(shape[0], 'sample')} of {' x '.join(map(str, shape[1:]))}")
     emit(f"use it with dataset: !HDF5Dataset {{path: {arguments.to}}}")
     return 0
 

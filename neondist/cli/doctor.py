@@ -18,7 +18,7 @@ from ..launcher import pinning
 from ..launcher.launch import require_mpirun
 from ..launcher.mpirun import INSTALL_REMEDY, Mpirun
 from ..system import threads
-from ..terminal.console import emit
+from ..terminal.console import counted, emit
 from ..version import get_versions, installed_version, torch_remedy
 
 MODULES_BY_PACKAGE = {
@@ -144,9 +144,11 @@ def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
         value = os.environ.get(name)
         lines.append((name, value or "not set"))
         if value and value.isdecimal() and int(value) > cores:
-            warnings.append(f"{name}={value} is more than the {cores} cores; unset it, and neondist divides the cores")
+            warnings.append(
+                f"{name}={value} is more than {counted(cores, 'core')}; unset it, and neondist divides the cores"
+            )
     reason = pinning.explain_unpinned(os.environ)
-    pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {cores} threads in total"
+    pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
     lines.append(("pinning", f"no: {reason}" if reason else f"{pinned}; {pinning.PIN_VARIABLE}=no switches it off"))
     lines += [("library", text) for text in _describe_thread_pools()]
     return lines
@@ -189,7 +191,9 @@ def _describe_thread_pools() -> list[str]:
         from threadpoolctl import threadpool_info
     except ImportError as error:
         return [str(error)]
-    return [f"{p['internal_api']} {p['version'] or ''}: {p['num_threads']} threads" for p in threadpool_info()]
+    return [
+        f"{p['internal_api']} {p['version'] or ''}: {counted(p['num_threads'], 'thread')}" for p in threadpool_info()
+    ]
 
 
 def _run_for_output(command: list[str], timeout: float, env: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from ..errors import DataError, OutputError
 from ..io.files import write_text
-from ..terminal.console import emit, escape_invisible
+from ..terminal.console import counted, emit, escape_invisible
 from . import options
 
 _MASK_FOLDERS = ("masks", "labels")
@@ -102,8 +102,8 @@ def _classification_yaml(folder: Path) -> str:
             first = nested[0]
             raise DataError(f"{folder}: has no images, but {first.name}/ has folders of them: neondist init {first}")
         raise DataError(
-            f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
-            " masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
+            f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
+            " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
         )
     else:
         images, pattern, labels = (
@@ -118,7 +118,7 @@ def _classification_yaml(folder: Path) -> str:
         names = f": {', '.join(sub.name for sub in classes)[:200]}" if labels == "folders" else ""
         if labels != "folders" and not are_classes:
             names = ". Integers in the table are classes, from 0; write regression targets as 250.0"
-        task, cost = f"Image classification, {count} classes{names}", "!CrossEntropy {}"
+        task, cost = f"Image classification, {counted(outputs, 'class', 'classes')}{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
@@ -134,7 +134,9 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
 
     images, mask_paths = _list_images(folder / "images"), _list_images(folder / masks)
     if not images or not mask_paths:
-        raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(mask_paths)}; both need images")
+        raise DataError(
+            f"{folder}: images/ has {counted(len(images), 'image')}, {masks}/ has {len(mask_paths)}; both need images"
+        )
     classes, channels = set[int](), 0
     for path in mask_paths[:20]:
         with open_mask(str(path)) as source:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import add_location
 from ..errors import ConfigError, UserError
-from ..terminal.console import emit
+from ..terminal.console import counted, emit
 from . import options
 from .experiment import load_from_arguments
 
@@ -93,7 +93,7 @@ def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tupl
     local_ranks = min(ranks, machine.cores_per_node)
     if memory // local_ranks <= PROCESS_OVERHEAD_BYTES:
         raise ConfigError(
-            f"memory: {format_bytes(memory)} for {local_ranks} ranks on a machine; each needs"
+            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each needs"
             f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
             f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}"
         )

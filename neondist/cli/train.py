@@ -22,7 +22,7 @@ from ..launcher.scaling import check_demand
 from ..launcher.slots import Demand
 from ..launcher.workers import check_workers, open_job_fork_server, read_worker_assignment, run_workers
 from ..strategies import PSLoadBalancing
-from ..terminal.console import emit
+from ..terminal.console import counted, emit
 from . import options
 from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
 from .run import create_hooks, parse_duration, parse_resume_mode
@@ -206,7 +206,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
         with atomic_replacement(Path(arguments.output)) as file:
             np.save(file, np.concatenate(all_outputs))
-    emit(f"predicted: {count} records")
+    emit(f"predicted: {counted(count, 'record')}")
     return 0
 
 
@@ -302,7 +302,9 @@ def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
             "--lr-staleness-modulation applies to asynchronous updates; give --use-async, or leave it out"
         )
     if wait > workers:
-        raise ConfigError(f"--grads-to-wait {wait}: there are only {workers} workers; give at most {workers}")
+        raise ConfigError(
+            f"--grads-to-wait {wait}: the job has only {counted(workers, 'worker')}; give at most {workers}"
+        )
     if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
         return None
     if workers == 1:

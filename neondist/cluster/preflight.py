@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
+from ..terminal.console import counted
 from .resources import Node, ResourceSpec, SSHConfig
 from .ssh_config import format_ssh_command, python_path_of, ssh_command, ssh_settings_of
 
@@ -225,6 +226,7 @@ def _find_problems(
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
     if info["memory"] is not None and info["memory"] < report.ranks * MIN_RANK_BYTES:
-        yield f"{info['memory'] >> 20} MiB free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
+        too_little = f"too little for {counted(report.ranks, 'rank')}; give it fewer cpus or gpus"
+        yield f"{info['memory'] >> 20} MiB free, {too_little}"
     if abs(report.clock_skew) > MAX_CLOCK_SKEW:
         yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

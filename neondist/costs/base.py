@@ -11,6 +11,7 @@ from ..errors import ConfigError, ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry import Registered
+from ..terminal.console import counted
 
 TileSum: TypeAlias = Callable[[Any], Any]
 """Sums an array over the tiles that share a sample (collective), and returns it."""
@@ -84,15 +85,20 @@ class Cost(Registered, ABC):
         """
         if classes is not None and y_shape[-1] < classes:
             raise ShapeError(
-                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give the layer"
-                f" {classes} outputs"
+                f"the last layer has {counted(y_shape[-1], 'output')}, but the data set has"
+                f" {counted(classes, 'class', 'classes')}; give the layer"
+                f" {counted(classes, 'output')}"
             )
 
     def check_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
         """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""
         if weights is None:
             return
-        wrong = "" if len(weights) == outputs else f"{len(weights)} weights for {outputs} outputs; give {outputs}"
+        wrong = (
+            ""
+            if len(weights) == outputs
+            else f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give {outputs}"
+        )
         if wrong or not any(weights):
             error = ConfigError(f"{name}: {wrong or 'all are 0; give one that is not'}")
             error.subject = self

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.namespace import namespace
 from ..errors import DataError, ShapeError
+from ..terminal.console import counted
 
 
 def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | None = None) -> bool:
@@ -46,7 +47,8 @@ def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | No
         if low < 0 or high >= classes:
             wrong = low if low < 0 else high
             raise DataError(
-                f"targets: label {wrong} is outside the {classes} classes (0 to {classes - 1}) of the last layer;"
+                f"targets: label {wrong} is outside the {counted(classes, 'class', 'classes')} (0 to {classes - 1})"
+                " of the last layer;"
                 " give that layer more outputs, correct the labels, or give the cost ignore_index"
             )
     return False

@@ -15,6 +15,7 @@ from ..formats.fields import FieldMetadata
 from ..geometry import Overlapping
 from ..registry import Registered
 from ..registry.ranges import require_integer
+from ..terminal.console import counted
 from .augment import AugmentedTile, Transform
 from .split import Split, are_label_maps, tile_shape
 
@@ -188,7 +189,7 @@ class Dataset(Registered, ABC):
         for name, value, minimum in (("num_shards", num_shards, 1), ("index", index, 0)):
             require_integer(f"shard: {name}", value, minimum)
         if index >= num_shards:
-            raise ConfigError(f"shard: index: {index}, but there are {num_shards} shards, numbered from 0")
+            raise ConfigError(f"shard: index: {index}, but {counted(num_shards, 'shard')}; shards are numbered from 0")
         if self.num_shards > 1 or self._shard_and_count is not None:
             raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
         shard = copy(self)
@@ -215,7 +216,10 @@ class Dataset(Registered, ABC):
             )
         samples = len(self.train)
         if samples < num_shards:
-            raise DataError(f"shard: {samples} training samples for {num_shards} shards; give at most one per sample")
+            raise DataError(
+                f"shard: {counted(samples, 'training sample')} for {counted(num_shards, 'shard')}; give at most one"
+                " per sample"
+            )
         self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
         self.train = self.train.every_nth(num_shards, index)
 
@@ -255,7 +259,7 @@ def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int
     if not names or len({*names}) < len(names):
         raise ConfigError(f"class_names: {names!r} is invalid; expected names, each once, such as [background, vessel]")
     if classes not in (None, len(names)):
-        raise ConfigError(f"class_names: {len(names)} names for classes: {classes}; give one name per class")
+        raise ConfigError(f"class_names: {counted(len(names), 'name')} for classes: {classes}; give one name per class")
     return len(names)
 
 

@@ -16,6 +16,7 @@ from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..system.lazy import LazyTile
+from ..terminal.console import counted
 from .augment import AugmentedTile
 from .raw_values import normalise
 
@@ -73,7 +74,9 @@ class Split:
         self, tiles: TileArray, labels: TileArray, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
     ) -> None:
         if len(tiles) != len(labels):
-            raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
+            raise ShapeError(
+                f"split: {counted(len(tiles), 'sample')} but {counted(len(labels), 'label')}; give one label per sample"
+            )
         self.tiles = tiles
         if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # in memory, not on demand
             labels = np.asarray(labels)
@@ -129,7 +132,7 @@ class Split:
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
         factor, offset = self.factor_and_subtrahend
-        return f"{len(self)} samples, times {factor} minus {offset}{labels}"
+        return f"{counted(len(self), 'sample')}, times {factor} minus {offset}{labels}"
 
     def normalise(self, mean: ArrayLike, std: ArrayLike, scale: float = 1.0) -> None:
         """Set the normalisation: `images` returns (x / scale - mean) / std."""

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ConfigError, DataError
 from ..io.hdf5 import find_object, get_text_attribute, hdf5_read_errors, is_numeric, iter_arrays, read_array
 from ..io.regular_file import open_regular
+from ..terminal.console import counted
 from . import conventions
 from .axes import Cells
 from .base import TileSource
@@ -240,7 +241,7 @@ class NetCDFSink(HDF5Sink):
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
             raise ConfigError(
-                f"{self.path}: {names} are names of variables for {self.shape[-1]} channels; give"
+                f"{self.path}: {names} are names of variables for {counted(self.shape[-1], 'channel')}; give"
                 " each channel its own name"
             )
         return names

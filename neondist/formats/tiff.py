@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
+from ..terminal.console import counted
 from .axes import Cells
 from .base import MAX_CHUNK_BYTES, TileSource, read_errors
 from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
@@ -89,7 +90,9 @@ class TIFFSource(TileSource):
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
                 leading.append(n)
         if prod(leading) != count:
-            raise DataError(f"{path}: has {len(self._pages)} pages for an image of shape {list(series.shape)}")
+            raise DataError(
+                f"{path}: has {counted(len(self._pages), 'page')} for an image of shape {list(series.shape)}"
+            )
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._page_axes))
         segment = self._decoder.segment_shape

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, overload
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import type_checked
+from ..terminal.console import counted
 from .box import Box
 from .lattice import Cells, cells_used_by
 
@@ -159,7 +160,8 @@ class Window:
                 )
             if self.modes[axis] == "reflect" and max(sides) >= n:
                 raise ConfigError(
-                    f"padding {sides} with padding_mode 'reflect' must be less than the image's {n} cells on axis"
+                    f"padding {sides} with padding_mode 'reflect' must be less than the image's {counted(n, 'cell')}"
+                    " on axis"
                     f" {axis}; use less padding or padding_mode 'replicate'"
                 )
 

@@ -19,7 +19,7 @@ from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, raise_on_probl
 from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
-from ..terminal.console import say
+from ..terminal.console import counted, say
 from .monitor import LOOPBACK
 from .mpirun import INSTALL_REMEDY, Mpirun
 
@@ -149,7 +149,8 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
     """
     if ranks > resources.replicas:
         raise LaunchError(
-            f"-n {ranks}: the resource file has {resources.replicas} devices; give at most that many ranks, or list"
+            f"-n {ranks}: the resource file has {counted(resources.replicas, 'device')}; give at most that many"
+            " ranks, or list"
             " more cpus or gpus"
         )
     return fill_slots(slots_by_node(resources), ranks)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
 from ..errors import LaunchError
 from ..system import threads
-from ..terminal.console import say
+from ..terminal.console import counted, say
 from .members import COOL_DOWN, HOST_WAIT, POLL_INTERVAL
 from .monitor import LOOPBACK
 from .slots import Demand, SlotTable
@@ -53,8 +53,8 @@ def check_demand(demand: Demand, source: HostSource | None) -> None:
         tiles_text = f" of {demand.slots_per_worker} tiles" if demand.slots_per_worker > 1 else ""
         remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
-            f"--num-workers {demand.min_workers}:{demand.max_workers}: {place} {slots} slots, too few for"
-            f" {demand.max_workers} workers{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
+            f"--num-workers {demand.min_workers}:{demand.max_workers}: {place} {counted(slots, 'slot')}, too few for"
+            f" {counted(demand.max_workers, 'worker')}{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 

@@ -19,7 +19,7 @@ from ..io.output import SERVER_FOLDER, has_run, remove_run_files
 from ..system.collector import freeze_new_objects
 from ..system.job import detect_job
 from ..system.signals import STOPPED_EXIT_CODE
-from ..terminal.console import say
+from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from .fork_server import ForkServer, Process, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, assign_workers, open_nodes
@@ -103,7 +103,7 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     shape = experiment_grid_shape(experiment, ranks)
     if shape.replicas == 1:
         raise LaunchError(
-            f"strategy: servers are for several replicas, but {ranks} ranks form one replica of {shape.tiles} tiles;"
+            f"strategy: servers are for several replicas, but {ranks} ranks form a single replica;"
             f" set grid.replicas, {remedy}"
         )
     assign_workers(arguments, shape.replicas, shape.tiles)
@@ -319,7 +319,7 @@ def _check_resume(arguments: argparse.Namespace) -> None:
     if count is None and (arguments.resume is True or has_run(arguments.folder)):
         raise DataError(f"{folder}: has no checkpoint of servers to resume from; start with --init-from checkpoint.h5")
     if count is not None and arguments.num_ps not in (None, 0, count):
-        raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {count} servers; leave it out")
+        raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {counted(count, 'server')}; leave it out")
 
 
 def _master_arguments(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:

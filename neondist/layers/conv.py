@@ -11,6 +11,7 @@ from ..geometry import GradientWindow, GridShape, Window, halo_volume, same_padd
 from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
+from ..terminal.console import counted
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
@@ -88,7 +89,7 @@ class ConvLayer(Layer):
         """Return 'weights' and 'bias'."""
         kernel, channels = self.window_for(input_shape).kernel, input_shape[-1]
         if channels % self.groups:
-            raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
+            raise ConfigError(f"groups {self.groups} must divide the input's {counted(channels, 'channel')}")
         shape = (*kernel, channels // self.groups, self.out_channels)
         fan_in, fan_out = prod(shape[:-1]), prod(kernel) * self.out_channels // self.groups
         parameters = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out)}

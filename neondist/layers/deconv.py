@@ -12,6 +12,7 @@ from ..geometry import GradientWindow, GridShape, Window
 from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
+from ..terminal.console import counted
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
@@ -101,7 +102,7 @@ class DeconvLayer(Layer):
         """Return 'weights' and 'bias'."""
         kernel, channels = self.output_window_for(input_shape).kernel, input_shape[-1]
         if channels % self.groups:
-            raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
+            raise ConfigError(f"groups {self.groups} must divide the input's {counted(channels, 'channel')}")
         shape = (*kernel, channels // self.groups, self.out_channels)
         fans = prod(shape[:-1]), prod(kernel) * self.out_channels
         bias = {"bias": Parameter((self.out_channels,))} if self.bias else {}

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import DataError
 from ..initializers import Gaussian, Initializer
 from ..registry.ranges import Count
+from ..terminal.console import counted
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 
@@ -63,7 +64,8 @@ class EmbeddingLayer(Layer):
         invalid = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
         if invalid.any():
             raise DataError(
-                f"layer '{self.name}': id {view[invalid][0]:g} is not in the table of {self.num_embeddings} rows; give"
+                f"layer '{self.name}': id {view[invalid][0]:g} is not in the table of"
+                f" {counted(self.num_embeddings, 'row')}; give"
                 f" whole numbers from 0 to {self.num_embeddings - 1}, or a larger num_embeddings"
             )
         ids = view.astype("i8")

@@ -11,6 +11,7 @@ from ..comm import reduction_group
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
 from ..registry.ranges import Count, Positive
+from ..terminal.console import counted
 from .base import Dist, Parameter, Shape
 from .context import StepContext
 from .norm import NormLayer
@@ -135,7 +136,7 @@ class GroupNormLayer(SampleNormLayer):
     def groups_for(self, input_shape: Shape) -> int:
         """Return `groups`."""
         if input_shape[-1] % self.groups:
-            raise ConfigError(f"groups {self.groups} must divide the input's {input_shape[-1]} channels")
+            raise ConfigError(f"groups {self.groups} must divide the input's {counted(input_shape[-1], 'channel')}")
         return self.groups
 
 

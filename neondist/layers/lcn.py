@@ -13,6 +13,7 @@ from ..geometry import Box, GridShape, Window
 from ..halo import ExchangePolicy, GlobalArray
 from ..registry import suggest
 from ..registry.ranges import Positive
+from ..terminal.console import counted
 from .base import Dist, Layer, Shape
 from .context import StepContext
 from .lcn_window import Halos, LocalArray, LocalWindow, centred_slices
@@ -93,7 +94,8 @@ class LCNLayer(Layer):
             if window.mode == "reflect" and reach >= n:
                 raise ConfigError(
                     f"kernel_size {self.local.kernel_size} with halo '{self.halo}' and padding_mode 'reflect' needs an"
-                    f" image of more than {reach} cells on axis {axis}, but it has {n}; use a smaller kernel_size,"
+                    f" image of more than {counted(reach, 'cell')} on axis {axis}, but it has {n}; use a smaller"
+                    " kernel_size,"
                     f"{remedy} or padding_mode 'zeros'"
                 )
         return window

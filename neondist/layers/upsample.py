@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Upsampling
 from ..halo import ExchangePolicy
+from ..terminal.console import counted
 from .base import Dist, Layer, Shape
 from .context import StepContext
 
@@ -56,7 +57,9 @@ class UpsampleLayer(Layer):
         ndim = len(input_shape) - 1
         factor = (self.factor,) * ndim if isinstance(self.factor, int) else tuple(self.factor)
         if len(factor) != ndim:
-            raise ConfigError(f"factor {self.factor}: expected one integer, or one for each of {ndim} axes")
+            raise ConfigError(
+                f"factor {self.factor}: expected one integer, or one for each of {counted(ndim, 'axis', 'axes')}"
+            )
         return Upsampling(factor, self.mode == "bilinear")
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from ..costs.labels import value_at_label
 from ..errors import ConfigError
 from ..registry.ranges import Count
+from ..terminal.console import counted
 from .base import Metric
 from .classes import scores_and_labels
 
@@ -42,4 +43,6 @@ class TopK(Metric):
     def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if there are fewer than `k` classes."""
         if classes is not None and self.k > classes:
-            raise ConfigError(f"k: {self.k} guesses exceed the {classes} classes; give at most {classes}")
+            raise ConfigError(
+                f"k: {self.k} guesses exceed the {counted(classes, 'class', 'classes')}; give at most {classes}"
+            )

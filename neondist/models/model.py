@@ -29,6 +29,7 @@ from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..system.memory import PROCESS_OVERHEAD_BYTES, network_bytes_per_rank, parse_bytes
+from ..terminal.console import counted
 from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
@@ -499,7 +500,7 @@ class Model(LayerModel):
         lo, hi = grid.sample_range(whole)
         if len(x) != hi - lo:
             raise ShapeError(
-                f"{len(x)} samples were passed, but rank {grid.rank} takes {hi - lo} of a batch of {whole}; give"
+                f"got {counted(len(x), 'sample')}, but rank {grid.rank} takes {hi - lo} of a batch of {whole}; give"
                 " batch_size for a batch smaller than the one the model was built for"
             )
         return whole

@@ -9,6 +9,7 @@ from ..halo import GlobalArray
 from ..parallel import LayerParameters
 from ..runtime import Executor, Pass
 from ..system.lazy import LazyTile
+from ..terminal.console import counted
 
 
 class ModelPass:
@@ -66,7 +67,8 @@ class ModelPass:
             raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
         if len(dy) != self._run.samples:
             raise ShapeError(
-                f"dy has {len(dy)} samples, but the forward pass had {self._run.samples}; run fprop of the batch"
+                f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; run fprop of"
+                " the batch"
                 " right before bprop"
             )
         output.check_tile("dy", dy)

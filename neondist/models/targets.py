@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import ShapeError
 from ..geometry import Box
 from ..halo import GlobalArray
+from ..terminal.console import counted
 
 
 def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
@@ -40,7 +41,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     if len(targets) == batch_size:
         targets = targets[lo:hi]
     elif len(targets) != hi - lo:
-        raise ShapeError(f"{len(targets)} targets for a batch of {batch_size}; give one per sample")
+        raise ShapeError(f"{counted(len(targets), 'target')} for a batch of {batch_size}; give one per sample")
     spatial = targets.shape[1 : 1 + len(output.extent)]
     if spatial == output.own.shape:
         return targets

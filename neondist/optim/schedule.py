@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.ranges import Count, Index, Positive, UnitInterval
+from ..terminal.console import counted
 
 
 class Schedule(Registered, ABC):
@@ -213,6 +214,6 @@ def _cosine_between(first: float, last: float, progress: float) -> float:
 def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
     if run_epochs > schedule_epochs:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {schedule_epochs} epochs, but {run_epochs} epochs are trained; set"
-            f" this to {run_epochs} as well"
+            f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but {run_epochs} are trained;"
+            f" set this to {run_epochs} as well"
         )

@@ -11,6 +11,7 @@ from operator import ge, lt
 
 from ..geometry import Box, GridShape, Overlapping, Partition, PartKinds, StripGrid, hull_partition
 from ..layers import Layer, declared_with
+from ..terminal.console import counted
 from .classes import axis_part_keys, kinds_of_tiles
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .planner import TRAINING_COST_FACTOR, operations_per_cell
@@ -87,7 +88,7 @@ class Stream:
         sweeps = len(self.reduction_steps("forward")) + len(self._backward_sweep_ends_without_cuts)
         tiled = len(self.graph.shapes[self.graph.output_value]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
-        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
+        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {counted(sweeps + tiled, 'time')} a step"
 
     def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""

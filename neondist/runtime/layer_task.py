@@ -12,6 +12,7 @@ from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Layer, Reduction, Shard, StepContext, declared_with
 from ..plan import Graph
+from ..terminal.console import counted
 from .reduce import combine_ranks, merge_batches
 from .tasks import Task
 from .workspace import Passes, SectionPass
@@ -265,7 +266,8 @@ class LayerTask(Task):
             declared = reduction.result_elements(samples)
             if partial_result is not None and partial_result.size != declared:
                 raise PlanError(
-                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces {partial_result.size} elements"
+                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces"
+                    f" {counted(partial_result.size, 'element')}"
                     f" {reduction.direction}, but its reductions_for declares {declared}"
                 )
 

@@ -19,6 +19,7 @@ from ..io.checkpoint import ArrayPart, open_checkpoint, write_checkpoint
 from ..io.checkpoint.read import CheckpointReader
 from ..io.checkpoint.texts import parse_json
 from ..io.files import atomic_replacement, make_folder
+from ..terminal.console import counted
 from .message import Message, MessageError
 from .placement import ServerLayout, ServerPiece, TableSpec
 from .progress import AppliedMinibatches
@@ -231,7 +232,9 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_NAME.fullmatch(path.name))
     counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_NAME.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
-        raise DataError(f"{folder}: is not a complete checkpoint of servers ({len(paths)} files); specify another")
+        raise DataError(
+            f"{folder}: is not a complete checkpoint of servers ({counted(len(paths), 'file')}); specify another"
+        )
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(open_checkpoint(path, SingleTransport()))) for path in paths]
         if len({file.save_id for file in files}) > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ServiceError
+from ..terminal.console import counted
 from .dense import DENSE_PREFIX
 from .group import ServerGroup
 from .message import Message, MessageArray
@@ -107,7 +108,8 @@ class ParameterClient:
     ) -> None:
         if len(addresses) != len(layouts):
             raise ServiceError(
-                f"{len(addresses)} servers, but the parameters are on {len(layouts)}; give one address per server"
+                f"{counted(len(addresses), 'server')}, but the parameters are on {len(layouts)}; give one address"
+                " per server"
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
         self._server_group = ServerGroup(addresses, token, timeout, patience)

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from ..errors import ConfigError, ServiceError
+from ..terminal.console import counted
 from .database import read_note
 from .message import Message
 from .progress import AppliedMinibatches, MinibatchId
@@ -233,8 +234,9 @@ class Master(Service):
         if absent - self._without_update:
             missing = len(absent - self._without_update)
             raise ServiceError(f"a server lacks {missing} of {len(sizes)} minibatches; start the job again")
-        skipped = f", but for {len(absent)} minibatches whose gradients were not finite" if absent else ""
-        return f"{records} records in each of {epochs} epochs, each once{skipped}"
+        lost = counted(len(absent), "minibatch", "minibatches")
+        skipped = f", but for {lost} whose gradients were not finite" if absent else ""
+        return f"{counted(records, 'record')} in each of {counted(epochs, 'epoch')}, each once{skipped}"
 
     def _open_queue(self, parameters: Mapping[str, int]) -> None:
         """Open the queue for training parameters."""

@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays.rng import shuffled_indices
 from ..errors import ConfigError
 from ..registry.ranges import require_choice, require_integer, require_real
+from ..terminal.console import counted
 from .database import TaskDatabase, TaskRow
 
 TASK_KINDS = ("training", "evaluation", "prediction")
@@ -356,7 +357,8 @@ class TaskQueue:
             return None
         self._database.mark_failed(task)
         reason = (
-            f"{self.source}: record {failed} has failed {failures} times, the last time with: {error}; correct the"
+            f"{self.source}: record {failed} has failed {counted(failures, 'time')}, the last time with: {error};"
+            " correct the"
             " record, or skip such records with --skip-bad-records"
         )
         self._database.store_note(_STOP_REASON_NOTE, reason)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..terminal.console import counted
 from .dense import DenseParameters
 from .message import Message, MessageError
 from .placement import ServerLayout, TableSpec
@@ -189,4 +190,6 @@ class ServerState:
     def _check_ids(self, spec: TableSpec, ids: np.ndarray) -> None:
         invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
         if invalid.any():
-            raise MessageError(f"table '{spec.name}': id {ids[invalid][0]} is not among this server's {spec.rows} rows")
+            raise MessageError(
+                f"table '{spec.name}': id {ids[invalid][0]} is not among this server's {counted(spec.rows, 'row')}"
+            )

@@ -42,7 +42,9 @@ def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
     if owners > ranks:
-        raise strategy.error(f"has {owners} owners, but the job has {counted(ranks, 'rank')}; build it for this number")
+        raise strategy.error(
+            f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}; build it for this number"
+        )
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     owner_ranks = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]

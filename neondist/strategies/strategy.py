@@ -279,7 +279,7 @@ class _StrategyFileParser:
             raise node_error(*location, f"owner {max(owner_list)} does not exist; owners are 0 to {owners - 1}")
         if division is not None and len(owner_list) != len(division[1]):
             raise node_error(
-                *location, f"{len(owner_list)} owners for {len(division[1])} parts; give one for each part"
+                *location, f"{counted(len(owner_list), 'owner')} for {len(division[1])} parts; give one for each part"
             )
         return spec, ParameterStrategy(kind, division, owner_list, group, compression, sync, staleness)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError, UserError
+from ..terminal.console import counted
 from .job import detect_job
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -94,7 +95,7 @@ def network_bytes_per_rank(memory: int, ranks: int) -> int:
     share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(
-            f"memory: {format_bytes(memory)} for {local_ranks} ranks on a machine; each needs"
+            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each needs"
             f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
             f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
         )

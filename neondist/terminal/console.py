@@ -13,9 +13,9 @@ def escape_invisible(text: str, keep: str = "\n") -> str:
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: '1 rank', '4 ranks'."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Format a count with its noun: '1 rank', '4 ranks'; `plural` is for nouns without a regular one."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from ..data import Dataset
 from ..formats.fields import FieldMetadata
 from ..formats.month_step import MonthStep
 from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
+from ..terminal.console import counted
 
 TEXT_NAME = "fields"
 _TIME_STEP_TOLERANCE = 0.2  # months are of 28 to 31 days
@@ -175,5 +176,5 @@ def _require_names(recorded: dict[str, Any], name: str) -> list[str]:
 def _require_numbers(recorded: dict[str, Any], name: str, count: int) -> np.ndarray:
     values = require_json_type(f"'{name}'", recorded.get(name), list)
     if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
-        raise ValueError(f"'{name}' are not {count} numbers")
+        raise ValueError(f"'{name}' is not a list of {counted(count, 'number')}")
     return np.array(values, np.float64)

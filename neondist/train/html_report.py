@@ -18,6 +18,7 @@ from ..io.files import short_reason
 from ..io.generation_log import read_events
 from ..io.output import CLASS_NAMES
 from ..io.regular_file import open_regular, read_bytes
+from ..terminal.console import counted
 from .job_report import job_section_html
 from .page import (
     SPLIT_COLOURS,
@@ -63,7 +64,7 @@ def run_report_html(folder: Path) -> str:
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
-        f"<p>{last['epoch']} epochs, {format_value(last.get('step', '?'))} steps. Source: metrics.jsonl.</p>",
+        f"<p>{counted(last['epoch'], 'epoch')}, step {format_value(last.get('step', '?'))}. Source: metrics.jsonl.</p>",
         "<h2>Curves</h2>",
         *(line_plot_svg(name, _split_points(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",

@@ -15,6 +15,7 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
+from ..terminal.console import counted
 from .checkpoint_fields import field_texts, restore_fields
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class TrainState:
         """Raise DataError unless the epoch to continue has this number of samples."""
         if self.epoch_size != samples:
             raise DataError(
-                f"was written in the middle of an epoch of {samples} samples, but the data set has {self.epoch_size};"
+                f"was written in the middle of an epoch of {counted(samples, 'sample')}, but the data set has"
+                f" {self.epoch_size};"
                 " resume with the same data"
             )
 

@@ -19,6 +19,7 @@ from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
 from ..system.memory import require_memory
+from ..terminal.console import counted
 from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.loggers import MetricLogger
@@ -109,7 +110,7 @@ def _check_memory_for_batches(dataset: Dataset, shape: GridShape, batch_size: in
     samples = part_range(batch_size, shape.replicas, 0)[1]
     cells = shape.partition(extent).box(0).size * channels  # the first tile is the largest
     needed = _BATCHES_IN_MEMORY * samples * cells * itemsize
-    require_memory(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
+    require_memory(needed, f"a rank's tile of {counted(samples, 'sample')}", "use more ranks, or smaller batches")
 
 
 def _check_memory_for_layers(plan: Plan, free_bytes_per_rank: Callable[[int], int | None]) -> None:
@@ -154,7 +155,7 @@ def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
     shape = grid_shape(ranks, **experiment.grid)
     if experiment.batch_size < shape.replicas:
         raise ConfigError(
-            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas; give at"
+            f"batch_size: {experiment.batch_size} is less than the number of replicas, {shape.replicas}; give at"
             f" least {shape.replicas}, or use fewer replicas"
         )
     name = type(experiment.model).__name__

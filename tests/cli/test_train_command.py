@@ -234,7 +234,7 @@ def test_update_rules(project, options, rule):
         (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
         ([*SERVED, "--lr-staleness-modulation"], "give --use-async"),
         ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
-        ([*SERVED, "--grads-to-wait", "3"], "there are only 2 workers; give at most 2"),
+        ([*SERVED, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
         (["--num-workers", "1:2"], "a varying number of workers needs parameter servers"),
         ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),

@@ -279,9 +279,9 @@ def test_plan_includes_the_normaliser():
         (
             lambda: nd.BCE(pos_weight=[1.0]).check_output_shape((2,), 2),
             ConfigError,
-            "pos_weight: 1 weights for 2 outputs",
+            "pos_weight: 1 weight for 2 outputs",
         ),
-        (lambda: nd.BCE().check_output_shape((1,), 3), ShapeError, "1 outputs, but the data set has 3"),
+        (lambda: nd.BCE().check_output_shape((1,), 3), ShapeError, "1 output, but the data set has 3"),
         (lambda: nd.Huber(0), ConfigError, "delta: expected a number above 0"),
         (lambda: nd.Focal(-1), ConfigError, "gamma: expected a number of at least 0"),
     ],

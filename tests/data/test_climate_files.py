@@ -167,7 +167,7 @@ INCONSISTENT = {
     "numbers for times": (
         lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
     ),
-    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20 times give 0"),
+    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20 times, so 0"),
     "unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
 }  # fmt: skip
 

@@ -201,9 +201,9 @@ def test_skipped_inputs_are_reported(tmp_path, capsys):
     output = capsys.readouterr().out
     for line in (
         f"left out: {tmp_path}/in/train/owl has no images, so it is not counted as a class\n",
-        "left out: 1 files called *.txt\n",
+        "left out: 1 file called *.txt\n",
         f"left out: 4 images in {tmp_path}/in/more\n",
-        f"left out: 1 images in {tmp_path}/in/train\n",
+        f"left out: 1 image in {tmp_path}/in/train\n",
     ):
         assert line in output
     np.savez(tmp_path / "x.npz", x=np.zeros((4, 3, 3)), y=np.arange(4), z=np.zeros(3))

@@ -97,7 +97,7 @@ def test_each_replica_trains_on_its_own_shard():
 
 @pytest.mark.parametrize(("numbers", "message"), [
     ((0, 0), "num_shards"),
-    ((2, 2), "index: 2, but there are 2 shards"),
+    ((2, 2), "index: 2, but 2 shards"),
     ((2, -1), "index"),
     ((2, 0.5), "index"),
 ])  # fmt: skip

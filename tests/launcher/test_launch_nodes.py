@@ -119,7 +119,7 @@ def test_lost_script_is_restarted(folder):
     )
     code, out, err = run_command(build_command("launch", "nodes.yaml", "--restarts", 1, "dies.py"), folder)
     assert code == 0, err
-    assert "; restarting the script, on 1 ranks" in out
+    assert "; restarting the script, on 1 rank" in out
     assert [line for line in out.splitlines() if line in ("generation 1", "generation 2")] == [
         "generation 1",
         "generation 2",

@@ -64,7 +64,7 @@ def test_killed_rank_and_damaged_checkpoint(folder):
     restarts = [line for line in out.splitlines() if line.startswith("restart ")]
     assert len(restarts) == 1
     assert re.match(r"restart 1 of 3: rank 1 of 2 on \S+ .*; resuming from checkpoint-0000000", restarts[0])
-    assert restarts[0].endswith("on 1 ranks")
+    assert restarts[0].endswith("on 1 rank")
     assert "Traceback" not in err
     (folder / "die2").unlink()
     assert run_toy(folder, "other")[0] == 0

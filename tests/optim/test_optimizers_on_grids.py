@@ -286,7 +286,7 @@ def test_plateau_matches_torch():
         (lambda: nd.Plateau(1.0), "factor: .*below 1"),
         (lambda: nd.Warmup(0), "epochs: expected a number above 0"),
         (lambda: nd.OneCycle(3).check_epochs(4), "the learning rate is 0 after 3 epochs"),
-        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_epochs(5), "after 3 epochs, but 4 epochs are trained"),
+        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_epochs(5), "after 3 epochs, but 4 are trained"),
         (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
         (
             lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_epochs(3),

@@ -83,7 +83,7 @@ def test_scalars_cannot_be_partitioned(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ((), "2 ranks form one replica of 2 tiles; set grid.replicas, or use sync: true"),
+    ((), "2 ranks form a single replica; set grid.replicas, or use sync: true"),
     (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: applies to a single MPI job"),
     (("--set", "grid.replicas=2", "--resume"), "has no checkpoint of servers to resume from; start with --init-from"),
 ])  # fmt: skip

@@ -67,7 +67,7 @@ def test_incompatible_grid():
 
 def test_fewer_samples_than_replicas():
     error = catch_validation_error(make_small_experiment(batch_size=3, grid={"replicas": 4}), 4)
-    assert str(error).startswith("batch_size: 3 samples are fewer than the 4 replicas; give at least 4")
+    assert str(error).startswith("batch_size: 3 is less than the number of replicas, 4; give at least 4")
 
 
 def test_serial_experiment_on_several_ranks():
@@ -170,7 +170,7 @@ model: !GBDist
   {field}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 epochs are"
+    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 are"
     with pytest.raises(ConfigError, match=message):
         _validate_file(tmp_path / "x.yaml")
     _validate_file(tmp_path / "x.yaml", [f"model.{field}.schedule.epochs=8"])

@@ -85,4 +85,4 @@ def test_bar_for_ranks_of_the_launcher(monkeypatch):
 
 def test_complete_run_is_reported(capsys):
     fit(ToyModel(), ToyData(), 2, 4, [ProgressBar()], epoch=2)
-    assert "all 2 epochs are complete" in capsys.readouterr().out
+    assert "training is complete after 2 epochs" in capsys.readouterr().out

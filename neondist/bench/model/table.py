@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...io.files import write_text
+from ...terminal.console import counted
 from ..tables import bytes_text, markdown_table, seconds_text
 from .drawing import draw_predictions
 from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
@@ -56,10 +57,10 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on large rank counts and on the prediction error."""
     ranks = first_latency_bound_ranks(rows)
     sentences = [
-        f"no faster with more than {fastest_rank_count(rows)} ranks",
+        f"no faster with more than {counted(fastest_rank_count(rows), 'rank')}",
         "message latency is below compute time on all of these"
         if ranks is None
-        else f"message latency exceeds compute time from {ranks} ranks on",
+        else f"message latency exceeds compute time from {counted(ranks, 'rank')} on",
     ]
     measured = {row["ranks"]: row["measured_seconds"] for row in rows if row.get("measured_seconds")}
     if measured:

@@ -130,7 +130,8 @@ def run_step_bench(
     words += [f"--import={module}" for module in arguments.modules]
     return run_bench_for_json(
         ["step", options.escape_leading_dash(arguments.file), *words], env,
-        lambda code, _: LaunchError(f"{ranks} ranks ended with exit code {code}; see their output above"), stderr=None,
+        lambda code, _: LaunchError(f"{counted(ranks, 'rank')} ended with exit code {code}; see the output above"),
+        stderr=None,
     )  # fmt: skip
 
 
@@ -182,7 +183,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
             machine = replace(machine, error=model.prediction_error(world, cores, machine, progress))
         if world.rank == 0:
             write_machine(
-                Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks"
+                Path(arguments.output),
+                machine,
+                f"measured by neondist bench model calibrate on {counted(world.size, 'rank')}",
             )
             emit(read_bytes(arguments.output).decode(), *noise_warnings(noise))
         return 0

@@ -18,6 +18,7 @@ from ...errors import ConfigError, LaunchError, MissingPackageError
 from ...io.files import has_matplotlib, write_text
 from ...launcher.ranks import get_mpi_job
 from ...system import threads
+from ...terminal.console import counted
 from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 from .scaling import run_step_bench
@@ -105,8 +106,10 @@ def check_timing_conditions(
     if get_mpi_job(arguments) is not None:
         raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside of an MPI job, with -n RANKS")
     if ranks > cores and not arguments.force:
-        raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and timings of ranks that share a core are"
-                          f" meaningless; give at most {cores}, or --force")  # fmt: skip
+        raise LaunchError(
+            f"-n {ranks}: this machine has {counted(cores, 'core')}, and timings of ranks that share a core are"
+            f" meaningless; give at most {cores}, or --force"
+        )
     for file in filter(None, files):  # before hours of measurements
         if file.is_dir() or not file.parent.is_dir():
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; give a file")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError, MissingPackageError
-from ...terminal.console import say
+from ...terminal.console import counted, say
 from .manifests import Manifest
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -79,7 +79,7 @@ class Cluster:
             elif any(_find_differences(manifest, current)):
                 replicas = manifest["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
                 self._call_api("patch", manifest, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
-                say(f"{_manifest_title(manifest)}: {replicas} workers")
+                say(f"{_manifest_title(manifest)}: {counted(replicas, 'worker')}")
 
     def delete(self, manifests: Sequence[Manifest]) -> None:
         """Delete the existing objects, the job first."""

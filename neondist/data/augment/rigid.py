@@ -10,6 +10,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...geometry import Box, Range, fold_index, sources_within
 from ...registry.ranges import Count
+from ...terminal.console import counted
 from .base import Axis, Probability, RandomDraw, Transform, axis_indices, map_axis_ranges
 
 
@@ -77,7 +78,8 @@ class QuarterTurns(Transform):
         a, b = axis_indices(self, self.axes, shape)
         if shape[a] != shape[b]:
             raise ConfigError(
-                f"QuarterTurns: images of shape {tuple(shape)} have {shape[a]} cells along {self.axes[0]} and"
+                f"QuarterTurns: images of shape {tuple(shape)} have {counted(shape[a], 'cell')} along {self.axes[0]}"
+                " and"
                 f" {shape[b]} along {self.axes[1]}, so a quarter turn does not fit; use Flip of both, or square images"
             )
 
@@ -127,7 +129,8 @@ class Shift(Transform):
         """Raise ConfigError if the image is too small for reflection."""
         if self.mode == "reflect" and self.max >= min(shape[:-1]):
             raise ConfigError(
-                f"Shift: max: images of shape {tuple(shape)} cannot be reflected by {self.max} cells; give less than"
+                f"Shift: max: images of shape {tuple(shape)} cannot be reflected by {counted(self.max, 'cell')};"
+                " give less than"
                 f" {min(shape[:-1])}, or mode: replicate"
             )
 

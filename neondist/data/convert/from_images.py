@@ -16,6 +16,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...formats.image_loader import IMAGE_SUFFIXES, ImageLoader
+from ...terminal.console import counted
 from ..csv_table import read_rows
 from ..split_source import ImagesAndLabels, SplitSource, samples_per_block
 
@@ -119,17 +120,17 @@ def _is_file_inside(folder: Path, name: str) -> bool:
 def _describe_unused(folder: Path, samples: dict[str, list[Sample]], *inputs: Path) -> tuple[str, ...]:
     """Return a line for each subfolder or kind of file of `folder` that is neither a sample nor one of the `inputs`."""
     taken = {path for pairs in samples.values() for path, _ in pairs}
-    skipped: Counter[str] = Counter()
+    skipped: Counter[tuple[str, str]] = Counter()
     for path in find_files(folder):
         _require_inside(folder, path)
         if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in inputs):
             continue
         parts = path.relative_to(folder).parts
         if path.suffix.lower() not in IMAGE_SUFFIXES:
-            skipped[f"files called *{path.suffix}"] += 1
+            skipped["file", f"called *{path.suffix}"] += 1
         else:
-            skipped["images in " + str(folder / parts[0] if len(parts) > 1 else folder)] += 1
-    return tuple(f"left out: {count} {kind}" for kind, count in sorted(skipped.items()))
+            skipped["image", f"in {folder / parts[0] if len(parts) > 1 else folder}"] += 1
+    return tuple(f"left out: {counted(count, noun)} {place}" for (noun, place), count in sorted(skipped.items()))
 
 
 def _build_splits(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
+from ...terminal.console import counted
 from ..datasets.cifar10_files import BATCH_FILES, RECORD_BYTES, BatchSource, decode_batch
 from ..datasets.idx import IMAGES_MAGIC, LABELS_MAGIC, MaybeGzipStream, open_idx, read_idx_header
 from ..split_source import ImagesAndLabels, SplitSource, samples_per_block
@@ -51,7 +52,8 @@ def _idx_split(images: Path, labels: Path) -> SplitSource:
     header, digits = read_idx_header(images, IMAGES_MAGIC), read_idx_header(labels, LABELS_MAGIC)
     if header.count != digits.count:
         raise DataError(
-            f"{images} has {header.count} images, {labels} has {digits.count} labels; take both files from the same set"
+            f"{images} has {counted(header.count, 'image')}, {labels} has {counted(digits.count, 'label')}; take"
+            " both files from the same set"
         )
 
     def read_blocks() -> Iterator[ImagesAndLabels]:

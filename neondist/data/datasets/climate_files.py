@@ -17,6 +17,7 @@ from ...geometry import Box
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count, Index
 from ...system.memory import parse_bytes
+from ...terminal.console import counted
 from ..augment import Transform
 from ..base import Dataset, Split, count_held_out, require_fraction_or_count, tile_slices
 from ..raw_values import normalise
@@ -220,14 +221,16 @@ class ClimateFiles(Dataset):
         held_out = (self._validation_share is not None) + (self._test_share is not None)
         if samples < 1 + held_out:
             raise DataError(
-                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}: {times} times give"
-                f" {max(samples, 0)} samples for {1 + held_out} splits; give more files"
+                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}:"
+                f" {counted(times, 'time')}, so {counted(max(samples, 0), 'sample')} for"
+                f" {counted(1 + held_out, 'split')}; give more files"
             )
         last = 0 if self._test_share is None else count_held_out("test", self._test_share, samples)
         middle = 0 if self._validation_share is None else self.count_validation(samples)
         if last + middle >= samples:
             raise DataError(
-                f"validation: {middle} of {samples} samples, and {last} for test, leave no training samples; give fewer"
+                f"validation: {middle} of {counted(samples, 'sample')}, and {last} for test, leave no training"
+                " samples; give fewer"
             )
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]

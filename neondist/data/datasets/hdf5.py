@@ -13,6 +13,7 @@ from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
+from ...terminal.console import counted
 from ..base import Dataset, Split, count_named_classes
 from ..raw_values import full_scale
 from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
@@ -201,7 +202,8 @@ class HDF5Dataset(Dataset):
             values = np.asarray(images.attributes.get(field, default) if override is None else override, np.float64)
             if values.shape not in ((), (1,), images.shape[-1:]):
                 raise DataError(
-                    f"{field}: {values.shape} numbers do not fit the {images.shape[-1]} channels of {images.name};"
+                    f"{field}: {values.shape} numbers do not fit the {counted(images.shape[-1], 'channel')} of"
+                    f" {images.name};"
                     " give one, or one per channel"
                 )
             result[field] = _check_finite(field, values, positive=field != "mean")

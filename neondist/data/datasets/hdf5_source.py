@@ -14,6 +14,7 @@ from ...errors import DataError
 from ...io.hdf5.checksums import hash_array, read_verified_array
 from ...io.hdf5.reader import array_names, find_object, hdf5_read_errors, is_numeric, open_hdf5, size_and_mtime
 from ...system.memory import require_memory
+from ...terminal.console import counted
 
 MAX_CHUNK_BYTES = 1 << 30  # bytes that one read may decode in excess; typical chunks have a few MiB
 _MAX_COMPRESSION_RATIO = 1032  # compression ratio of deflate, at most
@@ -94,7 +95,8 @@ def _read_group_arrays(
         raise DataError(f"{path}: {x.name} holds booleans; store them as uint8")
     if y.shape[0] != x.shape[0]:
         raise DataError(
-            f"{path}: {x.name} has {x.shape[0]} samples, {y.name} has {y.shape[0]}; give one label per sample"
+            f"{path}: {x.name} has {counted(x.shape[0], 'sample')}, {y.name} has {y.shape[0]}; give one label per"
+            " sample"
         )
     spatial = len(x.shape) - 2
     if len(y.shape) > spatial:
@@ -102,7 +104,9 @@ def _read_group_arrays(
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
     if find_object(file, y.name).nbytes > max(_MAX_COMPRESSION_RATIO * path.stat().st_size, 1 << 20):
-        raise DataError(f"{path}: {y.name} declares {y.shape[0]} labels, more than the file can hold; it is damaged")
+        raise DataError(
+            f"{path}: {y.name} declares {counted(y.shape[0], 'label')}, more than the file can hold; it is damaged"
+        )
     require_memory(2 * find_object(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
     return x, y, read_verified_array(file, y.name)
 

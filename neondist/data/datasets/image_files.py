@@ -13,6 +13,7 @@ from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count
 from ...system.memory import parse_bytes
+from ...terminal.console import counted
 from ..base import (
     Dataset,
     Split,
@@ -189,7 +190,8 @@ class ImageFiles(Dataset):
             rest = drawn[first:last]
         if last >= self._num_training_images:
             raise DataError(
-                f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
+                f"test: {counted(first, 'image')} for validation and {last - first} for test leave no training"
+                " images; give fewer"
             )
         return [np.sort(image_numbers) for image_numbers in (drawn[last:], drawn[:first], rest)]
 

@@ -18,6 +18,7 @@ from ...formats import TileSource, open_source
 from ...formats.image_loader import IMAGE_SUFFIXES
 from ...formats.pictures import ClassMapSource
 from ...formats.table import has_known_suffix
+from ...terminal.console import counted
 from ..csv_table import is_number, read_rows
 
 _ARRAY_OR_LEVEL_SUFFIX = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
@@ -158,7 +159,8 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:
-            problem = f"{len(group)} masks of {_describe(group[0])}, but its image {name} has {counts[name]} samples"
+            image = f"its image {name} has {counted(counts[name], 'sample')}"
+            problem = f"{counted(len(group), 'mask')} of {_describe(group[0])}, but {image}"
             raise DataError(f"{group[0].name}: has {problem}; give a mask for each slice, page or time")
     all_masks = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, all_masks, strict=True):
@@ -223,7 +225,8 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
             raise DataError(f"{path}: {row[0]!r} matches no image; remove the row, or correct the pattern of images")
         if len(row) < 2 or (rows_by_name and len(row) - 1 != len(next(iter(rows_by_name.values())))):
             raise DataError(
-                f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all rows the same number"
+                f"{path}: the row {','.join(row)[:80]!r} has {counted(len(row) - 1, 'value')}; give all rows the"
+                " same number"
             )
         if rows_by_name.setdefault(name, row[1:]) != row[1:]:
             raise DataError(f"{path}: {row[0]!r} has two rows; keep one")

@@ -11,6 +11,7 @@ import numpy as np
 from ...errors import DataError
 from ...io.files import short_reason
 from ...io.regular_file import open_regular
+from ...terminal.console import counted
 from ..csv_table import is_number
 from .base import BadRecordError, RecordReader
 
@@ -61,7 +62,7 @@ class CsvRecords(RecordReader):
     def _read_row(self, number: int) -> np.ndarray:
         cells = self._read_cells(number)
         if len(cells) != self._column_count:
-            raise self._bad_record(number, f"has {len(cells)} columns, expected {self._column_count}")
+            raise self._bad_record(number, f"has {counted(len(cells), 'column')}, expected {self._column_count}")
         if self._is_text:
             return np.array(cells)
         try:

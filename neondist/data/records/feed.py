@@ -12,6 +12,7 @@ import numpy as np
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError, UserError
+from ...terminal.console import counted
 from ..base import Dataset, Split
 from .base import RecordReader
 
@@ -73,7 +74,9 @@ class FeedFunction:
             else:
                 raise ConfigError(f"{self.location}: {name} cannot be one array ({error})") from error
         if count != records:
-            raise ConfigError(f"{self.location}: {name} are {count} for {records} records; return one per record")
+            raise ConfigError(
+                f"{self.location}: {name} are {count} for {counted(records, 'record')}; return one per record"
+            )
         if array.dtype.kind not in "biuf":
             raise ConfigError(f"{self.location}: {name} have dtype {array.dtype}; return numbers")
         return array

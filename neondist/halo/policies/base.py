@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ...errors import PlanError
 from ...registry import Registered
+from ...terminal.console import counted
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
@@ -99,7 +100,7 @@ class ExchangePolicy(Registered, ABC):
         least, _, most = self.exchanges_per_call(direction)
         if not least <= count <= most:
             raise PlanError(
-                f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its"
+                f"scheme {type(self).__name__} has exchanged {counted(count, 'time')} in one call {direction}, but its"
                 f" exchanges_per_call declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
             )
 

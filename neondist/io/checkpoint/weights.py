@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import DataError
 from ...parallel import ParameterShard
+from ...terminal.console import counted
 from .pieces import ArrayPart
 from .read import CheckpointReader
 
@@ -39,7 +40,7 @@ class WeightMatch:
 
     def __str__(self) -> str:
         text = self.describe_differences()
-        return f"{len(self.loaded)} arrays loaded{'; ' * bool(text)}{text}"
+        return f"{counted(len(self.loaded), 'array')} loaded{'; ' * bool(text)}{text}"
 
     def describe_differences(self, max_names: int | None = None) -> str:
         """Describe the differences, with at most `max_names` names of each kind."""

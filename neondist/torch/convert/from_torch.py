@@ -16,6 +16,7 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_equal_on_ranks
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
+from ...terminal.console import counted
 from ..capture.capture import capture_module, decompose, node_location
 from ..capture.persistent_state import StateSnapshot
 from ..ir.errors import UnsupportedOperator
@@ -144,7 +145,8 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
     inputs = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
     if len(results) != 1 or len(inputs) != 1 or not isinstance(results[0], torch.fx.Node):
         raise ConfigError(
-            f"the module has {len(inputs)} inputs and {len(results)} outputs; a model has exactly one of each"
+            f"the module has {counted(len(inputs), 'input')} and {counted(len(results), 'output')}; a model has"
+            " exactly one of each"
         )
     mutations = {  # results that are written to buffers
         result: spec.target

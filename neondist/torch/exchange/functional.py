@@ -17,6 +17,7 @@ from ...comm import ProcessGrid
 from ...comm.agree import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
+from ...terminal.console import counted
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
 from .channel import Channel, memory_format_of
@@ -311,6 +312,8 @@ def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
         raise ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
     if x.dim() != window.ndim + 2:
-        raise ShapeError(f"x: a window of {window.ndim} axes needs the shape {expected}, got {tuple(x.shape)}")
+        raise ShapeError(
+            f"x: a window of {counted(window.ndim, 'axis', 'axes')} needs the shape {expected}, got {tuple(x.shape)}"
+        )
     if global_shape is not None and len(global_shape) != x.dim():
         raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)}")

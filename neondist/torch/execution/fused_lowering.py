@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...geometry import DimRequest, Range, hull_of_ranges
 from ...halo import ExchangePolicy, Fusion
+from ...terminal.console import counted
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE_OPS, Value
@@ -63,7 +64,7 @@ class FusedLowering(ProgramLowering):
         """Description of the segments."""
         windows = sum(record.has_windows for segment in self._segments for record in segment.records.values())
         rows = [segment.rows for segment in self._segments]
-        text = f"segments: {len(rows)}, with {windows} windows and the operators after them"
+        text = f"segments: {len(rows)}, with {counted(windows, 'window')} and the operators after them"
         return f"{text}, in strips of {_format_range(rows)} rows" if self.computes_in_parts else text
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:

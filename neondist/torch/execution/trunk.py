@@ -20,6 +20,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...system.memory import format_bytes
+from ...terminal.console import counted
 from ..capture.capture import lower_program
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
@@ -128,7 +129,7 @@ class TrunkLowering(FusedLowering):
         """Description of the part computed block by block."""
         text = f"memory: {' x '.join(map(str, self.parts))} blocks per rank (samples x space)"
         if self.trunk.norms:
-            text += f", after {len(self.trunk.norms)} sweeps for the statistics of norms,"
+            text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms,"
         if self.trunk.refusal is not None:
             text += f" up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text

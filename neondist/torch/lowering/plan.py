@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...halo import scheme_text
+from ...terminal.console import counted
 from ..ir.graph import IDENTITY_KINDS, Step, TorchGraph
 from .traffic import RankSubset, TrafficKey, traffic_of
 
@@ -112,7 +113,8 @@ class TorchPlan(TorchGraph):
         ]
         summed = sum(self.reduction_bytes(self.rank).values())
         lines.append(
-            f"{len(self.steps)} steps; in a training step rank {self.rank} sends {self.bytes(self.rank):,d} bytes and"
+            f"{counted(len(self.steps), 'step')}; in a training step rank {self.rank} sends"
+            f" {self.bytes(self.rank):,d} bytes and"
             f" contributes {summed:,d} to reductions"
         )
         return "\n".join(lines)

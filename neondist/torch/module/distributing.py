@@ -110,7 +110,7 @@ def distribute(
         raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(item is None or isinstance(item, torch.dtype) for item in dtypes):
-        raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
+        raise ConfigError(f"dtype: expected a torch.dtype, or one per input ({len(shapes)}), got {dtype!r}")
     if not (grid is None or isinstance(grid, ProcessGrid)):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from ...arrays.rng import key
 from ...comm import ProcessGrid
 from ...errors import ConfigError, ShapeError
+from ...terminal.console import counted
 from ..capture.checks import checksum_of
 from ..execution.tiling import mark_with_layout
 from ..ir.layout import Layout, Mesh, local_shape, replicated
@@ -120,7 +121,8 @@ class Loader:
                 layout = _batch_layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
-                        f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
+                        f"loader: a batch of {counted(samples, 'sample')} has a tensor of shape"
+                        f" {tuple(leaves[at].shape)} on this"
                         f" rank, expected {expected}; collate_fn must return one entry per sample"
                     )
                 mark_with_layout(leaves[at], layout)

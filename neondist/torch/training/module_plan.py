@@ -21,6 +21,7 @@ from ...plan.blocks import IMAGE_COPIES
 from ...plan.model_plan import Workload
 from ...plan.parameters import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder
+from ...terminal.console import counted
 from ..execution.options import ExecutionOptions
 from ..ir.graph import GRADIENTS, Value
 from ..ir.layout import Mesh, NeededRanges, default_layout
@@ -226,7 +227,7 @@ class ModulePlan:
         total, parameters = self.all_costs.total, self.parameters
         sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
         rank = self.all_costs.max_memory_rank
-        notes = [f"{len(self.steps.steps)} steps; memory is that of rank {rank}, which needs most"]
+        notes = [f"{counted(len(self.steps.steps), 'step')}; memory is that of rank {rank}, which needs most"]
         peak = report.format_size(self.max_training_memory)
         arrays = "parameters, optimiser, values and gradients"
         notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory: of the process")

@@ -14,6 +14,7 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard
+from ...terminal.console import counted
 from ..module.module_scope import ModuleScope
 from ..module.parameters import MODULE
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
@@ -56,7 +57,8 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         optimizers = [item for item in _living_objects(torch.optim.Optimizer) if parameters & _parameters_of(item)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
-                f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, but a session"
+                f"session: the scope has {counted(len(scope.models), 'model')} and"
+                f" {counted(len(optimizers), 'optimizer')}, but a session"
                 " takes one of each: combine the modules, and create the optimizer before the session"
             ).on_all_ranks()
         schedulers = [item for item in _living_objects(LRScheduler) if item.optimizer is optimizers[0]]

@@ -15,6 +15,7 @@ from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...layers import Parameter
 from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard, SyncState
+from ...terminal.console import counted
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
@@ -67,7 +68,8 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
         if len(modules) > 1 or len(optimizers) > 1:
             raise ConfigError(
-                f"model: {len(modules)} modules and {len(optimizers)} optimizers; a session takes one of each:"
+                f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimizer')}; a session"
+                " takes one of each:"
                 " combine the modules"
             )
         if optimizers and not modules:

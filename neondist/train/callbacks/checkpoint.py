@@ -26,6 +26,7 @@ from ...io.checkpoint.read import CheckpointReader
 from ...io.checkpoint.texts import MAX_EXACT_INTEGER, parse_json, require_json_integer, require_json_type
 from ...registry import suggest
 from ...registry.ranges import require_integer, require_real
+from ...terminal.console import counted
 from ...version import __version__
 from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
@@ -349,7 +350,7 @@ def _scheme_state_key(run: TrainState) -> str:
     text = different[0] if len(different) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
     shape = run.grid.shape
     tiles = f"{shape.planes} x {shape.rows} x {shape.cols}" if shape.planes > 1 else f"{shape.rows} x {shape.cols}"
-    return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {text}"
+    return f"{tiles} tiles, {counted(shape.replicas, 'replica')}, batches of {run.batch_size}, scheme {text}"
 
 
 def _run_position(run: TrainState) -> tuple[int, int, int]:

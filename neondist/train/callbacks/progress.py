@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from ...arrays.precision import FLOAT32
 from ...data.base import SPLITS
-from ...terminal.console import format_duration, say
+from ...terminal.console import counted, format_duration, say
 from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
@@ -50,7 +50,7 @@ class ProgressBar(Hook):
         for text in (*run.start_messages, run_headline(run)):
             self._print(run, text)
         if run.epoch >= run.epochs:
-            self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
+            self._print(run, f"training is complete after {counted(run.epochs, 'epoch')}; raise epochs to train on")
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
         self.start_time, self.first_sample = time.perf_counter(), run.samples_seen
@@ -136,7 +136,7 @@ def run_headline(run: TrainState) -> str:
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
-    done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
+    done += f", {counted(run.samples_seen, 'sample')} into the next" if run.samples_seen else ""
     *others, last = [f"{len(split)} {_SPLIT_TITLES.get(name, name)}" for name, split in run.dataset.splits.items()]
     samples = f"{', '.join(others)} and {last}" if others else last
     precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining need not have one

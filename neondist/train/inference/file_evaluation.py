@@ -21,6 +21,7 @@ from ...geometry import Box
 from ...metrics.base import Metric, PerSampleMetric
 from ...metrics.output_layout import OutputLayout
 from ...models import TrainableModel
+from ...terminal.console import counted
 from ..callbacks.subsampling import sampled_slices, subsampling_step
 from ..callbacks.worst_samples import to_uint8, worst_samples
 from ..checkpoint_evaluation import MAX_PICTURE_PIXELS
@@ -158,7 +159,8 @@ def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -
         image.close()
         if image.shape[:-1] == expected:
             problem = DataError(
-                f"{labels}: holds one {dtype} value per cell; give classes as integers, or {channels} channels"
+                f"{labels}: holds one {dtype} value per cell; give classes as integers, or"
+                f" {counted(channels, 'channel')}"
             )
             continue
         problem = DataError(

@@ -25,6 +25,7 @@ from ...formats.packing import PACKING_ATTRIBUTES
 from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import open_checkpoint
+from ...terminal.console import counted
 from ..checkpoint_fields import CheckpointFields
 from ..experiment import FitExperiment
 from ..validate import experiment_grid_shape
@@ -144,7 +145,8 @@ class FieldImages:
         count = len(series) - steps + 1
         if count < 1:
             raise DataError(
-                f"{series.file_names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
+                f"{series.file_names[0]}: has {counted(len(series), 'time')}, but the network needs {steps}; give"
+                " more files"
             )
         self.series, self.factor, self.subtrahend = series, factor, subtrahend
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
@@ -181,7 +183,8 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields
             )
     if dataset.lead < 1 or (dataset.lead > 1 and dataset.steps > 1):
         raise ConfigError(
-            f"steps: inputs of {dataset.steps} times with a lead of {dataset.lead} cannot be rolled out; train with"
+            f"steps: inputs of {counted(dataset.steps, 'time')} with a lead of {dataset.lead} cannot be rolled out;"
+            " train with"
             " lead: 1, or with steps: 1"
         )
 

@@ -19,6 +19,7 @@ from ...io.checkpoint.texts import parse_json, require_json_integer, require_jso
 from ...io.regular_file import open_regular
 from ...models import Model
 from ...registry import Registered
+from ...terminal.console import counted
 from ..experiment import FitExperiment
 from ..validate import experiment_grid_shape
 from ..weights import load_inference_weights
@@ -93,7 +94,7 @@ def _channel_numbers(saved: dict[str, Any], name: str, shape: tuple[int, ...]) -
     """Return the finite numbers of a field: one, or one per channel."""
     numbers = _require_numbers(name, require_json_type(f"'{name}'", saved[name], list))
     if len(numbers) not in (1, *shape[-1:]):
-        raise ValueError(f"'{name}' has {len(numbers)} numbers for {shape[-1]} channels")
+        raise ValueError(f"'{name}' has {counted(len(numbers), 'number')} for {counted(shape[-1], 'channel')}")
     return numbers
 
 

@@ -186,7 +186,7 @@ def test_bad_arguments():
     with nd.ProcessGrid.serial() as grid:
         for arguments, message in (
             ({"module": lambda x: x}, "module: expected a torch.nn.Module, got function"),
-            ({"dtype": "float32"}, "dtype: expected a torch.dtype, or one for each of 1 inputs, got 'float32'"),
+            ({"dtype": "float32"}, "dtype: expected a torch.dtype, or one per input (1), got 'float32'"),
             ({"transport": "nccl"}, "choose 'mpi' or 'torch'"),
             ({"grid": 3}, "grid: expected a ProcessGrid, got 3"),
         ):
