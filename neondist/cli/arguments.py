@@ -6,9 +6,11 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from ..launcher.report import is_reporting_rank
+from ..registry.names import suggest_nearest
 from ..terminal.console import say
 from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, top, train, zoo
 
@@ -19,6 +21,36 @@ class _Parser(argparse.ArgumentParser):
         if is_reporting_rank():
             say(f"error: {self.prog}: {message} (usage: {self.prog} --help)", sys.stderr)
         sys.exit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words of this command; argparse would leave unknown options to the root command's message."""
+        words = list(sys.argv[1:] if args is None else args)
+        # before an error about arguments that the misspelt option was to give
+        own_words = takewhile(lambda word: word.startswith("-"), words) if self._subparsers is not None else words
+        for word in own_words:
+            if word.startswith("--") and word != "--" and not self._is_option(word.partition("=")[0]):
+                self._reject_option(word)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown and unknown[0].startswith("-"):
+            self._reject_option(unknown[0])
+        if unknown:
+            self.error(f"unexpected argument{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _is_option(self, name: str) -> bool:
+        known = self._option_string_actions
+        return name in known or (self.allow_abbrev and any(option.startswith(name) for option in known))
+
+    def _reject_option(self, word: str) -> NoReturn:
+        name = word.partition("=")[0]
+        self.error(f"unknown option {name}{suggest_nearest(name, self._option_string_actions)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += suggest_nearest(str(value), map(str, action.choices or ()))
+            raise
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words and keep them: ranks are started with the same command line."""

@@ -41,7 +41,10 @@ def classes_by_short_name(base: type) -> dict[str, type]:
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, without a close match, the list of choices."""
     choices = sorted(choices)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean '{near[0]}'?"
-    return f"; choose from {', '.join(choices)}" if choices else ""
+    return suggest_nearest(name, choices) or (f"; choose from {', '.join(choices)}" if choices else "")
+
+
+def suggest_nearest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" or, without a close match, ''."""
+    near = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,5 +1,6 @@
 """Arguments of the command line."""
 
+import argparse
 import time
 
 import pytest
@@ -99,6 +100,50 @@ def test_usage_errors_exit_with_2(argv, capsys):
     message = capsys.readouterr().err
     assert "usage: neondist" in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("predict --checkpint c", "neondist predict: unknown option --checkpint; did you mean '--checkpoint'? "),
+        ("check e.yaml --measure-memry", "check: unknown option --measure-memry; did you mean '--measure-memory'? "),
+        ("evaluate m.py --chekpoint=c", "evaluate: unknown option --chekpoint; did you mean '--checkpoint'? "),
+        ("bench step e.yaml --stps 3", "neondist bench step: unknown option --stps; did you mean '--steps'? "),
+        ("bench model predict --machne m", "bench model predict: unknown option --machne; did you mean '--machine'? "),
+        ("bench --zzz", "error: neondist bench: unknown option --zzz (usage: neondist bench --help)"),
+        ("bench stp e.yaml", "did you mean 'step'? (usage: neondist bench --help)"),
+        ("run e.yaml -q", "error: neondist run: unknown option -q (usage: neondist run --help)"),
+        ("check e.yaml f.yaml", "neondist check: unexpected argument f.yaml (usage: neondist check --help)"),
+        ("data mnist --too x", "neondist data mnist: unknown option --too; did you mean '--to'? "),
+    ],
+)
+def test_error_names_the_nearest_option_and_the_help_of_the_command(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    command = printed.removeprefix("error: ").partition(":")[0]
+    assert printed.endswith(f"(usage: {command} --help)\n")
+
+
+def test_every_command_rejects_an_unknown_option_itself(capsys):
+    for command in leaf_commands(create_parser()):
+        with pytest.raises(SystemExit):
+            parse(*command.prog.split()[1:], "--zzz")
+        assert capsys.readouterr().err == (
+            f"error: {command.prog}: unknown option --zzz (usage: {command.prog} --help)\n"
+        )
+
+
+def leaf_commands(parser):
+    """Yield the parsers of all commands without subcommands."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for command in group.choices.values():
+            yield from leaf_commands(command)
+    if not groups:
+        yield parser
 
 
 def test_usage_is_printed_by_one_rank(monkeypatch, capsys):
