@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import evaluation_page_html, read_class_names
+        from ..train.html_report import read_class_names
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
@@ -162,18 +162,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
             results = evaluate_files(
                 experiment, arguments.checkpoint, *files, grid, arguments.block, samples, arguments.axes
             )
-        with all_or_none(grid.world):
-            if grid.rank == 0:
-                emit(json.dumps(results))
-                if arguments.report is not None:
-                    settings = {"checkpoint": arguments.checkpoint}
-                    if arguments.input is not None:
-                        settings["images"] = arguments.input
-                    names = experiment.dataset.class_names or read_class_names(Path(arguments.checkpoint).parent)
-                    write_text(
-                        Path(arguments.report),
-                        evaluation_page_html(Path(arguments.file).stem, settings, results, samples, names),
-                    )
+
+        def read_names() -> Sequence[str]:
+            return experiment.dataset.class_names or read_class_names(Path(arguments.checkpoint).parent)
+
+        _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_names)
 
     load = (
         partial(load_and_validate, arguments)
@@ -194,24 +187,37 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
-        from ..train.html_report import evaluation_page_html
         from ..train.inference import evaluate_module
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         results = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
-        with all_or_none(grid.world):
-            if grid.rank == 0:
-                emit(json.dumps(results))
-                if arguments.report is not None:
-                    settings = {"checkpoint": arguments.weights, "images": arguments.input}
-                    write_text(
-                        Path(arguments.report),
-                        evaluation_page_html(
-                            Path(arguments.weights).stem, settings, results, samples, trained.class_names
-                        ),
-                    )
+        _print_results(arguments, grid, arguments.weights, arguments.weights, results, samples, lambda: trained.class_names)
 
     return _run_with_module(arguments, work)
+
+
+def _print_results(
+    arguments: argparse.Namespace,
+    grid: ProcessGrid,
+    subject: str,
+    checkpoint: str,
+    results: dict[str, Any],
+    samples: dict[str, Any] | None,
+    read_class_names: Callable[[], Sequence[str]],
+) -> None:
+    """Print the results on rank 0 as a line of JSON, and write the page of --report, named after the subject's file."""
+    from ..train.html_report import evaluation_page_html
+
+    with all_or_none(grid.world):
+        if grid.rank == 0:
+            emit(json.dumps(results))
+            if arguments.report is not None:
+                settings = {"checkpoint": checkpoint}
+                if arguments.input is not None:
+                    settings["images"] = arguments.input
+                page = evaluation_page_html(Path(subject).stem, settings, results, samples, read_class_names())
+                write_text(Path(arguments.report), page)
+                options.print_written([arguments.report], sys.stderr)
 
 
 def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
@@ -222,9 +228,13 @@ def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..session import follow_checkpoints
+        from ..session.checkpoint_follower import EVALUATION_FOLDER, METRICS_FILE
 
         times = arguments.every or DEFAULT_POLL_SECONDS, arguments.max_time
         follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *times)
+        if grid.rank == 0:
+            folder = Path(arguments.output or Path(arguments.follow, EVALUATION_FOLDER))
+            options.print_written([folder / METRICS_FILE], sys.stderr)
 
     return _run_with_experiment(arguments, partial(load_and_validate, arguments), work)
 
@@ -351,7 +361,12 @@ def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _print_written_shape(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
     if grid.rank == 0:
-        emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
+        from ..train.inference import results
+
+        kinds = results.selected_kinds(arguments.raw, arguments.probabilities, arguments.classes)
+        for kind, path in results.output_paths(kinds, Path(arguments.output)).items():
+            extents = shape[:-1] if kind == "classes" and kinds[0] != "classes" else shape
+            emit(f"written: {path}, {' x '.join(map(str, extents))}")
 
 
 def _add_file_options(cmd: argparse.ArgumentParser) -> None:

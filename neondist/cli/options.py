@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 from ..terminal.console import escape_invisible, say
 
@@ -126,6 +127,7 @@ def positive_ints(text: str) -> list[int]:
     return [positive_int(word) for word in text.split(",")]
 
 
-def print_written(files: Iterable[Path]) -> None:
-    """Print the paths of the files that a command has written."""
-    say("\n  ".join(["written:", *(escape_invisible(str(file), keep="") for file in files)]))
+def print_written(files: Iterable[str | Path | None], file: IO[str] | None = None) -> None:
+    """Print the paths of the files that a command has written, if any, to `file`, default stdout; None is skipped."""
+    if paths := [escape_invisible(str(path), keep="") for path in files if path is not None]:
+        say("\n  ".join(["written:", *paths]), file)

@@ -117,6 +117,7 @@ def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); specify another file"
             raise ConfigError(f"--output {arguments.output}: {reason}") from error
+        options.print_written([arguments.output], sys.stderr)
     elif not arguments.apply:
         sys.stdout.write(text)  # unchanged: a module may contain tabs
 

@@ -207,6 +207,7 @@ def predict(arguments: argparse.Namespace) -> int:
         with atomic_replacement(Path(arguments.output)) as file:
             np.save(file, np.concatenate(all_outputs))
     emit(f"predicted: {counted(count, 'record')}")
+    options.print_written([arguments.output])
     return 0
 
 

@@ -56,8 +56,10 @@ def test_evaluate_and_predict_do_not_depend_on_ranks(folder):
 def test_evaluate_on_the_validation_split(folder):
     words = "evaluate", *WORDS, "--split", "validation"
     options = "--set", "dataset.validation=3", "metrics=[!ConfusionMatrix {}]", "--report", "a.html"
-    metrics = json.loads(succeed(folder, *words, *options))
-    assert metrics["samples"] == 3
+    code, out, err = run_in_process(folder, *words, *options)
+    metrics = json.loads(out)  # nothing else
+    assert (code, metrics["samples"]) == (0, 3)
+    assert err.endswith("written:\n  a.html\n")
     page = (folder / "a.html").read_text()
     assert f"<td class='text'>loss</td><td>{metrics['loss']:.5g}</td>" in page
     assert "<h2>Confusion matrix</h2>" in page
@@ -72,6 +74,14 @@ def test_predict_classes_without_data_set(folder):
 
     with h5py.File(folder / "c.h5") as file:
         assert file["predictions"].shape == (9,)
+
+
+def test_predict_names_each_file_of_several_outputs(folder):
+    words = "predict", *WORDS, "--input", "x.npy", "--output", "several.npy", "--raw", "--classes"
+    out = succeed(folder, *words)
+    assert out.endswith("written: several-raw.npy, 9 x 3\nwritten: several-classes.npy, 9\n")
+    assert np.load(folder / "several-raw.npy").shape == (9, 3)
+    assert np.load(folder / "several-classes.npy").shape == (9,)
 
 
 def test_init_from_reports_loaded_arrays(folder):

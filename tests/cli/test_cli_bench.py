@@ -52,6 +52,7 @@ def test_step_on_ranks(file, tmp_path):
     assert report["reading"]["seconds_per_step"] > 0
     assert len(report["reading"]["ratios"]) == 5
     assert "conv1" in out
+    assert out.endswith("written:\n  report.json\n  trace.json\n")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["pid"] for e in events if e["name"] == "step"] == [0, 0, 0, 1, 1, 1]
 

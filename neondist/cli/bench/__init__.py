@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ def step(arguments: argparse.Namespace) -> int:
         shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
         with nullcontext() if arguments.no_progress else shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
-        _print_and_write(world, results, step_table, arguments.json)
+        _print_and_write(world, results, step_table, arguments.json, [arguments.trace])
         return int(not results.get("against", {}).get("agree", True))
 
     return run_on_ranks(arguments, partial(_load_and_validate, arguments), work)
@@ -109,9 +109,13 @@ def halo(arguments: argparse.Namespace) -> int:
 
 
 def _print_and_write(
-    world: Transport, result: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None
+    world: Transport,
+    result: dict[str, Any],
+    table: Callable[[dict[str, Any]], Any],
+    file: str | None,
+    others: Sequence[Path | None] = (),
 ) -> None:
-    """Print the table on rank 0; write the JSON file if requested."""
+    """Print the table on rank 0; write the JSON file if requested; print its path and those of other files."""
     if world.rank:
         return
     from ...terminal.rich_console import Console
@@ -119,3 +123,4 @@ def _print_and_write(
     Console(soft_wrap=True).print(table(result))
     if file is not None:
         write_text(Path(file), json.dumps(result, indent=2, default=str) + "\n")
+    options.print_written([file, *others])

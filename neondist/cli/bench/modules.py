@@ -110,9 +110,7 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     Console(soft_wrap=True).print(module_table(results))
     if arguments.markdown:
         write_text(arguments.markdown, module_markdown(results))
-    written = [file for file in (arguments.json, arguments.markdown) if file]
-    if written:
-        options.print_written(written)
+    options.print_written([arguments.json, arguments.markdown])
     return 2 if failed else 0
 
 
@@ -137,6 +135,7 @@ def _measure_side(arguments: argparse.Namespace) -> int:
         result = measure_module(arguments.side, factory, arguments.input or shape, world, *settings)
         if world.rank == 0 and arguments.json is not None:
             write_text(arguments.json, json.dumps(result) + "\n")
+            options.print_written([arguments.json])
         return 0
 
     return run_on_ranks(arguments, prepare, work)

@@ -188,6 +188,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
                 f"measured by neondist bench model calibrate on {counted(world.size, 'rank')}",
             )
             emit(read_bytes(arguments.output).decode(), *noise_warnings(noise))
+            options.print_written([arguments.output])
         return 0
 
     return run_on_ranks(arguments, check, work)

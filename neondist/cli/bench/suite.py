@@ -93,9 +93,7 @@ def suite(arguments: argparse.Namespace) -> int:
         write_text(arguments.markdown, suite_markdown(results))
     if arguments.plot:
         draw_suite(arguments.plot, results)
-    written = [file for file in (arguments.json, arguments.markdown, arguments.plot) if file]
-    if written:
-        options.print_written(written)
+    options.print_written([arguments.json, arguments.markdown, arguments.plot])
     return int(any(side in row["why"] for row in results["networks"] for side in NEONDIST_SIDES))
 
 
