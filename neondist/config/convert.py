@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..registry import registered_classes, suggest
 from ..registry.arguments import in_range_of_hint
 from ..registry.functions import accepts_functions
-from ..registry.words import describe_hint, registered_classes_in_hint, union_members, unwrap_hint
+from ..registry.words import describe_hint, is_class, registered_classes_in_hint, union_members, unwrap_hint
 from ..yaml_nodes.tree import Node, join_path, node_error
 
 BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
@@ -78,7 +78,7 @@ def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> 
         if _accepts_type(origin or hint, dict):
             item = args[1] if len(args) == 2 else Any
             return {name: convert_node(child, item, join_path(path, name), build) for name, child in value.items()}
-    elif isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
+    elif isinstance(value, str) and is_class(hint) and issubclass(hint, PurePath):
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)

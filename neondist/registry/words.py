@@ -75,7 +75,12 @@ def ranges_in_hint(hint: Any) -> tuple[Range, ...]:
 
 def registered_classes_in_hint(hint: Any) -> list[type]:
     """Return the registered classes in a hint."""
-    return [member for member in union_members(hint) if isinstance(member, type) and issubclass(member, HasArguments)]
+    return [member for member in union_members(hint) if is_class(member) and issubclass(member, HasArguments)]
+
+
+def is_class(hint: Any) -> bool:
+    """Return whether a hint is a class; in Python 3.10, `list[int]` is an instance of type too."""
+    return isinstance(hint, type) and typing.get_origin(hint) is None
 
 
 def describe_hint(hint: Any, tag_prefix: str = "!") -> str:
@@ -100,9 +105,9 @@ def _describe_member(hint: Any, tag_prefix: str) -> str:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         return f"a list (each {describe_hint(args[0], tag_prefix)})" if args and args[0] is not Any else "a list"
-    if isinstance(hint, type) and issubclass(hint, HasArguments):
+    if is_class(hint) and issubclass(hint, HasArguments):
         return f"an object ({example_names(hint, tag_prefix)})"
-    if isinstance(hint, type) and issubclass(hint, PurePath):
+    if is_class(hint) and issubclass(hint, PurePath):
         return "text"
     if (origin or hint) is collections.abc.Callable:
         return "a function (MODULE:NAME)"
