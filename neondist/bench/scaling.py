@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..io.files import has_matplotlib, make_folder, write_figure, write_text
+from .noise import noise_warnings, relative_noise
 from .tables import bytes_text, markdown_table, seconds_text
 
 
@@ -34,6 +35,7 @@ def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int]
                 "grid": results[0]["grid"],
                 "seconds_per_step": median(times),
                 "all_seconds": times,
+                "noise": relative_noise(times),
                 "samples_per_second": results[0]["batch_size"] / median(times),
                 "wait_seconds": median(sum(layer["wait"] for layer in result["layers"]) for result in results),
                 "bytes_sent": sum(layer["bytes_sent"] for layer in layers),
@@ -76,7 +78,8 @@ def write_scaling_report(folder: Path, rows: Sequence[dict[str, Any]], title: st
     make_folder(folder)
     lines, table, picture = (folder / f"scaling.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
-    write_text(table, f"{title}\n\n{scaling_table(rows)}\n")
+    parts = [title, scaling_table(rows), *noise_warnings(max(row["noise"] for row in rows))]
+    write_text(table, "\n\n".join(parts) + "\n")
     return [lines, table, *_draw_scaling(picture, rows, title)]
 
 

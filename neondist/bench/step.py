@@ -26,6 +26,7 @@ from ..train import FitExperiment
 from ..train.inference.progress import ProgressLine
 from . import memory
 from .allocations import measure_allocations
+from .noise import relative_noise
 from .rest import sleeping_barrier
 from .roofline import measure_peaks, roofline_rows
 from .torch_baseline import TorchBaseline
@@ -111,6 +112,7 @@ def bench_step(
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
+    results["noise"] = relative_noise([seconds for seconds, *_ in rounds])
     results |= {"seconds_per_step": step_seconds, "steps_per_second": 1 / step_seconds, "fastest_seconds": fastest}
     whole = grid.world.allgather((memory.peak_bytes(), memory.peak_bytes() - empty))
     results |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}

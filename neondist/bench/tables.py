@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..plan.report import Column, LayerTable
 from ..runtime.observers.clock import WORK_KINDS
 from ..terminal.console import counted
+from .noise import noise_warnings
 
 _MAX_SHOWN_SHARE = 3.0  # larger ratios cannot be explained by caches
 
@@ -72,6 +73,7 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
             f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of it"
         )
+    lines += noise_warnings(results["noise"])
     if "reading" in results:
         read, ratios = results["reading"], results["reading"]["ratios"]
         lines.append(

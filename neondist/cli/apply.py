@@ -191,7 +191,8 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         results = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
-        _print_results(arguments, grid, arguments.weights, arguments.weights, results, samples, lambda: trained.class_names)
+        weights = arguments.weights
+        _print_results(arguments, grid, weights, weights, results, samples, lambda: trained.class_names)
 
     return _run_with_module(arguments, work)
 

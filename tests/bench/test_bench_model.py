@@ -13,11 +13,11 @@ from neondist.bench.model.dry_run import MessageLog, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.bench.model.table import (
     describe_conclusions,
-    noise_warnings,
     prediction_table,
     schemes_table,
     write_report,
 )
+from neondist.bench.noise import noise_warnings
 from neondist.cli.bench.scaling import parse_rank_span
 from neondist.comm import loopback
 from neondist.errors import ConfigError

@@ -32,6 +32,16 @@ def test_rounds_measure_every_number_of_ranks():
     assert second["seconds_per_step"] == 5
     assert second["wait_seconds"] == pytest.approx(0.3)
     assert (second["bytes_sent"], second["peak_bytes"]) == (10, 4)
+    assert second["noise"] == 1
+
+
+def test_warning_of_unstable_times(tmp_path):
+    seconds = iter([4.0, 2.5, 4.1, 2.6, 4.2, 4.9, 4.2, 5.0])
+    rows = bench_scaling(lambda ranks: make_report(ranks, next(seconds)), [1, 2], 4)
+    _, page, *_ = write_scaling_report(tmp_path, rows, "title")
+    assert page.read_text().endswith(
+        "turns of the same work differed by 50%: other programs are running; results are unreliable\n"
+    )
 
 
 def test_weak_scaling():

@@ -24,6 +24,7 @@ from ...system.machine import Link, Machine
 from ...terminal.console import counted
 from ...train.inference.progress import ProgressLine
 from ..networks import NETWORKS
+from ..noise import relative_noise
 from ..rest import sleeping_barrier
 from ..step import bench_step
 from .predict import predict_step
@@ -71,10 +72,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         if progress is not None:
             progress.add(1)
     typical = {name: median(taken) for name, taken in turns.seconds_by_name.items()}
-    noise = max(
-        typical["product", sharing] / min(turns.seconds_by_name["product", sharing]) - 1
-        for sharing in ("alone", "shared")
-    )
+    noise = max(relative_noise(turns.seconds_by_name["product", sharing]) for sharing in ("alone", "shared"))
     slowdown, at_memory = (_fit_slowdown(turns.seconds_by_name, name) for name in ("product", "copy"))
     link = _fit_link({size: typical[size] for size in MESSAGE_SIZES})
     machine = Machine(

@@ -14,6 +14,7 @@ from ...models import TrainableModel
 from ...plan import Plan
 from ...runtime.observers.clock import Clock
 from .. import memory
+from ..noise import relative_noise
 from ..roofline import count_products
 from .dry_run import MessageLog, dry_run_grid
 
@@ -75,10 +76,9 @@ def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICT
         for work, entry in zip(works, plans, strict=True):  # a layer of a segment takes its share by products
             if cells := entry.layer.tile.size:
                 spent[entry.name] = taken / cells if alone else work * share
-    noise = median(turns) / min(turns) - 1
     held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
     repeated = recomputed_fraction(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
-    return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, noise, repeated)
+    return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, relative_noise(turns), repeated)
 
 
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:

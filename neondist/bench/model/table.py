@@ -10,13 +10,13 @@ from typing import Any
 
 from ...io.files import write_text
 from ...terminal.console import counted
+from ..noise import noise_warnings
 from ..tables import bytes_text, markdown_table, seconds_text
 from .drawing import draw_predictions
 from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
 
 PREDICTION_HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
 SCHEMES_HEADS = ["ranks", "step", "best schemes", "step with them"]
-NOISE_LIMIT = 0.25
 TIME_FIELDS = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
 
 
@@ -71,12 +71,6 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     else:
         sentences.append("the prediction error is unknown: nothing was measured on the calibrated machine")
     return sentences + noise_warnings(max(row["noise"] for row in rows))
-
-
-def noise_warnings(noise: float) -> list[str]:
-    """Return a warning if turns of the same work took different times."""
-    warning = f"turns of the same work differed by {noise:.0%}: other programs are running; results are unreliable"
-    return [warning] if noise > NOISE_LIMIT else []
 
 
 def write_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:

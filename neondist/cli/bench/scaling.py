@@ -84,6 +84,7 @@ def add_parser(benches: Any) -> None:
 
 def scaling(arguments: argparse.Namespace) -> int:
     """Measure each rank count in turn, several times, and write tables and a picture."""
+    from ...bench.noise import noise_warnings
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
@@ -110,7 +111,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 
         rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
-    emit(scaling_table(rows))
+    emit(scaling_table(rows), *noise_warnings(max(row["noise"] for row in rows)))
     options.print_written(write_scaling_report(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"))
     return 0
 
@@ -172,7 +173,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, _: None) -> int:
         from ...bench.model import calibrate as model
-        from ...bench.model.table import noise_warnings
+        from ...bench.noise import noise_warnings
         from ...system.machine import write_machine
         from ...train.inference.progress import first_rank_progress
 
