@@ -93,7 +93,7 @@ def bench_step(
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     if progress is not None:
-        progress.expect(WARM_UP_STEPS + 1 + steps)
+        progress.expect(WARM_UP_STEPS + 1 + steps + 1)  # the last one by layer
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -101,14 +101,17 @@ def bench_step(
         begin = time.perf_counter()
         for images, labels in itertools.islice(batches, count):
             model.train_batch(images, labels, batch_size=batch_size)
+        seconds = max(grid.world.allgather(time.perf_counter() - begin))
         if progress is not None:
             progress.add(count)
-        return max(grid.world.allgather(time.perf_counter() - begin))
+        return seconds
 
     with _start_baseline(model, grid, x, targets, batch_size, threads, against) as (baseline, agreement):
         for _ in range(WARM_UP_STEPS):
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
+        if progress is not None:  # whole rounds, and one by layer
+            progress.parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + count
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
 from neondist.train.inference import progress as module
-from neondist.train.inference.progress import ProgressLine, first_rank_progress
+from neondist.train.inference.progress import ProgressFile, ProgressLine, first_rank_progress, read_seconds_left
 
 YAML = Path(__file__).parents[2] / "yaml"
 LEFT = re.compile(r"\d+ s left")
@@ -89,11 +90,67 @@ def test_error_ends_the_thread():
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_estimate_from_completed_parts():
-    progress = ProgressLine(9, io.StringIO())
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_estimate_from_completed_parts(clock):
+    file = io.StringIO()
+    progress = ProgressLine(9, file)
     progress.expect(9, 1)
-    progress.done = 3
-    assert "part 3 of 9, 30 s left" in progress.format_line(progress.start + 10)
+    clock.now += 10
+    progress.add(2)
+    assert "part 3 of 9, 30 s left" in file.getvalue()
+    clock.now += 4
+    assert "part 3 of 9, 26 s left" in progress.format_line(clock.now)
+    clock.now += 4  # longer than the mean
+    assert "part 3 of 9, 25 s left" in progress.format_line(clock.now)
+
+
+def test_estimate_during_the_first_part(clock):
+    file = io.StringIO()
+    progress = ProgressLine(3, file, first=0)
+    progress.begin("1 rank", lambda: None if clock.now < 110 else 120 - clock.now)
+    clock.now += 5
+    assert "5 s so far; an estimate follows the first part" in progress.format_line(clock.now)
+    clock.now += 5  # 10 s of 20
+    assert "part 0 of 3, now 1 rank, about 50 s left" in progress.format_line(clock.now)
+    clock.now += 12
+    progress.add(1)
+    progress.begin("2 ranks")
+    clock.now += 2
+    progress.set_part_fraction(0.5)
+    assert "now 2 ranks, 15 s left" in progress.format_line(clock.now)  # 2 s, and the mean of 22 s and 4 s
+
+
+def test_estimate_weighs_parts_by_their_planned_times(clock):
+    file = io.StringIO()
+    progress = ProgressLine(None, file, first=0)
+    progress.expect(3, 0, [10, 20, 30])
+    progress.begin("1 rank")
+    assert "0 s so far, at least 1 min 0 s left" in file.getvalue()
+    clock.now += 40  # longer than planned
+    assert "40 s so far, at least 50 s left" in progress.format_line(clock.now)
+    progress.add(1)
+    assert "part 1 of 3, 3 min 20 s left" in progress.format_line(clock.now)
+
+
+def test_progress_of_another_process(tmp_path):
+    path = tmp_path / "end"
+    assert read_seconds_left(path) is None
+    path.write_text("")  # another process is about to write
+    assert read_seconds_left(path) is None
+    progress = ProgressFile(path)
+    progress.expect(4)
+    assert read_seconds_left(path) is None
+    progress.start -= 100
+    progress.add(1)
+    assert read_seconds_left(path) == pytest.approx(300, abs=20)
+    progress.add(3)
+    assert read_seconds_left(path) == 0
 
 
 @pytest.mark.long
@@ -127,6 +184,6 @@ def test_benchmark_prediction_reports_progress(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert re.search(r"step [01] of 2, now \d ranks?, 0 s (so far|left)", process.stderr)
+    assert re.search(r"step [01] of 2, now \d ranks?, (about )?0 s (so far|left)", process.stderr)
     assert "step" not in process.stdout.splitlines()[0].split("|")[0]
     assert [json.loads(line)["ranks"] for line in (tmp_path / "out/model.jsonl").read_text().splitlines()] == [1, 2]

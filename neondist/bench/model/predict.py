@@ -97,6 +97,12 @@ def _predict_with_schemes(
     }
 
 
+def count_profiles(count: int, experiment: Any) -> int:
+    """Return the number of rank profiles of a prediction for `count` ranks, without those of schemes."""
+    grids = len(candidate_grids(count, experiment))
+    return 1 + (grids if grids > 1 else 0)
+
+
 def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
     """Return the prediction for one grid."""
     link, log = machine.slowest_link(shape.tiles), profile.message_log

@@ -21,6 +21,8 @@ from .dry_run import MessageLog, dry_run_grid
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
 """minimum seconds of computing to time: to compare grids, and to predict"""
+LEAST_STEPS = 5
+"""steps of `profile_rank`, at least: two to warm up, two turns, and one by layer"""
 _MEMORY_STEPS = 4  # freed memory is kept and split: the first steps may need more each
 
 
@@ -48,16 +50,29 @@ class RankProfile:
     recomputed_fraction: float = 0.0
 
 
-def profile_rank(experiment: Any, shape: GridShape, min_seconds: float = PREDICTION_SECONDS) -> RankProfile:
+def profile_rank(
+    experiment: Any,
+    shape: GridShape,
+    min_seconds: float = PREDICTION_SECONDS,
+    on_step: Callable[[], object] = lambda: None,
+) -> RankProfile:
     """Measure a training step of the rank with most cells, at the shapes of its own tile and views.
 
     Parameters
     ----------
     min_seconds : float
         Seconds to compute, in a few turns, whose median is used.
+    on_step : callable
+        Called after each step; of long steps there are `LEAST_STEPS`.
     """
     model: TrainableModel = experiment.model
-    step, message_log, samples = prepare_step(experiment, shape)
+    train, message_log, samples = prepare_step(experiment, shape)
+    on_step()
+
+    def step() -> None:
+        train()
+        on_step()
+
     step()
     turns = [time_step(step, min_seconds / MAX_TURNS), time_step(step, min_seconds / MAX_TURNS)]
     while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # long steps need no more turns

@@ -46,7 +46,10 @@ def add_parser(commands: Any) -> None:
         "--reading", action="store_true", help="also time steps that include reading their batches, as in training"
     )
     cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
-    cmd.add_argument("--no-progress", action="store_true", help="print no progress")
+    cmd.add_argument(
+        "--progress", metavar="FILE", type=options.parse_path,
+        help="write the estimated time of the end to this file, in seconds since 1970, and print no progress",
+    )  # fmt: skip
     cmd.set_defaults(command=step)
 
     cmd = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
@@ -66,13 +69,16 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
-        from ...train.inference.progress import first_rank_progress
+        from ...train.inference.progress import ProgressFile, first_rank_progress
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
-        shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
-        with nullcontext() if arguments.no_progress else shown as progress:
+        if arguments.progress is not None:
+            shown = nullcontext(ProgressFile(arguments.progress) if world.rank == 0 else None)
+        else:
+            shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
+        with shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
         _print_and_write(world, results, step_table, arguments.json, [arguments.trace])
         return int(not results.get("against", {}).get("agree", True))

@@ -9,8 +9,10 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from ..experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
     from ...system.machine import Machine
+    from ...train.inference.progress import ProgressLine
 
 
 def add_parser(benches: Any) -> None:
@@ -84,6 +87,7 @@ def add_parser(benches: Any) -> None:
 
 def scaling(arguments: argparse.Namespace) -> int:
     """Measure each rank count in turn, several times, and write tables and a picture."""
+    from ...bench.least_time import HostSpeed
     from ...bench.noise import noise_warnings
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
     from ...comm import SingleTransport
@@ -94,18 +98,28 @@ def scaling(arguments: argparse.Namespace) -> int:
         raise LaunchError(
             "bench scaling starts MPI jobs itself; run it outside of an MPI job, with --ranks instead of -n"
         )
-    for count in arguments.counts:
-        batch = load_and_validate(arguments, SingleTransport(), count).batch_size
     folder = options.output_folder(arguments, "scaling")
-    prepare_run_folder(SingleTransport(), folder)
-
-    jobs = len(arguments.counts) * arguments.rounds
-    with ProgressLine(jobs, sys.stderr, "measurement", first=0) as progress:
+    with (
+        ProgressLine(None, sys.stderr, "measurement", first=0) as progress,
+        tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
+    ):
+        progress.begin("checking the experiment")
+        speed, cores, least_seconds = HostSpeed.measure(), threads.count_cores(), list[float]()
+        for count in arguments.counts:
+            begin = time.monotonic()
+            experiment = load_and_validate(arguments, SingleTransport(), count)
+            loading, batch = time.monotonic() - begin, experiment.batch_size
+            growth = count / arguments.counts[0] if arguments.weak else 1
+            step = growth * speed.least_step_seconds(experiment, count) * count / cores  # ranks share the cores
+            # the experiment is loaded before mpirun starts, too
+            least_seconds.append(loading * (1 + (count > 1)) + arguments.steps * step)
+        prepare_run_folder(SingleTransport(), folder)
+        progress.expect(len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds)
 
         def measure(count: int) -> dict[str, Any]:
-            progress.begin(counted(count, "rank"))
+            file = begin_step_bench(progress, counted(count, "rank"), progress_folder)
             batch_size = batch * count // arguments.counts[0] if arguments.weak else batch
-            result = run_step_bench(arguments, count, [f"batch_size={batch_size}"], arguments.steps)
+            result = run_step_bench(arguments, count, [f"batch_size={batch_size}"], arguments.steps, progress_file=file)
             progress.add(1)
             return result
 
@@ -116,6 +130,16 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def begin_step_bench(progress: ProgressLine, activity: str, folder: str) -> Path:
+    """Begin a part that is a job of `run_step_bench`, and return the file for its progress."""
+    from ...train.inference.progress import read_seconds_left
+
+    file = Path(folder, "end")
+    file.unlink(missing_ok=True)  # of the last job
+    progress.begin(activity, partial(read_seconds_left, file))
+    return file
+
+
 def run_step_bench(
     arguments: argparse.Namespace,
     ranks: int,
@@ -123,9 +147,10 @@ def run_step_bench(
     steps: int,
     cores: int | None = None,
     extra: Sequence[str] = (),
+    progress_file: Path | str = os.devnull,
 ) -> dict[str, Any]:
     """Return the results of `neondist bench step` in a new job with `cores` threads per rank and extra options."""
-    words = ["-n", str(ranks), "--steps", str(steps), "--no-progress", *extra]
+    words = ["-n", str(ranks), "--steps", str(steps), "--progress", str(progress_file), *extra]
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if cores is None else dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(cores)))
     words += [f"--import={module}" for module in arguments.modules]
@@ -199,8 +224,11 @@ def predict(arguments: argparse.Namespace) -> int:
     """Predict training steps and report the prediction error."""
     from threadpoolctl import threadpool_limits
 
+    from ...bench.least_time import HostSpeed
     from ...bench.model import predict as model
     from ...bench.model import table
+    from ...bench.model.progress import ProfileCounter
+    from ...bench.model.rank_profile import LEAST_STEPS
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
     from ...system.machine import read_machine
@@ -214,17 +242,33 @@ def predict(arguments: argparse.Namespace) -> int:
         local = machine.host == platform.node()
         measured = [count for count in arguments.counts if local and count <= 2 * threads.count_cores()]
     folder = options.output_folder(arguments, "model")
-    prepare_run_folder(SingleTransport(), folder)
     times = arguments.measured
     measured = [count for count in measured if count not in times]
-    for count in (*arguments.counts, *times):  # a fixed grid suits only one of them
-        load_and_validate(arguments, SingleTransport(), count)
     counts, rows = sorted({*arguments.counts, *measured, *times}), list[dict[str, Any]]()
-    with ProgressLine(len(counts) + len(measured), sys.stderr, "step", first=0) as progress:
+    with (
+        ProgressLine(None, sys.stderr, "step", first=0) as progress,
+        tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
+    ):
+        progress.begin("checking the experiment")
+        profiles, least_seconds = {}, {}
+        with threadpool_limits(1):  # one rank per core
+            speed = HostSpeed.measure()
+        for count in counts:  # a fixed grid suits only one of them
+            experiment = load_and_validate(arguments, SingleTransport(), count)
+            profiles[count] = model.count_profiles(count, experiment)
+            least_seconds[count] = LEAST_STEPS * speed.least_step_seconds(experiment, count)
+        prepare_run_folder(SingleTransport(), folder)
+        planned = [profiles[count] * least_seconds[count] for count in counts]
+        # two profiles, and a job with at least as many steps whose ranks share the cores
+        planned += [
+            least_seconds[count] * (2 + max(1, count / threads.count_cores())) for count in counts if count in measured
+        ]
+        progress.expect(len(planned), planned_seconds=planned)
         for count in counts:
             progress.begin(counted(count, "rank"))
-            with threadpool_limits(1):  # one rank per core
-                rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine)
+            with threadpool_limits(1):
+                profile = ProfileCounter(progress, profiles[count])
+                rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
             progress.add(1)
         if times:
             given, machine = machine, model.fit_machine(machine, rows, times)
@@ -234,8 +278,8 @@ def predict(arguments: argparse.Namespace) -> int:
             )
         for at, row in enumerate(rows):
             if row["ranks"] in measured:
-                progress.begin(f"measuring {counted(row['ranks'], 'rank')}")
-                rows[at] = _measure_row(arguments, machine, row)
+                file = begin_step_bench(progress, f"measuring {counted(row['ranks'], 'rank')}", progress_folder)
+                rows[at] = _measure_row(arguments, machine, row, file)
                 progress.add(1)
     emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
@@ -254,7 +298,9 @@ def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
     return experiment
 
 
-def _measure_row(arguments: argparse.Namespace, machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
+def _measure_row(
+    arguments: argparse.Namespace, machine: Machine, row: dict[str, Any], progress_file: Path
+) -> dict[str, Any]:
     """Return a row with the measured step, and predicted from times of the rank alone just before and after it."""
     from threadpoolctl import threadpool_limits
 
@@ -262,17 +308,18 @@ def _measure_row(arguments: argparse.Namespace, machine: Machine, row: dict[str,
 
     with threadpool_limits(1):
         before = time_alone(row, _load_with_sample_shape(arguments))
-    measured_seconds = _measure_step_seconds(arguments, row)
+    measured_seconds = _measure_step_seconds(arguments, row, progress_file)
     with threadpool_limits(1):
         after = time_alone(row, _load_with_sample_shape(arguments))
     return replace_alone_seconds(machine, row, [before, after]) | {"measured_seconds": measured_seconds}
 
 
-def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
+def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any], progress_file: Path) -> float:
     """Return the seconds per step on the row's ranks and grid, one thread per rank, as in the prediction."""
     settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
     steps = max(4, round(1 / row["seconds_per_step"]))
-    return float(run_step_bench(arguments, row["ranks"], settings, steps, cores=1)["seconds_per_step"])
+    result = run_step_bench(arguments, row["ranks"], settings, steps, cores=1, progress_file=progress_file)
+    return float(result["seconds_per_step"])
 
 
 def parse_rank_span(text: str) -> list[int]:

@@ -1,0 +1,62 @@
+"""Least times of training steps on this machine, from which benchmarks estimate early how long they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backends import get_backend
+from ..train.validate import experiment_grid_shape
+
+MATRIX_SIZE, COPIED_BYTES, REPEATS = 512, 1 << 25, 3
+MAX_SAVED_PRODUCTS = 6.25
+"""flops of a plan over those of Winograd's algorithm, at most: 5 x 5 kernels"""
+
+
+@dataclass(frozen=True)
+class HostSpeed:
+    """Speed of this process, quickly measured.
+
+    Attributes
+    ----------
+    flops : float
+        Floating-point operations per second of a matrix product.
+    bandwidth : float
+        Bytes per second that a copy reads and writes.
+    """
+
+    flops: float
+    bandwidth: float
+
+    @classmethod
+    def measure(cls) -> HostSpeed:
+        """Return the speed on the threads of this process."""
+        a, source = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32), np.ones(COPIED_BYTES, np.uint8)
+        target = np.empty_like(source)
+        return cls(
+            2 * MATRIX_SIZE**3 / _fastest_seconds(lambda: a @ a),
+            2 * COPIED_BYTES / _fastest_seconds(lambda: np.copyto(target, source)),
+        )
+
+    def least_step_seconds(self, experiment: Any, ranks: int) -> float:
+        """Return the least seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown."""
+        model, dataset = experiment.model, experiment.dataset
+        if get_backend(model.backend).name == "cupy":
+            return 0.0
+        shape = experiment_grid_shape(experiment, ranks)
+        workload = model.plan(dataset.sample_shape, shape, experiment.batch_size).workload
+        return float(max(workload.flops / MAX_SAVED_PRODUCTS / self.flops, workload.memory_traffic / self.bandwidth))
+
+
+def _fastest_seconds(call: Callable[[], object]) -> float:
+    call()
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

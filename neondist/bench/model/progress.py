@@ -1,0 +1,36 @@
+"""Progress of predictions by the steps of rank profiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...geometry import GridShape
+from ...train.inference.progress import ProgressLine
+from .rank_profile import LEAST_STEPS, RankProfile, profile_rank
+
+
+class ProfileCounter:
+    """A `ProfileFunction` that counts the steps of a part's profiles.
+
+    Parameters
+    ----------
+    progress : ProgressLine
+    profiles : int
+        Number of profiles of the part; there may be more.
+    """
+
+    def __init__(self, progress: ProgressLine, profiles: int) -> None:
+        self.progress, self.profiles = progress, profiles
+        self._done, self._steps = 0, 0
+
+    def __call__(self, experiment: Any, shape: GridShape, min_seconds: float) -> RankProfile:
+        """Return the profile of a rank."""
+        self._steps = 0
+        result = profile_rank(experiment, shape, min_seconds, self._count_step)
+        self._done += 1
+        return result
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        done = self._done + min(1.0, self._steps / LEAST_STEPS)
+        self.progress.set_part_fraction(done / max(self.profiles, self._done + 1))

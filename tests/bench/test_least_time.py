@@ -1,0 +1,59 @@
+"""Least times of training steps, from which benchmarks estimate how long they take."""
+
+import pytest
+
+from neondist.bench.least_time import MAX_SAVED_PRODUCTS, HostSpeed
+from neondist.bench.model.predict import count_profiles
+from neondist.bench.model.progress import ProfileCounter
+from neondist.config import load_experiment
+from neondist.geometry import GridShape
+
+EXPERIMENT = """!FitExperiment
+dist_flag: true
+dataset: !Synthetic {shape: [64, 64, 1], classes: 2, train: 4, test: 1}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 8, kernel_size: 3, padding: 1}
+    - !GlobalAvgPoolingLayerDist {}
+    - !FCLayerDist {out_features: 2}
+  cost: !CrossEntropy {}
+  optimizer: !SGD {learning_rate: 0.01}
+batch_size: 4
+epochs: 1
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    (tmp_path / "e.yaml").write_text(EXPERIMENT)
+    return load_experiment(tmp_path / "e.yaml")
+
+
+def test_least_time_is_that_of_products_or_of_memory(experiment):
+    flops = 2 * 4 * (2 * 64 * 64 * 9 * 8 + 3 * 8 * 2)  # the image needs no gradient
+    assert HostSpeed(1e6, 1e30).least_step_seconds(experiment, 1) == pytest.approx(flops / 1e6 / MAX_SAVED_PRODUCTS)
+    by_memory = [HostSpeed(1e30, 1e6).least_step_seconds(experiment, ranks) for ranks in (1, 2)]
+    assert by_memory[0] > by_memory[1] > 0
+
+
+def test_speed_of_this_process():
+    speed = HostSpeed.measure()
+    assert speed.flops > 1e8
+    assert speed.bandwidth > 1e7
+
+
+def test_fraction_of_a_prediction(experiment):
+    fractions = []
+
+    class Progress:
+        def set_part_fraction(self, fraction):
+            fractions.append(fraction)
+
+    assert count_profiles(1, experiment) == 1
+    assert count_profiles(2, experiment) == 4  # 1 x 2, 2 x 1, two replicas, and the fastest of them again
+    profile = ProfileCounter(Progress(), 2)
+    for _ in range(2):
+        profile(experiment, GridShape(), 1e-4)
+    assert fractions == sorted(fractions)
+    assert fractions[0] == pytest.approx(1 / 10)
+    assert fractions[-1] == 1
