@@ -22,6 +22,7 @@ from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
 from .placed import PlacedSink, Placement, read_cells_in_place
 from .tiff_segments import SegmentDecoder
 from .tiff_tags import (
+    CENTIMETER,
     GEOREFERENCE_TAGS,
     check_colour_space,
     check_pages_alike,
@@ -29,7 +30,7 @@ from .tiff_tags import (
     image_metadata,
     nodata_value,
     rename_metadata_axes,
-    sizes_from_resolution,
+    resolution_from_sizes,
 )
 from .tiles import default_chunks
 
@@ -242,9 +243,10 @@ class TIFFSink(PlacedSink):
         place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
         if resolution := self._copy_metadata(like, "resolution"):
             tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
-            if like is not None and like.metadata.get("scale") == sizes_from_resolution(resolution):
-                self._copy_metadata(like, "scale", "XY")
-                self._copy_metadata(like, "units", "XY")
+        elif like is not None and (counts := resolution_from_sizes(like.metadata)):
+            tags = {"resolution": counts, "resolutionunit": CENTIMETER}
+            for name in ("scale", "units"):
+                self._copy_metadata(like, name, "XY")
         if ome and like is not None:
             calibration = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
             for name in ("scale", "units"):

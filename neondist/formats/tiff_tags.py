@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
 from ..io.regular_file import open_regular
 from .base import AXIS_METADATA_DEFAULTS
-from .ome import metadata_from_xml, unit_name
+from .ome import base_unit, is_cell_size, metadata_from_xml, unit_name
 
 GEOREFERENCE_TAGS = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s", 50844: "d"}
 """georeference tags and their types"""
@@ -32,7 +33,7 @@ _IMAGEJ_STRUCTURAL_KEYS = {
 _HANDLED_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
 _MICRONS_PER_PIXEL = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
 _NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_CENTIMETER = 3
+CENTIMETER = 3  # TIFF's code for the unit of resolution
 _YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
 _RGB_CONVERTING_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
 
@@ -67,6 +68,8 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
         metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
     elif not place and (sizes := sizes_from_resolution(metadata.get("resolution"))):
         metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
+    if {"X", "Y"} <= metadata.get("scale", {}).keys() and _has_equal_resolution(metadata, file.is_imagej):
+        del metadata["resolution"]  # sinks that write the scale lose nothing
     metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
     for suffix in _SIDE_FILE_SUFFIXES:
         for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
@@ -77,10 +80,36 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
 
 def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dict[str, float]:
     """Return the pixel sizes in micrometers of a resolution per centimeter, as slide scanners write; {} if per inch."""
-    if resolution is None or resolution[2] != _CENTIMETER:
+    if resolution is None or resolution[2] != CENTIMETER:
         return {}
     counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution[:2]]
     return {axis: 1e4 / count for axis, count in zip("XY", counts, strict=True)} if all(counts) else {}
+
+
+def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the cells per centimeter along X and Y of an image whose cell sizes are lengths; None for others."""
+    scale, units = metadata.get("scale", {}), metadata.get("units", {})
+    counts = []
+    for axis in "XY":
+        kind, factor = base_unit(units.get(axis) or "") or ("", 1.0)
+        if kind != "m" or not is_cell_size(axis, scale.get(axis, 0.0)):
+            return None
+        counts.append(0.01 / (scale[axis] * factor))
+    return counts[0], counts[1]
+
+
+def _has_equal_resolution(metadata: Mapping[str, Any], is_imagej: bool) -> bool:
+    """Return whether the resolution tags give the scale of an image once more."""
+    if (resolution := metadata.get("resolution")) is None:
+        return False
+    if is_imagej:  # its scale is that of the tags, in a unit of its own
+        return True
+    tags, sizes = sizes_from_resolution(resolution), resolution_from_sizes(metadata)
+    return (
+        bool(tags)
+        and sizes is not None
+        and all(isclose(1e4 / tags[axis], count, rel_tol=1e-6) for axis, count in zip("XY", sizes, strict=True))
+    )
 
 
 def nodata_value(path: Path, keyframe: Any) -> float | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_step_against_torch(file, tmp_path, capsys, monkeypatch):
 
 
 def test_step_names_the_gradient_that_differs(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
 
     class FakeBaseline:
         def __init__(self, model, state, trained, x, targets, threads):

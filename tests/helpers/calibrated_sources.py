@@ -45,8 +45,7 @@ def write_scanned_tiff(folder, seed, level=0):
         if level:
             file.write(make_cells("YX")[::2, ::2], subfiletype=1, **options)
     scale = {"X": 0.5 * 2**level, "Y": 0.25 * 2**level}
-    resolution = (20000 / 2**level, 40000 / 2**level, 3)
-    return f"a.tif#{level}", {"scale": scale, "units": dict.fromkeys("XY", "micrometer"), "resolution": resolution}
+    return f"a.tif#{level}", {"scale": scale, "units": dict.fromkeys("XY", "micrometer")}
 
 
 def write_scanned_tiff_level(folder, seed):
