@@ -92,8 +92,10 @@ def bench_step(
     results |= {"backend": get_backend(model.backend).name}
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
+    turns = max(MIN_READ_STEPS, steps)
+    later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # and those by layer
     if progress is not None:
-        progress.expect(WARM_UP_STEPS + 1 + steps + 1)  # the last one by layer
+        progress.expect(WARM_UP_STEPS + 1 + steps + later_steps + 1)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -111,7 +113,7 @@ def bench_step(
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
         if progress is not None:  # whole rounds, and one by layer
-            progress.parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + count
+            progress.parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
@@ -131,7 +133,6 @@ def bench_step(
         }
     if reading:
         with closing(_read_batches(dataset.train, plan, grid, model.dtype, batch_size)) as batches:
-            turns = max(MIN_READ_STEPS, steps)
             pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
         ratios = [seconds / reference for seconds, reference in pairs]
         seconds = median(seconds for seconds, _ in pairs) / turns

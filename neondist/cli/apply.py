@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from .run import parse_duration
 DEFAULT_POLL_SECONDS = 30.0
 """seconds between two polls for checkpoints"""
 _WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
-_PREPARATION_DELAY = 1.0
-"""seconds until a command that is preparing reports it"""
 
 
 def add_parser(commands: Any) -> None:
@@ -332,7 +330,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
             name: value for name in (*_WEIGHTS_OPTIONS, "axes") if (value := getattr(arguments, name)) is not None
         }
         module_options |= {"memory": memory[-1]} if memory else {}
-        with _preparation_progress(arguments, world), all_or_none(world):
+        with all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)
             trained.check_images(arguments.input)
@@ -346,14 +344,6 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
         return 0
 
     return run_on_ranks(arguments, load_module, work_on_grid)
-
-
-def _preparation_progress(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
-    """Report early that the command is preparing, since the progress of a prediction begins with a delay of its own."""
-    from ..train.inference.progress import first_rank_progress
-
-    file = sys.stderr if arguments.words[0] == "evaluate" else None
-    return first_rank_progress(world.rank, file, first=_PREPARATION_DELAY)
 
 
 def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -405,8 +395,4 @@ def _run_with_experiment(
         work(experiment, grid)
         return 0
 
-    def prepare(world: Transport, ranks: int) -> Any:
-        with _preparation_progress(arguments, world):
-            return load_experiment(world, ranks)
-
-    return run_on_ranks(arguments, prepare, work_on_grid)
+    return run_on_ranks(arguments, load_experiment, work_on_grid)

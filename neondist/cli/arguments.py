@@ -49,8 +49,8 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += suggest_nearest(str(value), map(str, action.choices or ()))
-            raise
+            hint = suggest_nearest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words and keep them: ranks are started with the same command line."""

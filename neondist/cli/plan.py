@@ -46,8 +46,10 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..plan import search
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
+    from ..train.inference.progress import preparation_progress
 
-    experiment = load_from_arguments(arguments)
+    with preparation_progress(whole_process=arguments.signals.whole_process):
+        experiment = load_from_arguments(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
     machine = Machine.default() if arguments.machine is None else read_machine(arguments.machine)

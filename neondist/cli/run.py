@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -166,14 +165,18 @@ def check(arguments: argparse.Namespace) -> int:
     """Validate the experiment for `ranks` ranks and print its plan; starts no MPI."""
     job = detect_job(os.environ)
     ranks = arguments.ranks or (job.size if job and job.size else 1)
-    experiment = load_from_arguments(arguments)
-    if job is not None and not job.is_first_rank:
-        experiment.validate(ranks)
-        return 0
     from ..terminal.rich_console import Console
     from ..train import describe_experiment
+    from ..train.inference.progress import preparation_progress
 
-    Console(soft_wrap=True).print(describe_experiment(experiment, ranks))
+    is_first_rank = job is None or job.is_first_rank
+    with preparation_progress(int(not is_first_rank), arguments.signals.whole_process):
+        experiment = load_from_arguments(arguments)
+        if not is_first_rank:
+            experiment.validate(ranks)
+            return 0
+        description = describe_experiment(experiment, ranks)
+    Console(soft_wrap=True).print(description)
     if arguments.measure_memory:
         from ..bench.model.rank_profile import measure_peak_memory
         from ..plan.report import format_size
@@ -189,10 +192,8 @@ def check(arguments: argparse.Namespace) -> int:
 def _load_and_prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment after validating file, data, grid and output directory; collective."""
     from ..io.output import prepare_run_folder
-    from ..train.inference.progress import first_rank_progress
 
-    with first_rank_progress(world.rank, sys.stderr):  # importing PyTorch and a module's file may be slow
-        experiment = load_and_validate(arguments, world, ranks)
+    experiment = load_and_validate(arguments, world, ranks)
     check_workers(arguments, experiment, ranks)
     prepare_run_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment

@@ -32,7 +32,7 @@ from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import escape_invisible, say
 from ..train import Best
 from ..train.html_report import read_records
-from ..train.inference.progress import ProgressLine
+from ..train.inference.progress import ProgressLine, preparation_progress
 from ..train.page import escape_text, format_value, html_page, is_finite, table_tag
 from ..train.svg_plot import line_plot_svg
 from . import options
@@ -89,7 +89,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     needs_launch(arguments, None)
     spaces = dict(map(parse_space, arguments.spaces))
-    with ProgressLine(file=sys.stderr):  # importing PyTorch and a module's file may be slow
+    with preparation_progress(whole_process=arguments.signals.whole_process):
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check_metric_name(experiment.metrics)

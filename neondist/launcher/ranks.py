@@ -58,11 +58,18 @@ def run_on_ranks(
         Called before mpirun is started; it may run the command in other processes and return the exit code.
     """
 
-    if arguments.signals.whole_process:
-        prepare = freeze_new_objects()(prepare)
+    whole_process = arguments.signals.whole_process
+
+    def prepare_with_progress(world: Transport, ranks: int) -> Prepared:
+        from ..train.inference.progress import preparation_progress
+
+        with preparation_progress(world.rank, whole_process):
+            return prepare(world, ranks)
+
+    prepare_rank = freeze_new_objects()(prepare_with_progress) if whole_process else prepare_with_progress
 
     def run_rank(world: Transport) -> int:
-        return _run_and_report_errors(world, prepare, work)
+        return _run_and_report_errors(world, prepare_rank, work)
 
     members.resolve_host_options(arguments, detect_job(os.environ))
     if getattr(arguments, "virtual", None) is not None:
@@ -76,7 +83,7 @@ def run_on_ranks(
         if watchdog is not None:
             watchdog.open()
         try:
-            prepared = prepare(SingleTransport(), _get_minimum_ranks(arguments))
+            prepared = prepare_rank(SingleTransport(), _get_minimum_ranks(arguments))
         finally:
             if watchdog is not None:
                 watchdog.stop_watching()

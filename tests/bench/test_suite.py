@@ -166,7 +166,7 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     assert "÷ best" in page.read_text()
     output = capsys.readouterr()
     assert "torch.compile needs a C++ compiler" in output.out
-    assert re.match(r"preparing, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", output.err)
+    assert re.match(r"checking the networks, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", output.err)
 
 
 def test_failed_job_is_reported(file, monkeypatch, capsys):

@@ -51,13 +51,17 @@ def strip_mpirun_notices(err):
 
 
 def run_command(command, cwd, **env):
-    """Run a command and return its exit code, stdout and stderr."""
+    """Run a command and return its exit code, stdout, and stderr without what only a busy machine prints."""
     process = start_command(command, cwd, **env)
     try:
         out, err = communicate(process)
     finally:
         process.kill()
-    return process.returncode, out, err
+    return (
+        process.returncode,
+        out,
+        re.sub(r"^(preparing, [^\n]* so far  |starting the ranks)\n", "", err, flags=re.MULTILINE),
+    )
 
 
 def run_in_process(folder, *argv):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,13 @@ import pytest
 from waiting import wait_until
 
 from neondist.train.inference import progress as module
-from neondist.train.inference.progress import ProgressFile, ProgressLine, first_rank_progress, read_seconds_left
+from neondist.train.inference.progress import (
+    ProgressFile,
+    ProgressLine,
+    first_rank_progress,
+    preparation_progress,
+    read_seconds_left,
+)
 
 YAML = Path(__file__).parents[2] / "yaml"
 LEFT = re.compile(r"\d+ s left")
@@ -151,6 +158,17 @@ def test_progress_of_another_process(tmp_path):
     assert read_seconds_left(path) == pytest.approx(300, abs=20)
     progress.add(3)
     assert read_seconds_left(path) == 0
+
+
+def test_start_of_the_process_counts_for_the_delay(monkeypatch, capsys):
+    monkeypatch.setattr(module, "FIRST_DELAY", 1e6)
+    with preparation_progress(whole_process=False):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "FIRST_DELAY", 1e-3)  # this process is older
+    with preparation_progress() as progress:
+        wait_until(lambda: progress.last_printed is not None, 10)
+    assert capsys.readouterr().err == "preparing, 0 s so far  \n"
 
 
 @pytest.mark.long

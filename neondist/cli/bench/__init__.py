@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,12 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
-        from ...train.inference.progress import ProgressFile, first_rank_progress
+        from ...train.inference.progress import ProgressFile, ProgressLine, first_rank_progress
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
+        shown: AbstractContextManager[ProgressLine | None]
         if arguments.progress is not None:
             shown = nullcontext(ProgressFile(arguments.progress) if world.rank == 0 else None)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -101,22 +102,17 @@ def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
-        from ...bench.seams import seam_error, seam_table, write_seam_report
+        from ...bench.seams import seam_table, write_seam_report
+        from ...train.inference.progress import first_rank_progress
 
-        folder = options.output_folder(arguments, "seams")
-        errors = {}
-        for text, run in runs.items():
-            pair = [
-                load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)
-            ]
-            dataset, grid = pair[0].dataset, pair[0].open_grid(world)
-            dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
-            for experiment in pair:
-                experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
-            batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
-            lo, hi = grid.sample_range(pair[0].batch_size)
-            images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
-            errors[text] = seam_error(pair[0].model, pair[1].model, images)
+        folder, errors = options.output_folder(arguments, "seams"), {}
+        with first_rank_progress(world.rank, sys.stderr, len(runs), "scheme", first=0) as progress:
+            for text, run in runs.items():
+                if progress is not None:
+                    progress.begin(text)
+                errors[text] = _measure_seams(arguments, world, run)
+                if progress is not None:
+                    progress.add(1)
         if world.rank == 0:
             files = write_seam_report(folder, errors)
             emit(seam_table(errors))
@@ -124,6 +120,21 @@ def seams(arguments: argparse.Namespace) -> int:
         return 0
 
     return run_on_ranks(arguments, partial(_validate_seam_runs, arguments), work)
+
+
+def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argparse.Namespace) -> dict[str, Any]:
+    """Return the errors of the scheme of a run, compared with the exact exchange."""
+    from ...bench.seams import seam_error
+
+    pair = [load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)]
+    dataset, grid = pair[0].dataset, pair[0].open_grid(world)
+    dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
+    for experiment in pair:
+        experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
+    batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
+    lo, hi = grid.sample_range(pair[0].batch_size)
+    images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
+    return seam_error(pair[0].model, pair[1].model, images)
 
 
 def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,9 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import IO
 
+import psutil
+
+from ...io.regular_file import read_bytes
 from ...terminal.console import format_duration, say
 from ..callbacks.progress import FIRST_DELAY, LINE_INTERVAL, terminal_console
 
@@ -192,7 +196,7 @@ class ProgressFile(ProgressLine):
 def read_seconds_left(path: Path) -> float | None:
     """Return the seconds left by the file of a `ProgressFile`; None if there is no estimate yet."""
     try:
-        return max(0.0, float(path.read_text(encoding="utf-8")) - time.time())
+        return max(0.0, float(read_bytes(path)) - time.time())
     except (OSError, ValueError):  # not there, or being written
         return None
 
@@ -202,6 +206,15 @@ def first_rank_progress(
 ) -> AbstractContextManager[ProgressLine | None]:
     """Return a ProgressLine on rank 0, None on other ranks; `parts` may not be known yet."""
     return ProgressLine(parts, file, unit, first) if rank == 0 else nullcontext()
+
+
+def preparation_progress(rank: int = 0, whole_process: bool = True) -> AbstractContextManager[object]:
+    """Return a progress line, on rank 0 and stderr, of a command that is preparing, such as importing PyTorch.
+
+    `whole_process`: the process is the command, and its start counts for the delay of the line.
+    """
+    age = time.time() - psutil.Process().create_time() if whole_process else 0.0
+    return first_rank_progress(rank, sys.stderr, first=max(0.01, FIRST_DELAY - age))
 
 
 def _unknown_seconds() -> float | None:
