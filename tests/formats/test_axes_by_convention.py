@@ -226,7 +226,9 @@ def test_unnamed_dimensions_follow_the_network_input(tmp_path):
     with pytest.raises(nd.DataError, match=r"which of its axes \(\(no name\), .* is ambiguous"):
         nd.open_source(tmp_path / "a.nc")
     assert open_images(tmp_path / "a.nc", (8, 8, 3)).source.axes == "YXC"
-    assert open_images(tmp_path / "a.nc", (8, 8, 1)).source.axes == "NYXC"
+    with pytest.raises(nd.DataError, match=r"may be 3 channels, but the model takes one channel; .* --axes NYX if"):
+        open_images(tmp_path / "a.nc", (8, 8, 1))
+    assert open_images(tmp_path / "a.nc", (8, 8, 1), axes="NYX").source.axes == "NYXC"
 
 
 def test_variable_named_like_a_dimension(tmp_path):

@@ -190,7 +190,7 @@ def write_strategy(tmp_path, **changes):
     ({"builder": 1}, "builder", "expected text"),
     ({"kind": "gossip"}, "kind", "allreduce or server"),
     ({"owners": [0, 7]}, "owners", "owner 7"),
-    ({"owners": [0]}, "owners", "1 owners for 2"),
+    ({"owners": [0]}, "owners", "1 owner for 2"),
     ({"partition": {"axis": 2, "sizes": [4]}}, "axis", "expected 0 to 1"),
     ({"partition": {"axis": 0, "sizes": [3]}}, "sizes", "add up to 3"),
     ({"shape": []}, "partition", "scalar"),

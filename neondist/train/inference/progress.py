@@ -11,8 +11,6 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import IO
 
-import psutil
-
 from ...io.regular_file import read_bytes
 from ...terminal.console import format_duration, say
 from ..callbacks.progress import FIRST_DELAY, LINE_INTERVAL, terminal_console
@@ -213,6 +211,8 @@ def preparation_progress(rank: int = 0, whole_process: bool = True) -> AbstractC
 
     `whole_process`: the process is the command, and its start counts for the delay of the line.
     """
+    import psutil  # slow import
+
     age = time.time() - psutil.Process().create_time() if whole_process else 0.0
     return first_rank_progress(rank, sys.stderr, first=max(0.01, FIRST_DELAY - age))
 
