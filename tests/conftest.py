@@ -10,7 +10,7 @@ from case_selection import select_tests
 
 TESTS = Path(__file__).parent
 LONG_FILES = (
-    "test_under_mpirun.py", "test_under_torchrun.py", "test_kill.py", "test_storage_faults.py", "test_supervise.py",
+    "test_under_mpirun.py", "test_under_torchrun.py", "test_kill.py", "test_storage_faults.py", "test_supervision.py",
     "test_docs_pages.py", "test_unet.py",
 )  # fmt: skip
 SELECTION_VARIABLES = "NEONDIST_SEED", "NEONDIST_CASES"

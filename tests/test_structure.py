@@ -255,7 +255,7 @@ def select_trees(rule):
         if not (rule.startswith("opens files") and (path in CHECKED_BEFORE or not path.startswith(READERS)))
         and not (rule.startswith("prints") and path in PRINTERS)
         # starts mpirun, and calls no service
-        and not (rule.startswith("no code between") and path == "launcher/supervise.py")
+        and not (rule.startswith("no code between") and path == "launcher/supervision.py")
         # replaces a method of PyTorch's metaclass during capture, as the application of a Function is compiled
         and not (rule == "no replaced methods" and path == "torch/ir/custom_gradients.py")
         # PyTorch's l1_loss does not pass its weight to overrides

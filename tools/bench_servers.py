@@ -20,7 +20,7 @@ from neondist.services.client import ParameterClient
 from neondist.services.placement import place_parameters
 from neondist.services.state import PushedGradient, ServerState, UpdateRule
 from neondist.services.updates import describe_optimizer
-from neondist.services.wire import TOKEN, create_token
+from neondist.services.wire import TOKEN_VARIABLE, create_token
 from neondist.strategies import ParameterSpec, PSLoadBalancing
 
 PEER_SCRIPT = """
@@ -85,7 +85,7 @@ def measure_traffic(megabytes, servers, rounds):
     token, sockets = create_token(), Sockets(servers, size // servers)
     command = [sys.executable, "-m", "neondist", "serve", "ps"]
     processes = [
-        subprocess.Popen(command, env=os.environ | {TOKEN: token}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, text=True)
         for _ in range(servers)
     ]
     addresses = [process.stdout.readline().split()[-1] for process in processes]

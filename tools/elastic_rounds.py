@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: E402
 from processes import is_alive, kill, list_children  # noqa: E402
 
-RECORDS, EPOCHS, SIZE = 320, 3, 16
+RECORDS, EPOCHS, BATCH_SIZE = 320, 3, 16
 ROUND_TIMEOUT = 900.0
 FORKED_TITLES = "neondist-fork", "serve "
 VICTIM_KINDS = ("worker", "rank", "server", "master", "supervisor")
@@ -40,14 +40,14 @@ SLOW_MODEL = MODEL_DEFINITION.replace(
     "def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)"
 )
 MNIST = "!MNIST {}"
-DIGITS, MAX_ERROR = 10_000, 0.035
+NUM_DIGITS, MAX_ERROR = 10_000, 0.035
 
 
-def command(rng: random.Random, tiles: str, bounds: str | None, digits: bool) -> list[str]:
+def draw_command(rng: random.Random, tiles: str, bounds: str | None, digits: bool) -> list[str]:
     """Return the command line of a job."""
-    data = ["model_slow.py", "--training-data", "train.csv", "--minibatch-size", SIZE]
+    data = ["model_slow.py", "--training-data", "train.csv", "--minibatch-size", BATCH_SIZE]
     if digits:
-        data = ["digits.py", "--training-data", MNIST, "--validation-data", MNIST, "--minibatch-size", 2 * SIZE]
+        data = ["digits.py", "--training-data", MNIST, "--validation-data", MNIST, "--minibatch-size", 2 * BATCH_SIZE]
     plan = ["--num-epochs", EPOCHS, "--num-minibatches-per-task", rng.choice([1, 3, 8])]
     workers: object = 3 if digits else 2 if tiles != "1x1" else rng.choice([2, 3])
     places = ["--num-workers", bounds or workers, "--num-ps", 2 if digits else rng.choice([1, 2])]
@@ -103,7 +103,7 @@ def _command_words(process: psutil.Process) -> list[str]:
     return []
 
 
-def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
+def kill_process_of(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
     """Kill processes of a kind at random moments; return their number."""
     killed, count = 0, rng.choice([1, 1, 2, 3]) if kind != "supervisor" else 1
     for _ in range(count):
@@ -131,7 +131,7 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, sin
         (folder / "hosts").chmod(0o700)
         tiles = "2x1" if kind == "rank" or digits else rng.choice(["1x1", "1x1", "2x1"])
         tiles = "1x1" if single_tile and kind != "rank" else tiles
-        words = command(rng, tiles, bounds, digits)
+        words = draw_command(rng, tiles, bounds, digits)
         thread_arguments = random.Random(seed + 1), ended
         thread = threading.Thread(target=vary_slots, args=(folder, bounds, 1 + (tiles == "2x1"), *thread_arguments))
         if bounds:
@@ -145,7 +145,7 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, sin
             if bounds:
                 thread.join()
         changes = text.count("workers: ") if bounds else 0
-        succeeded = code == 0 and applied_message(digits) in text and "Traceback" not in text
+        succeeded = code == 0 and expected_applied_text(digits) in text and "Traceback" not in text
         problem = leftover or ("" if succeeded else f"exit code {code}: {text}")
         if digits and not problem:
             problem = check_result(folder / "run")
@@ -163,13 +163,13 @@ def run_disturbed(folder: Path, words: list[str], kind: str, rng: random.Random)
                 time.sleep(0.02)
             time.sleep(rng.uniform(0.0, 15.0))
             pids |= {pid for pid, _ in list_children(job.pid)}
-            killed = disturb(job, kind, random.Random(0))
+            killed = kill_process_of(job, kind, random.Random(0))
             if leftover := _find_leftovers(folder, pids):
                 return killed, job.poll(), leftover, ""
             if killed:
                 job = subprocess.Popen([*words, "--resume", "auto"], cwd=folder, stdout=output, stderr=output, env=env)
         else:
-            killed = disturb(job, kind, rng)
+            killed = kill_process_of(job, kind, rng)
         try:
             code = job.wait(ROUND_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -178,9 +178,9 @@ def run_disturbed(folder: Path, words: list[str], kind: str, rng: random.Random)
     return killed, code, _find_leftovers(folder, pids), (folder / "output").read_text()
 
 
-def applied_message(digits: bool) -> str:
+def expected_applied_text(digits: bool) -> str:
     """Return the message of a job that applied each record once per epoch."""
-    return f"applied: {DIGITS if digits else RECORDS} records in each of {EPOCHS} epochs, each once; "
+    return f"applied: {NUM_DIGITS if digits else RECORDS} records in each of {EPOCHS} epochs, each once; "
 
 
 def check_result(run: Path) -> str:

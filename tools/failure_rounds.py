@@ -36,7 +36,7 @@ from fake_nodes import FakeNodes, find_obstacle  # noqa: E402
 from processes import is_alive  # noqa: E402
 
 from neondist.io.checkpoint.snapshots import snapshot_folder  # noqa: E402
-from neondist.io.generation_log import read_events, read_run_key  # noqa: E402
+from neondist.io.run_event_log import read_events, read_run_key  # noqa: E402
 
 FILE_TAIL = """
 batch_size: 10

@@ -55,7 +55,7 @@ class Card(NamedTuple):
     measure: Any
 
 
-def finish(xp: Any) -> None:
+def synchronise_device(xp: Any) -> None:
     """Synchronise the current stream."""
     xp.cuda.get_current_stream().synchronize()
 
@@ -131,7 +131,7 @@ def run_halo(
     def time_work(work: Any) -> float:
         def synchronous_work() -> None:
             work()
-            finish(xp)
+            synchronise_device(xp)
 
         return time_calls(synchronous_work, 5, steps)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from parameter_servers import Servers
-from random_messages import METHODS, check_hostile_requests, send_messages
+from random_messages import SERVER_METHODS, check_hostile_requests, send_messages
 
 
 def main() -> int:
@@ -21,17 +21,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
-    count = -(-arguments.count // len(METHODS))
+    count = -(-arguments.count // len(SERVER_METHODS))
     with Servers(1) as job:
         address = job.hosts[0].address
         refused = sum(
-            send_messages(address, f"/neondist.PServer/{name}", job.token, count, arguments.seed) for name in METHODS
+            send_messages(address, f"/neondist.PServer/{name}", job.token, count, arguments.seed)
+            for name in SERVER_METHODS
         )
         alive = not job.client("0").status()[0]["initialized"]
-    print(f"{refused} of {count * len(METHODS)} malformed messages refused; the server answers: {alive}")
+    print(f"{refused} of {count * len(SERVER_METHODS)} malformed messages refused; the server answers: {alive}")
     requests = check_hostile_requests(arguments.count, arguments.seed)
     print(f"{requests} of {arguments.count} well-formed requests with wrong content refused; values as before")
-    return 0 if refused == count * len(METHODS) and alive else 1
+    return 0 if refused == count * len(SERVER_METHODS) and alive else 1
 
 
 if __name__ == "__main__":

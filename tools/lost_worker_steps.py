@@ -24,7 +24,7 @@ from elastic_rounds import find_targets  # noqa: E402
 from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: E402
 from processes import kill, list_children  # noqa: E402
 
-SIZE, SETTLED_STEPS = 16, 30
+BATCH_SIZE, SETTLED_STEPS = 16, 30
 CHECKED_BATCHES = 4
 """Minibatches that a process may feed to validate its input, rather than in steps."""
 LOGGED_STEP = """def feed(records, mode):
@@ -95,8 +95,8 @@ def main() -> None:
         folder, ratios = Path(name), list[float]()
         step = LOGGED_STEP.format(seconds=arguments.seconds)
         (folder / "model.py").write_text(MODEL_DEFINITION.replace("def feed(records, mode):\n", step))
-        write_csv(folder / "train.csv", draw_records(100 * SIZE))
-        data = ["model.py", "--training-data", "train.csv", "--minibatch-size", SIZE, "--num-epochs", 1000]
+        write_csv(folder / "train.csv", draw_records(100 * BATCH_SIZE))
+        data = ["model.py", "--training-data", "train.csv", "--minibatch-size", BATCH_SIZE, "--num-epochs", 1000]
         places = ["--num-workers", 3, "--num-ps", 2, "--tiles", arguments.tiles]
         words = ["train", *data, *places, "--distribution-strategy", "ParameterServerStrategy", "--use-async"]
         with (folder / "output").open("w") as output:

@@ -34,11 +34,11 @@ def main() -> None:
     # RandomState is frozen: its stream is the same in every NumPy
     draw = np.random.RandomState(SEED)
     args.to.mkdir(parents=True, exist_ok=True)
-    write(args.to, TRAIN, dataset.train, subset(draw, dataset.train.labels, 1000))
-    write(args.to, TEST, dataset.test, subset(draw, dataset.test.labels, 200))
+    write(args.to, TRAIN, dataset.train, choose_subset(draw, dataset.train.labels, 1000))
+    write(args.to, TEST, dataset.test, choose_subset(draw, dataset.test.labels, 200))
 
 
-def subset(draw: np.random.RandomState, labels: np.ndarray, count: int) -> np.ndarray:
+def choose_subset(draw: np.random.RandomState, labels: np.ndarray, count: int) -> np.ndarray:
     """Return the indices of `count` samples of every class, shuffled."""
     chosen = [draw.permutation(np.flatnonzero(labels == digit))[:count] for digit in range(10)]
     return draw.permutation(np.concatenate(chosen))

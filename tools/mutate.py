@@ -82,7 +82,7 @@ def read_mutations(path):
     return mutations
 
 
-def select(mutations, words):
+def select_mutations(mutations, words):
     """Return the mutations that contain one of the words; all if there are no words."""
     texts = [(mutation, " ".join((mutation.name, mutation.file, *mutation.tests)).lower()) for mutation in mutations]
     return [mutation for mutation, text in texts if not words or any(word.lower() in text for word in words)]
@@ -168,7 +168,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="concurrent mutations")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the copies
-    mutations = select(read_mutations(arguments.list), arguments.words)
+    mutations = select_mutations(read_mutations(arguments.list), arguments.words)
     stale = {mutation: problem for mutation in mutations if (problem := mutation.problem(ROOT))}
     for mutation, problem in stale.items():
         print(f"{mutation.name}: {problem}: {mutation.file}")

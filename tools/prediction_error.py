@@ -28,7 +28,7 @@ from neondist.bench.model.calibrate import VALIDATION_NETWORKS
 from neondist.bench.model.predict import fastest_grid, predict_step
 from neondist.bench.model.rank_profile import prepare_step, profile_rank, time_step
 from neondist.bench.networks import NETWORKS
-from neondist.bench.rest import sleeping_barrier
+from neondist.bench.sleeping_barrier import sleeping_barrier
 from neondist.bench.step import load_own_batch
 from neondist.comm import ProcessGrid, Transport
 from neondist.comm.mpi import world_transport

@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: E402
 
-SIZE, PER_TASK, EPOCHS = 8, 4, 2
+BATCH_SIZE, RECORDS_PER_TASK, EPOCHS = 8, 4, 2
 MAX_MAKESPAN_RATIO, MAX_WAIT_SECONDS = 0.83, 5.0
-SLEEPS = """def forward(self, x):
+SLEEPING_FORWARD = """def forward(self, x):
         import pathlib, time
 
         if self.training and torch.is_grad_enabled() and len(x) == {size}:
@@ -67,7 +67,7 @@ class Job:
 
 def submit(folder: Path, name: str, bounds: str) -> Job:
     """Start a job."""
-    tasks = ["--minibatch-size", SIZE, "--num-minibatches-per-task", PER_TASK, "--num-epochs", EPOCHS]
+    tasks = ["--minibatch-size", BATCH_SIZE, "--num-minibatches-per-task", RECORDS_PER_TASK, "--num-epochs", EPOCHS]
     servers = ["--distribution-strategy", "ParameterServerStrategy", "--use-async", "--num-ps", 1]
     words = ["train", "model_sleeps.py", "--training-data", "train.csv", *tasks, *servers]
     words += ["--num-workers", bounds, "--hosts-from", "hosts", "--wait", "1h", "--output", name]
@@ -108,10 +108,12 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        text = MODEL_DEFINITION.replace("def forward(self, x):", SLEEPS.format(size=SIZE, seconds=arguments.seconds))
+        text = MODEL_DEFINITION.replace(
+            "def forward(self, x):", SLEEPING_FORWARD.format(size=BATCH_SIZE, seconds=arguments.seconds)
+        )
         (folder / "model_sleeps.py").write_text(text)
         (folder / "hosts").write_text(f"localhost:{arguments.slots}\n")
-        write_csv(folder / "train.csv", draw_records(arguments.minibatches * SIZE // EPOCHS))
+        write_csv(folder / "train.csv", draw_records(arguments.minibatches * BATCH_SIZE // EPOCHS))
         duration = arguments.minibatches * arguments.seconds / arguments.workers
         print(f"each job sleeps for {duration:.0f} s with {arguments.workers} workers", flush=True)
         elastic, second = run_pair(folder, "elastic", f"1:{arguments.workers}", arguments.later)

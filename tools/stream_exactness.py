@@ -18,7 +18,7 @@ import neondist as nd
 from neondist.comm import loopback
 
 
-def network(**options) -> nd.ConvnetDist:
+def build_network(**options) -> nd.ConvnetDist:
     """Return an untrained network."""
     layers: list[nd.Layer] = []
     for channels, stride in ((16, 1), (32, 2), (64, 1)):
@@ -30,7 +30,7 @@ def network(**options) -> nd.ConvnetDist:
 
 def train(grid: nd.ProcessGrid, extent: int, **options) -> dict[str, np.ndarray]:
     """Train for three steps; return outputs, losses and weights."""
-    model = network(**options)
+    model = build_network(**options)
     model.build((extent, extent, 3), 1, grid)
     assert (model.compiled.stream is not None) == bool(options)
     x = model.scatter(np.random.default_rng(0).standard_normal((1, extent, extent, 3)))

@@ -31,7 +31,7 @@ OTHER_SCHEMES = "halo_oneway,stale,every(j=4),quantised(bits=8)"
 TIMED_SCHEMES = ["halo", *TOWER_SCHEMES.split(","), *OTHER_SCHEMES.split(","), "overlap_tile"]
 DEEP_SCHEMES = ["halo", "deep_halo(layers=2)", "deep_halo(layers=4)", "deep_halo(layers=8)"]
 DEEP_FILE = "yaml/study_deep.yaml"
-MACHINE = "yaml/machines/gpu_cluster.yaml"
+MACHINE_FILE = "yaml/machines/gpu_cluster.yaml"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def deep_rows(folder):
     for side in (4, 8, 16):
         for scheme in DEEP_SCHEMES:
             result = folder / f"deep-{side**2}-{scheme}"
-            words = ["--machine", MACHINE, "--ranks", side**2, "--measure", "none", "--output", result]
+            words = ["--machine", MACHINE_FILE, "--ranks", side**2, "--measure", "none", "--output", result]
             words += ["--set", f"model.scheme={scheme}", f"grid.rows={side}", f"grid.cols={side}"]
             row = measure(result / "model.jsonl", "bench", "model", "predict", DEEP_FILE, *words)
             kinds = ("compute_seconds", "exchange_seconds", "sum_seconds", "seconds_per_step")

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIRED = re.compile(r"^torch = \[\"torch>=([0-9.]+),<([0-9.]+)\"", re.M)
-PINNED = re.compile(r"^torch==([0-9.]+)$", re.M)
+REQUIRED_RANGE_PATTERN = re.compile(r"^torch = \[\"torch>=([0-9.]+),<([0-9.]+)\"", re.M)
+PINNED_VERSION_PATTERN = re.compile(r"^torch==([0-9.]+)$", re.M)
 TEST_FILES = [
     "test_custom_gradients.py", "test_training.py", "test_segments_of_modules.py", "test_training_in_blocks.py",
     "test_weights.py", "test_functional.py", "test_strided_inputs.py",
@@ -29,10 +29,10 @@ TEST_FILES = [
 TEST_PACKAGES = ["pytest>=8", "hypothesis>=6.100", "expecttest>=0.2", "setuptools"]
 
 
-def requirement(version: str) -> str:
+def pip_requirement(version: str) -> str:
     """Return the pip requirement for 'oldest', 'pinned', 'newest' or a version."""
-    bounds = REQUIRED.search((ROOT / "pyproject.toml").read_text())
-    pinned = PINNED.search((ROOT / "constraints.txt").read_text())
+    bounds = REQUIRED_RANGE_PATTERN.search((ROOT / "pyproject.toml").read_text())
+    pinned = PINNED_VERSION_PATTERN.search((ROOT / "constraints.txt").read_text())
     assert bounds, "pyproject.toml has no bounds of torch"
     assert pinned, "constraints.txt pins no torch"
     oldest, untested = bounds.groups()
@@ -64,7 +64,7 @@ def test_version(version: str, python: str, smoke: bool) -> str:
     """Return 'passes', 'FAILS', or the reason why a version is skipped."""
     with tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder:
         executable = Path(folder, "bin", "python")
-        torch_requirement = requirement(version)
+        torch_requirement = pip_requirement(version)
         install = [executable, "-m", "pip", "install", "--quiet"]
         print(f"{python}: {version}: {torch_requirement}", flush=True)
         subprocess.run([python, "-m", "venv", folder], check=True)

@@ -28,27 +28,27 @@ class ComputePrecision:
     name: str = "float32"
 
     @property
-    def narrow(self) -> bool:
+    def has_16_bit_operands(self) -> bool:
         """Whether operands have 16 bits."""
         return self.name in ("bfloat16", "float16")
 
     @property
     def itemsize(self) -> int:
         """Bytes of an operand in memory."""
-        return 2 if self.narrow else 4
+        return 2 if self.has_16_bit_operands else 4
 
     def new_scaler(self) -> LossScaler | None:
         """Return a new loss scaler; None for precisions with the range of float32."""
         return LossScaler() if self.name == "float16" else None
 
-    def check_dtype(self, dtype: np.dtype) -> None:
+    def check_parameter_dtype(self, dtype: np.dtype) -> None:
         """Raise ConfigError unless the precision supports parameters of this dtype."""
         if self != FLOAT32 and dtype != np.float32:
             raise ConfigError(
                 f"precision: {self.name} requires float32 parameters, but dtype is {dtype}; leave out one of them"
             )
 
-    def rounded(self, array: Any) -> Any:
+    def round_to_operands(self, array: Any) -> Any:
         """Return float32 numbers rounded to the nearest operands (ties to even), as a new float32 array.
 
         Numbers out of range become infinite.
@@ -64,11 +64,11 @@ class ComputePrecision:
         return xp.where(nan, np.float32("nan"), single)  # rounding may have made NaN infinite
 
     def encode(self, array: Any) -> Any:
-        """Return float32 numbers rounded as by `rounded`, as the 16 bits of each (uint16)."""
+        """Return float32 numbers rounded as by `round_to_operands`, as the 16 bits of each (uint16)."""
         if self.name == "float16":
             with np.errstate(over="ignore", under="ignore"):
                 return array.astype(np.float16).view(np.uint16)
-        return (self.rounded(array).view(np.uint32) >> 16).astype(np.uint16)
+        return (self.round_to_operands(array).view(np.uint32) >> 16).astype(np.uint16)
 
     def decode(self, codes: Any) -> Any:
         """Return the float32 numbers of codes made by `encode`."""
@@ -84,8 +84,8 @@ FLOAT32, BFLOAT16, FLOAT16 = (ComputePrecision(name) for name in ("float32", "bf
 class LossScaler:
     """Factor on the loss, so that gradients of 16 bits do not underflow: the rule of `torch.amp.GradScaler`.
 
-    It doubles after `GROWTH_INTERVAL` consecutive steps without an overflow, and halves at each overflow. As a power of
-    two it changes only gradients that would underflow or overflow.
+    It doubles after `GROWTH_INTERVAL_STEPS` consecutive steps without an overflow, and halves at each overflow. As a
+    power of two it changes only gradients that would underflow or overflow.
 
     Attributes
     ----------
@@ -117,10 +117,10 @@ class LossScaler:
                 ).on_all_ranks()
             return
         self.good_steps += 1
-        if self.good_steps == GROWTH_INTERVAL:
-            self.scale, self.good_steps = min(2 * self.scale, MAX_SCALE), 0
+        if self.good_steps == GROWTH_INTERVAL_STEPS:
+            self.scale, self.good_steps = min(2 * self.scale, MAX_LOSS_SCALE), 0
 
-    def begin_epoch(self) -> None:
+    def reset_skipped_steps(self) -> None:
         """Reset the count of skipped steps."""
         self.skipped_steps = 0
 
@@ -135,12 +135,10 @@ class LossScaler:
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
             raise ValueError("'loss_scale' has invalid counts")
-        if type(scale) not in (int, float) or not 1 <= scale <= MAX_SCALE or math.frexp(scale)[0] != 0.5:
+        if type(scale) not in (int, float) or not 1 <= scale <= MAX_LOSS_SCALE or math.frexp(scale)[0] != 0.5:
             raise ValueError("'loss_scale' is not a power of two of at least 1")
         self.scale, self.good_steps, self.skipped_steps = float(scale), good, skipped
 
 
-GROWTH_INTERVAL = 2000
-"""Consecutive steps without an overflow after which the scale doubles."""
-MAX_SCALE = 2.0**127
-"""The largest scale of float32."""
+GROWTH_INTERVAL_STEPS = 2000  # consecutive steps without an overflow after which the scale doubles
+MAX_LOSS_SCALE = 2.0**127  # the largest scale of float32

@@ -20,9 +20,9 @@ from .namespace import namespace
 _SPLITMIX_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_FACTOR_2 = np.uint64(0x94D049BB133111EB)
-_MASK_64_BITS = (1 << 64) - 1
-_NORMAL_LEVELS = 1 << 16
-_BLOCK_SIZE = 1 << 14  # elements per block, which fit in the cache
+_LOW_64_BITS = (1 << 64) - 1
+_QUANTILE_COUNT = 1 << 16
+_ELEMENTS_PER_BLOCK = 1 << 14  # elements per block, which fit in the cache
 
 
 def key(*parts: int | str) -> int:
@@ -31,9 +31,9 @@ def key(*parts: int | str) -> int:
     for part in parts:  # as `_mix_bits_in_place`, in Python's integers: arrays of one number are ten times slower
         z = (
             state + int(_SPLITMIX_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))
-        ) & _MASK_64_BITS
-        z = (z ^ z >> 30) * int(_MIX_FACTOR_1) & _MASK_64_BITS
-        z = (z ^ z >> 27) * int(_MIX_FACTOR_2) & _MASK_64_BITS
+        ) & _LOW_64_BITS
+        z = (z ^ z >> 30) * int(_MIX_FACTOR_1) & _LOW_64_BITS
+        z = (z ^ z >> 27) * int(_MIX_FACTOR_2) & _LOW_64_BITS
         state = z ^ z >> 31
     return state
 
@@ -54,8 +54,8 @@ def uniform_at_least(rate: float, stream: int, index: Any) -> Any:
     index = xp.asarray(index, np.uint64)
     flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)
     out, least = chosen.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
-    for start in range(0, flat.size, _BLOCK_SIZE):
-        part = slice(start, start + _BLOCK_SIZE)
+    for start in range(0, flat.size, _ELEMENTS_PER_BLOCK):
+        part = slice(start, start + _ELEMENTS_PER_BLOCK)
         xp.greater_equal(_random_bits(stream, flat[part]), least, out=out[part])
     return chosen
 
@@ -79,7 +79,7 @@ def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
 def _normal_quantiles() -> np.ndarray:
     from statistics import NormalDist  # a slow import
 
-    lower = np.array([NormalDist().inv_cdf((at + 0.5) / _NORMAL_LEVELS) for at in range(_NORMAL_LEVELS // 2)])
+    lower = np.array([NormalDist().inv_cdf((at + 0.5) / _QUANTILE_COUNT) for at in range(_QUANTILE_COUNT // 2)])
     return np.concatenate([lower, -lower[::-1]])
 
 

@@ -1,6 +1,6 @@
 """Arrays and kernels, by library.
 
-backend: the Backend class and the choice of one. kernels: the table, with conv, pool and cells in any array namespace;
+backend: the Backend class and the choice of one. kernels: their base class, with conv, pool and cells in any namespace;
 cells also compiled. host: compiled kernels over NumPy's arrays (rows, compiled_conv), on the threads of gomp. torch:
 PyTorch's kernels, for operations that are not compiled. cupy: kernels over CuPy's arrays, from device_kernels, which
 read device_tables; cupy_torch: together with PyTorch's. gpus: GPUs of this machine.

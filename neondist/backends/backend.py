@@ -1,4 +1,4 @@
-"""A backend: an array namespace, and a table of kernels that may come from another library over the same memory."""
+"""Backend: an array namespace, and kernels that may come from another library over the same memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Backend:
         """
         source = array if self.owns(array) else np.asarray(array)
         if source.dtype.kind not in "biuf":
-            raise ShapeError(f"{name} of dtype {source.dtype}: give real numbers")
+            raise ShapeError(f"{name}: has dtype {source.dtype}; convert it to real numbers")
         if copy or not self.owns(source):
             return self.from_host(source, dtype)
         return self.xp.ascontiguousarray(source, dtype)
@@ -133,12 +133,11 @@ def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
     """
     if name == "cupy" or (name == "auto" and _preferred_name() == "cupy"):
         _require_cupy()
-        return gpus.max_memory_per_rank
+        return gpus.max_gpu_bytes_per_rank
     return get_backend(name).kernels.available_memory
 
 
 def _preferred_name() -> str:
-    """Return the name of the backend that `auto` selects."""
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
     return host if gpus.find_cupy_problem() else "cupy"
 

@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_MIN_THREADED_COPY = 1 << 15  # elements; smaller copies are faster on one thread
+_MIN_THREADED_COPY_ELEMENTS = 1 << 15  # elements; smaller copies are faster on one thread
 
 
 class Normalisation(NamedTuple):
-    """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `clip`.
+    """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `clip_negative`.
 
     Attributes
     ----------
     mean, scale, shift : array (groups, C)
         One group of all samples, or one of each.
-    clip : bool
+    clip_negative : bool
     """
 
     mean: Any
     scale: Any
     shift: Any
-    clip: bool = False
+    clip_negative: bool = False
 
 
 class CellKernels:
@@ -72,13 +72,13 @@ class CellKernels:
         self.xp.multiply(dy, y > 0, out=dz)
         return dz
 
-    def add(self, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
-        """Write the sum of all parts, at least 0 if `clip`, into y, all of any strides."""
+    def add(self, parts: Sequence[Any], y: Any, clip_negative: bool = False) -> None:
+        """Write the sum of all parts, at least 0 if `clip_negative`, into y, all of any strides."""
         if parts[0] is not y:
             self.copy(parts[0], y)
         for part in parts[1:]:
             y += part
-        if clip:
+        if clip_negative:
             self.relu(y, y)
 
     def channel_sum(self, x: Any) -> Any:
@@ -116,7 +116,7 @@ class CellKernels:
         self.xp.subtract(x, mean, out=y)
         y *= scale
         y += shift
-        if norm.clip:
+        if norm.clip_negative:
             self.relu(y, y)
 
     def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
@@ -167,10 +167,10 @@ class CellKernels:
         return dz_factor, -dz_factor * root * by_gamma, -dz_factor * by_beta
 
     def _gradient_before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
-        if not norm.clip:
+        if not norm.clip_negative:
             return dy
         z = self.xp.empty(x.shape, x.dtype)
-        self.normalise(x, norm._replace(clip=False), z)
+        self.normalise(x, norm._replace(clip_negative=False), z)
         return dy * (z > 0)
 
     def _group_sums(self, x: Any, by_sample: bool) -> Any:
@@ -199,29 +199,29 @@ class CompiledCells(CellKernels):
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`."""
-        if source.size < _MIN_THREADED_COPY or not self._run_compiled("clip", source, target):
+        if source.size < _MIN_THREADED_COPY_ELEMENTS or not self._run_compiled("clip", source, target):
             super().copy(source, target)
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y."""
-        if not self._run_compiled("clip", z, y, least=0):
+        if not self._run_compiled("clip", z, y, minimum=0):
             super().relu(z, y)
 
     def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
         """Return dy where y is positive, in dz."""
         dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
-        return dz if self._run_compiled("clip_back", y, dy, dz, least=0) else super().relu_backward(y, dy, dz)
+        return dz if self._run_compiled("clip_back", y, dy, dz, minimum=0) else super().relu_backward(y, dy, dz)
 
-    def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip: bool = False) -> None:
+    def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip_negative: bool = False) -> None:
         """Write the sum of all parts into y."""
         first, *rest = parts
         for at, part in enumerate(rest, start=1):
-            if not self._run_compiled("add", first, part, y, least=0 if clip and at == len(rest) else -inf):
-                super().add(parts, y, clip)
+            if not self._run_compiled("add", first, part, y, minimum=0 if clip_negative and at == len(rest) else -inf):
+                super().add(parts, y, clip_negative)
                 return
             first = y
         if not rest:
-            super().add(parts, y, clip)
+            super().add(parts, y, clip_negative)
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels."""
@@ -242,7 +242,7 @@ class CompiledCells(CellKernels):
 
     def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run_compiled("normalise", x, y, group_values=norm[:3], least=_lower_bound(norm)):
+        if not self._run_compiled("normalise", x, y, group_values=norm[:3], minimum=_minimum(norm)):
             super().normalise(x, norm, y)
 
     def normalise_gradient_sums(
@@ -250,7 +250,7 @@ class CompiledCells(CellKernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
         sums = np.empty((len(norm.mean), 2, x.shape[-1]))
-        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, least=_lower_bound(norm)):
+        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, minimum=_minimum(norm)):
             return super().normalise_gradient_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
@@ -259,22 +259,22 @@ class CompiledCells(CellKernels):
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
         if not self._run_compiled(
-            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), least=_lower_bound(norm)
+            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), minimum=_minimum(norm)
         ):
             super().normalise_backward(x, dy, norm, factors, dx)
 
     def _run_compiled(
-        self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, least: float = -inf
+        self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, minimum: float = -inf
     ) -> bool:
         if self.compiled is None:
             return False
         group_values = None if group_values is None else np.array(group_values, arrays[0].dtype)
-        done: bool = self.compiled.run(kernel, arrays, group_values, sums, least, self.threads, self.gomp_address)
+        done: bool = self.compiled.run(kernel, arrays, group_values, sums, minimum, self.threads, self.gomp_address)
         return done
 
 
-def _lower_bound(norm: Normalisation) -> float:
-    return 0 if norm.clip else -inf
+def _minimum(norm: Normalisation) -> float:
+    return 0 if norm.clip_negative else -inf
 
 
 @cache

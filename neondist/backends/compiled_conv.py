@@ -11,14 +11,14 @@ import numpy as np
 from .rows import VECTOR_BYTES, ConvArgs, RowKernels, as_triple
 
 Ints = Sequence[int]
-_MIN_CHANNELS, _MIN_CELLS = 8, 128  # measured: the smallest for which it is faster
-_MAX_WEIGHTS = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
+_MIN_WINOGRAD_CHANNELS, _MIN_WINOGRAD_CELLS = 8, 128  # measured: the smallest for which it is faster
+_MAX_WINOGRAD_WEIGHTS = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
 _MAX_DEPTHWISE_TAPS = 512  # cells of a depthwise convolution's window, at most
 FORWARD, WEIGHT_GRADIENT, INPUT_GRADIENT = range(3)
 
 
 class CompiledConvolution(RowKernels):
-    """Convolution of NumPy's arrays into a given array; falls back to the table where it is not compiled.
+    """Convolution of NumPy's arrays into a given array; falls back to the base class where it is not compiled.
 
     Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Inputs
     and weights are summed before the products. For 3 x 3, float32 errors are still below oneDNN's: sums are short
@@ -38,7 +38,7 @@ class CompiledConvolution(RowKernels):
             and outer * x.itemsize >= VECTOR_BYTES
             and prod(kernel) <= _MAX_DEPTHWISE_TAPS
             and x.ndim > 3
-            and prod(x.shape[:-1]) >= _MIN_CELLS
+            and prod(x.shape[:-1]) >= _MIN_WINOGRAD_CELLS
             and hasattr(self.compiled, "depthwise")
         )
 
@@ -48,9 +48,9 @@ class CompiledConvolution(RowKernels):
         return (
             tuple(kernel[-2:]) in ((3, 3), (5, 5))
             and prod(stride) * prod(dilation) * groups == 1
-            and min(inner, outer) >= _MIN_CHANNELS
-            and prod(shape) <= _MAX_WEIGHTS
-            and prod(x.shape[:-1]) >= _MIN_CELLS
+            and min(inner, outer) >= _MIN_WINOGRAD_CHANNELS
+            and prod(shape) <= _MAX_WINOGRAD_WEIGHTS
+            and prod(x.shape[:-1]) >= _MIN_WINOGRAD_CELLS
             and hasattr(self.compiled, "winograd")
         )
 

@@ -13,36 +13,34 @@ from .device_kernels import (
     ADD_BOXES,
     BATCH_NORM_GRADIENT_FACTORS,
     BATCH_NORM_SCALE_SHIFT,
+    C_TYPE_BY_ITEMSIZE,
     C_TYPES,
-    C_TYPES_BY_SIZE,
     CELL_SUMS,
     COPY_EACH,
     DEPTHWISE,
     DEPTHWISE_BACK,
     FOLD_SUMS,
-    GRADIENTS,
+    GRADIENTS_KIND,
     LAST_MOMENTS,
     LAST_SUMS,
     MAX_POOL,
     MAX_POOL_BACK,
-    MOMENTS,
+    MOMENTS_KIND,
     NORMALISE,
     NORMALISE_BACK,
     ROUND_BFLOAT16,
-    SUMS,
+    SUMS_KIND,
     specialise_source,
 )
-from .device_tables import box_table, cell_table, copy_table, depthwise_table, pool_table
+from .device_tables import boxes_table, cell_table, copy_each_table, depthwise_table, pool_table
 from .kernels import CapturedGraph, Kernels
-from .narrow import NarrowProducts
+from .narrow import NarrowOperandKernels
 from .windows import Sides, crop_sides, output_extent
 
 Ints = Sequence[int]
 
-_THREADS_PER_BLOCK, _MAX_BLOCKS = 256, 4096
-"""Threads per block, and maximum blocks per launch."""
-_MAX_CACHED_TABLES = 1024
-"""device tables in the cache, at most"""
+_THREADS_PER_BLOCK, _MAX_BLOCKS_PER_LAUNCH = 256, 4096
+_MAX_CACHED_DEVICE_TABLES = 1024
 _MAX_LANES, _LANES_PER_THREAD, _MAX_LAST_LANES = 1 << 18, 32, 64
 """partial sums of a reduction, how many of them one thread adds up, and the most in the last step"""
 
@@ -68,12 +66,12 @@ class CupyKernels(Kernels):
         super().__init__(cupy)
         self.precision = precision
         self._compiled_kernels: dict[tuple[str, str, str], Any] = {}
-        self._cached_upload = lru_cache(_MAX_CACHED_TABLES)(self._upload_table)
+        self._cached_upload = lru_cache(_MAX_CACHED_DEVICE_TABLES)(self._upload_table)
         self._captured_tables: list[list[Any]] = []  # tables of the graphs being captured
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; without PyTorch's kernels TF32 is float32."""
-        return NarrowCupyKernels(self.xp, precision) if precision.narrow else self
+        return NarrowCupyKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Copy the values of each source into its target, in one launch where all are of one type."""
@@ -87,9 +85,9 @@ class CupyKernels(Kernels):
         shapes, size = [target.shape for _, target in pairs], pairs[0][0].itemsize
         ends = [(source.data.ptr, target.data.ptr) for source, target in pairs]
         rank = max(map(len, shapes))
-        table = copy_table(ends, shapes, [(_strides(source), _strides(target)) for source, target in pairs], rank)
+        table = copy_each_table(ends, shapes, [(_strides(source), _strides(target)) for source, target in pairs], rank)
         self._launch(
-            COPY_EACH, C_TYPES_BY_SIZE[size], "copy_each", sum(map(prod, shapes)), self._cached_table(table), rank
+            COPY_EACH, C_TYPE_BY_ITEMSIZE[size], "copy_each", sum(map(prod, shapes)), self._cached_table(table), rank
         )
 
     def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
@@ -101,7 +99,7 @@ class CupyKernels(Kernels):
             super().add_boxes(array, boxes, parts)
             return
         shapes = [part.shape for _, part in pairs]
-        table = box_table(_strides(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
+        table = boxes_table(_strides(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
         arguments = array, self._cached_table(table), len(pairs)
         self._launch(ADD_BOXES, C_TYPES[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *arguments, array.ndim)
 
@@ -172,7 +170,7 @@ class CupyKernels(Kernels):
             self._contiguous_by_channel(norm[:3], x),
             self._thread_ranges((x, y), len(norm.mean)),
         )
-        arguments = x, *by_channel, y, *ranges, int(norm.clip)
+        arguments = x, *by_channel, y, *ranges, int(norm.clip_negative)
         self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index)
 
     def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
@@ -182,22 +180,22 @@ class CupyKernels(Kernels):
             return
         by_channel = self._contiguous_by_channel((*norm[:3], *factors), x)
         ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
-        arguments = x, dy, *by_channel, dx, *ranges, int(norm.clip)
+        arguments = x, dy, *by_channel, dx, *ranges, int(norm.clip_negative)
         self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,)."""
-        return self._reduce_sums(SUMS, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
+        return self._reduce_sums(SUMS_KIND, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
 
     def sample_sum(self, x: Any) -> Any:
         """Return each sample's sum over its cells, (N, C)."""
-        return self._reduce_sums(SUMS, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
+        return self._reduce_sums(SUMS_KIND, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
         """Return means and sums of squared differences from them."""
         if not self._has_cell_kernel(x):
             return super().moments(x, by_sample)
-        mean, squares = self._reduce_sums(MOMENTS, x, by_sample=by_sample)
+        mean, squares = self._reduce_sums(MOMENTS_KIND, x, by_sample=by_sample)
         return mean, squares
 
     def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
@@ -205,7 +203,9 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, dy):
             return super().normalise_gradient_sums(x, dy, norm)
         by_channel = self._contiguous_by_channel(norm[:3], x)
-        first, second = self._reduce_sums(GRADIENTS, x, by_channel, dy, len(norm.mean) != 1, clip=norm.clip)
+        first, second = self._reduce_sums(
+            GRADIENTS_KIND, x, by_channel, dy, len(norm.mean) != 1, clip=norm.clip_negative
+        )
         return first, second
 
     def batch_scale_and_shift(
@@ -241,10 +241,10 @@ class CupyKernels(Kernels):
 
         Parameters
         ----------
-        kind : SUMS, MOMENTS or GRADIENTS
+        kind : SUMS_KIND, MOMENTS_KIND or GRADIENTS_KIND
         by_channel : mean, scale and shift, contiguous, if the kind needs them
         """
-        groups, count = len(x) if by_sample else 1, 1 if kind == SUMS else 2
+        groups, count = len(x) if by_sample else 1, 1 if kind == SUMS_KIND else 2
         arrays = x, x if dy is None else dy
         ranges, threads, index = self._thread_ranges(arrays, groups)
         (table, rank, _, lanes), width, number = ranges, groups * x.shape[-1], C_TYPES[str(x.dtype)]
@@ -259,7 +259,7 @@ class CupyKernels(Kernels):
             )
             sums, lanes = folded, into
         result = self.xp.empty((count, groups, x.shape[-1]), x.dtype)
-        if kind == MOMENTS:
+        if kind == MOMENTS_KIND:
             arguments = sums, x, result, table, rank, lanes, x.size // width
             self._launch(LAST_MOMENTS, number, "last_moments", width, *arguments, index_type=index)
         else:
@@ -319,7 +319,7 @@ class CupyKernels(Kernels):
             kernel = self.xp.RawKernel(specialise_source(source, c_type, index_type), name)
             self._compiled_kernels[name, c_type, index_type] = kernel
         arguments = [self.xp.int64(argument) if isinstance(argument, int) else argument for argument in (*args, total)]
-        kernel((min(-(-total // _THREADS_PER_BLOCK), _MAX_BLOCKS),), (_THREADS_PER_BLOCK,), tuple(arguments))
+        kernel((min(-(-total // _THREADS_PER_BLOCK), _MAX_BLOCKS_PER_LAUNCH),), (_THREADS_PER_BLOCK,), tuple(arguments))
 
     def capture(
         self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
@@ -365,5 +365,5 @@ def _strides(array: Any) -> list[int]:
     return [stride // array.itemsize for stride in array.strides]
 
 
-class NarrowCupyKernels(NarrowProducts, CupyKernels):
+class NarrowCupyKernels(NarrowOperandKernels, CupyKernels):
     """CuPy kernels with operands rounded to 16 bits and float32 products."""

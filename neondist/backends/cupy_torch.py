@@ -12,25 +12,25 @@ from typing import Any
 from ..arrays.precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
 from .kernels import CapturedGraph, Kernels
-from .torch import NarrowTorchTable, TorchTable
+from .torch import NarrowTorchKernelMixin, TorchKernelMixin
 
 Ints = Sequence[int]
 
 
-class CupyTorchKernels(TorchTable, CupyKernels):
+class CupyTorchKernels(TorchKernelMixin, CupyKernels):
     """PyTorch's convolutions and sums over windows, CuPy's everything else.
 
     PyTorch's channels-last max pooling of float64 fails with a misaligned address for few channels (PyTorch 2.11), and
     its gradient is not deterministic.
     """
 
-    min_elements = 0
+    min_torch_elements = 0
     max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
     max_pool_back_into = CupyKernels.max_pool_back_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 needs a GPU."""
-        return NarrowCupyTorchKernels(self.xp, precision) if precision.narrow else self
+        return NarrowCupyTorchKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks of them: CuPy's call of cuBLAS cannot be captured."""
@@ -88,7 +88,7 @@ class CudaTorchKernels(CupyTorchKernels):
         if precision == FLOAT32:
             return self
         self.close()
-        return (NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels)(self.xp, precision)
+        return (NarrowCudaTorchKernels if precision.has_16_bit_operands else CudaTorchKernels)(self.xp, precision)
 
     def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
@@ -109,7 +109,7 @@ class CudaTorchKernels(CupyTorchKernels):
             self._cuda.empty_cache()
 
 
-class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
+class NarrowCupyTorchKernels(NarrowTorchKernelMixin, CupyTorchKernels):
     """PyTorch's convolutions of 16 bits; matrix products are those of float32."""
 
     def _has_fast_instructions(self, calls: Any) -> bool:
@@ -121,7 +121,7 @@ class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
 
     def conv_backward_weights(self, *args: Any) -> Any:
         """Return the gradient of the weights in float32, by TF32: operands of 16 bits are exact in it."""
-        self._cudnn.allow_tf32 = self.precision.narrow
+        self._cudnn.allow_tf32 = self.precision.has_16_bit_operands
         try:
             return super().conv_backward_weights(*args)
         finally:

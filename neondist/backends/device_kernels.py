@@ -7,11 +7,8 @@ T is the element type, INDEX that of counts and indices, for which 32 bits are s
 from __future__ import annotations
 
 C_TYPES = {"float32": "float", "float64": "double"}
-"""types of C that kernels compute with, by dtype"""
-C_TYPES_BY_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-"""types by size in bytes, for copies"""
-MAX_AXES = 8
-"""maximum number of dimensions of an array"""
+C_TYPE_BY_ITEMSIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+MAX_ARRAY_AXES = 8
 
 _SOURCE_PREFIX = """
 #ifndef KERNEL
@@ -283,9 +280,9 @@ CELL_SUMS = _kernel_over_ranges(
     """sums[i] = one;
         if (kind) sums[(INDEX)total + i] = two;""",
 )
-"""Sums of each channel over all samples, or per sample, over each lane's cells: SUMS of x, MOMENTS x - first and its
-square, first being the first cell's, or GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
-SUMS, MOMENTS, GRADIENTS = range(3)
+"""Sums of each channel over all samples, or per sample, over each lane's cells: SUMS_KIND of x, MOMENTS_KIND of x -
+first and its square (first: the first cell), GRADIENTS_KIND of dz, dz * (x - mean); table: shape, strides of x, dy"""
+SUMS_KIND, MOMENTS_KIND, GRADIENTS_KIND = range(3)
 
 FOLD_SUMS = """
 KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long long into, long long width,
@@ -327,7 +324,7 @@ KERNEL void last_moments(const double *sums, const T *x, T *result, const INDEX 
     }
 }
 """
-"""Means, and sums of squared differences from them, from the MOMENTS (2, lanes, width) of a number of cells"""
+"""Means, and sums of squared differences from them, from the MOMENTS_KIND (2, lanes, width) of a number of cells"""
 
 BATCH_NORM_SCALE_SHIFT = """
 KERNEL void batch_scale_shift(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *result,
@@ -373,4 +370,4 @@ ROUND_BFLOAT16 = _kernel_over_ranges(
 
 def specialise_source(source: str, c_type: str, index_type: str = "long long") -> str:
     """Return the source of a kernel for elements and counts of the given types of C."""
-    return f"typedef {c_type} T;\ntypedef {index_type} INDEX;\n#define AXES {MAX_AXES}\n{_SOURCE_PREFIX}{source}"
+    return f"typedef {c_type} T;\ntypedef {index_type} INDEX;\n#define AXES {MAX_ARRAY_AXES}\n{_SOURCE_PREFIX}{source}"

@@ -9,7 +9,7 @@ from math import prod
 Ints = Sequence[int]
 
 
-def copy_table(
+def copy_each_table(
     addresses: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
 ) -> tuple[int, ...]:
     """Return the table of `copy_each`.
@@ -29,7 +29,7 @@ def copy_table(
     return tuple(table)
 
 
-def box_table(
+def boxes_table(
     strides: Ints, part_addresses: Sequence[int], boxes: Sequence[Sequence[slice]], shapes: Sequence[Ints]
 ) -> tuple[int, ...]:
     """Return the table of `add_boxes`, for boxes that are not empty.

@@ -11,7 +11,7 @@ from ..system.job import local_rank
 from ..version import installed_distributions
 
 _INSTALL_COMMAND = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
-_INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
+_CUDA_ERROR_INSUFFICIENT_DRIVER, _CUDA_ERROR_NO_DEVICE = 35, 100
 """Codes of the CUDA runtime; the first also where no driver is installed."""
 
 
@@ -30,13 +30,13 @@ def find_cupy_problem() -> str:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        if error.status == _INSUFFICIENT_DRIVER:
+        if error.status == _CUDA_ERROR_INSUFFICIENT_DRIVER:
             driver, needed = (_cuda_version(read()) for read in (runtime.driverGetVersion, runtime.runtimeGetVersion))
             if not driver:
                 return f"there is no NVIDIA driver; install one for CUDA {needed} or later"
             problem = f"the NVIDIA driver supports CUDA {driver} at most, and this CuPy needs {needed}"
             return f"{problem}; install a newer driver, or a CuPy for an older CUDA"
-        if error.status != _NO_DEVICE:
+        if error.status != _CUDA_ERROR_NO_DEVICE:
             return f"the CUDA runtime fails: {error}; see whether nvidia-smi works"
         count = 0
     return "" if count else "no GPU is visible; see nvidia-smi, and the variable CUDA_VISIBLE_DEVICES"
@@ -53,7 +53,7 @@ def describe_gpus() -> str:
     return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
 
 
-def max_memory_per_rank(ranks: int) -> int:
+def max_gpu_bytes_per_rank(ranks: int) -> int:
     """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine could have; starts none."""
     runtime = importlib.import_module("cupy").cuda.runtime
     count = runtime.getDeviceCount()

@@ -12,7 +12,7 @@ from ..system.threads import default_thread_count
 from .compiled_conv import FORWARD, INPUT_GRADIENT, CompiledConvolution
 from .gomp import gomp_parallel_address
 from .kernels import Kernels
-from .narrow import NarrowProducts
+from .narrow import NarrowOperandKernels
 from .windows import factor_box_window, output_extent
 
 Ints = Sequence[int]
@@ -36,7 +36,7 @@ class HostKernels(CompiledConvolution):
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 exists on GPUs only, and is float32 here."""
-        if not precision.narrow:
+        if not precision.has_16_bit_operands:
             return self
         self.close()
         return NarrowHostKernels(precision)
@@ -121,7 +121,7 @@ class HostKernels(CompiledConvolution):
         return done
 
 
-class NarrowHostKernels(NarrowProducts, HostKernels):
+class NarrowHostKernels(NarrowOperandKernels, HostKernels):
     """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:

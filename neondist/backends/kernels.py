@@ -1,4 +1,4 @@
-"""The table of kernels, written once for any array namespace; backends override what they do better.
+"""Base class of kernels, written once for any array namespace; backends override what they do better.
 
 Kernels work on views, so every convolution and pooling is 'valid': views include padding and halo. Activations are
 channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents may be zero.
@@ -38,11 +38,11 @@ class CapturedGraph(NamedTuple):
     Attributes
     ----------
     library_graph : the library's graph
-    kept : arrays that the launches read, kept alive with the graph
+    kept_arrays : arrays that the launches read, kept alive with the graph
     """
 
     library_graph: Any
-    kept: Sequence[Any]
+    kept_arrays: Sequence[Any]
 
     def replay(self) -> None:
         """Start the launches on the device's current stream."""
@@ -89,15 +89,15 @@ class Kernels(CellKernels, Convolution, Pooling):
         ConfigError
             If this backend does not support the precision.
         """
-        if precision.narrow:
+        if precision.has_16_bit_operands:
             raise ConfigError(
-                f"precision: {precision.name} is not supported by this backend; use backend: auto, or float32"
+                f"precision: {precision.name} is unsupported by this backend; use backend: auto, or precision: float32"
             )
         return self
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
         """Return float32 elements rounded to the nearest operands of a precision, as a new contiguous array."""
-        return precision.rounded(x)
+        return precision.round_to_operands(x)
 
     @property
     def exact(self) -> Kernels:
@@ -135,31 +135,32 @@ class Kernels(CellKernels, Convolution, Pooling):
         dilation: Ints,
         groups: int,
         bias: Any | None,
-        finish: Callable[[Any, Any], None],
-        outside: Sides | None = None,
+        write_output: Callable[[Any, Any], None],
+        zero_sides: Sides | None = None,
     ) -> None:
-        """Write finish(valid convolution of x plus bias) into y, strip by strip.
+        """Write the valid convolution of x plus bias into y by `write_output`, strip by strip.
 
         Parameters
         ----------
         y : array (N, *out, C_out)
             With any strides.
-        finish : callable
-            `finish(z, y)` writes the result for a strip z into that strip of y; it may overwrite z, which may be y
-            itself.
-        outside : (before, after) for every axis, optional
+        write_output : callable
+            `write_output(z, y)` writes the result for a strip z into that strip of y; it may overwrite z, which may be
+            y itself.
+        zero_sides : (before, after) for every axis, optional
             Cells at the ends of x that are zero.
         """
         kernel = weights.shape[:-2]
         if prod(kernel) == 1 < prod(stride):
-            x, stride, outside = x[strided_index(stride)], (1,) * len(stride), None
+            x, stride, zero_sides = x[strided_index(stride)], (1,) * len(stride), None
         conv_args = stride, dilation, groups
-        rows, *columns = outside or ((0, 0),) * len(kernel)
+        rows, *columns = zero_sides or ((0, 0),) * len(kernel)
         for strip in split_into_strips(
             x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
         ):
             zeros = strip.zero_rows(rows, x), *columns
-            finish(self.conv_forward(x[strip.view], weights, *conv_args, bias, zeros), y[strip.out])
+            part = self.conv_forward(x[strip.view_index], weights, *conv_args, bias, zeros)
+            write_output(part, y[strip.output_index])
 
     def conv_back_into(
         self,
@@ -171,7 +172,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         dilation: Ints,
         groups: int,
         output_gradient: Callable[[tuple], Any],
-        outside: Sides | None = None,
+        zero_sides: Sides | None = None,
         needs_weights: bool = True,
         clip_negative: bool = False,
         needs_bias: bool = True,
@@ -186,7 +187,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             Only its shape is used.
         output_gradient : callable
             `output_gradient(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
-        outside : (before, after) for every axis, optional
+        zero_sides : (before, after) for every axis, optional
             Cells at the ends of x that are zero; their values in dx are unspecified.
         needs_weights : bool
             False: gradients of weights and bias are not needed, and zero.
@@ -198,8 +199,8 @@ class Kernels(CellKernels, Convolution, Pooling):
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
             cells, passed = strided_index(stride), dx if dx is None else (dx, stride)
-            dx, x, stride, outside = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
-        rows, *columns = outside or ((0, 0),) * len(kernel)
+            dx, x, stride, zero_sides = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
+        rows, *columns = zero_sides or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inside = None if dx is None else clear_sides(dx, (rows, *columns))
         accumulator = None
@@ -209,7 +210,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         for strip in split_into_strips(
             x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)
         ):
-            dz, seen = output_gradient(strip.out), x[strip.view]
+            dz, seen = output_gradient(strip.output_index), x[strip.view_index]
             conv_args = stride, dilation, groups
             zeros = strip.zero_rows(rows, x), *columns
             if needs_weights:
@@ -245,8 +246,8 @@ class Kernels(CellKernels, Convolution, Pooling):
         """
         places = []
         for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip_elements):
-            best, place = self.max_pool(x[strip.view], kernel, stride)
-            self.copy(best, y[strip.out])
+            best, place = self.max_pool(x[strip.view_index], kernel, stride)
+            self.copy(best, y[strip.output_index])
             places.append((place, best > 0 if clip_negative else None))
         return places
 
@@ -255,6 +256,6 @@ class Kernels(CellKernels, Convolution, Pooling):
         accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
         cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)
         for strip, (place, positive) in zip(cut, max_positions, strict=True):
-            extent, part = dx[strip.view].shape[1:-1], dy[strip.out]
+            extent, part = dx[strip.view_index].shape[1:-1], dy[strip.output_index]
             part = part if positive is None else part * positive
             accumulator.add(strip, self.max_pool_backward(part, place, extent, kernel, stride))

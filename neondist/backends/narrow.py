@@ -17,8 +17,8 @@ from .windows import Sides
 Ints = Sequence[int]
 
 
-class NarrowProducts(Kernels):
-    """The table with operands of 16 bits; arrays stay float32."""
+class NarrowOperandKernels(Kernels):
+    """Kernels with operands of 16 bits; arrays stay float32."""
 
     precision: ComputePrecision
 
@@ -51,7 +51,7 @@ class NarrowProducts(Kernels):
         return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
 
     def conv_into(self, *args: Any) -> None:
-        """Write finish(convolution plus bias) into y, through the functions above."""
+        """Write the convolution plus bias into y by `write_output`, through the functions above."""
         Kernels.conv_into(self, *args)
 
     def conv_back_into(self, *args: Any) -> tuple[Any, Any]:
@@ -70,7 +70,7 @@ class NarrowProducts(Kernels):
         return kernels
 
     def _round(self, array: Any) -> Any:
-        return self.round_operand(array, self.precision) if self.precision.narrow else array
+        return self.round_operand(array, self.precision) if self.precision.has_16_bit_operands else array
 
     def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         if x is None:

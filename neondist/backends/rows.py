@@ -17,8 +17,8 @@ ConvArgs = tuple[Ints, Ints, int]
 """stride, dilation and groups of a convolution"""
 _MAX_WINDOW_PIECES = 128  # of a window, at most, as _rows.h has them
 VECTOR_BYTES = 32  # bytes: a product of fewer columns leaves lanes idle
-_MAX_SECOND_FACTOR = 1 << 20  # elements of a product's second factor: reordering more takes too long
-_MIN_OUTPUTS = 16  # outputs: sums over fewer would be written as often as they are added to
+_MAX_SECOND_FACTOR_ELEMENTS = 1 << 20  # elements of a product's second factor: reordering more takes too long
+_MIN_OUTPUTS_PER_SUM = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
 class RowKernels(CompiledCells, Kernels):
@@ -101,20 +101,20 @@ class RowKernels(CompiledCells, Kernels):
         dilation: Ints,
         groups: int,
         bias: np.ndarray | None,
-        finish: Callable[[np.ndarray, np.ndarray], None],
-        outside: Sides | None = None,
+        write_output: Callable[[np.ndarray, np.ndarray], None],
+        zero_sides: Sides | None = None,
     ) -> None:
-        """Write finish(convolution plus bias) into y, in place."""
+        """Write the convolution plus bias into y by `write_output`, in place."""
         done, args = self.has_compiled_kernel(x, weights.shape, groups), (stride, dilation)
         size = self._conv_strip_size(x, y, weights, *args)
         for strip in split_into_strips(x, y, weights.shape[:-2], *args, size) if done else ():
-            part = y[strip.out]
-            done = self._try_convolve(x[strip.view], weights, part, bias, (*args, groups))
+            part = y[strip.output_index]
+            done = self._try_convolve(x[strip.view_index], weights, part, bias, (*args, groups))
             if not done:
                 break
-            finish(part, part)
+            write_output(part, part)
         if not done:
-            super().conv_into(y, x, weights, stride, dilation, groups, bias, finish, outside)
+            super().conv_into(y, x, weights, stride, dilation, groups, bias, write_output, zero_sides)
 
     def conv_back_into(
         self,
@@ -126,7 +126,7 @@ class RowKernels(CompiledCells, Kernels):
         dilation: Ints,
         groups: int,
         output_gradient: Callable[[tuple], np.ndarray],
-        outside: Sides | None = None,
+        zero_sides: Sides | None = None,
         needs_weights: bool = True,
         clip_negative: bool = False,
         needs_bias: bool = True,
@@ -136,22 +136,22 @@ class RowKernels(CompiledCells, Kernels):
         Each row of dx is computed once: a strip begins with the rows of the one before that it still needs.
         """
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
-        pointwise = prod(kernel) == 1 < prod(stride)  # which the table turns into stride 1
+        pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
         if pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
             return super().conv_back_into(
-                dx, x, dy, weights, *args, output_gradient, outside, needs_weights, clip_negative, needs_bias
+                dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
             )
-        sides, step, reach = outside or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
+        sides, step, reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inside = None if dx is None else clear_sides(dx, sides)
         (skipped, _), *columns = sides
         for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
-            rows, done = strip.rows, True
+            rows, done = strip.output_rows, True
             first = max(0, rows.start - reach // step) if inside is not None else rows.start
             dz = output_gradient((strip.samples, slice(first, rows.stop)))
             if needs_weights:
                 own = dz[:, rows.start - first :]
-                by_weights += self.conv_backward_weights(x[strip.view], own, kernel, *args)
+                by_weights += self.conv_backward_weights(x[strip.view_index], own, kernel, *args)
                 by_bias += self.channel_sum(own) if needs_bias else 0
             if inside is not None:
                 stop = None if strip.is_last else max(0, rows.stop * step - skipped)
@@ -164,13 +164,13 @@ class RowKernels(CompiledCells, Kernels):
                     self.relu_backward(crop_sides(x, sides)[strip.samples, rows], target, place)
             if not done:
                 return super().conv_back_into(
-                    dx, x, dy, weights, *args, output_gradient, outside, needs_weights, clip_negative, needs_bias
+                    dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
                 )
         return by_weights, by_bias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product, on the threads of the convolutions: NumPy's would wait for them (both spin)."""
-        several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR
+        several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR_ELEMENTS
         result = self._try_product(a, b) if several and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result
 
@@ -179,7 +179,7 @@ class RowKernels(CompiledCells, Kernels):
         rows = len(b) if transposed else len(a)
         shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
         if (
-            rows < _MIN_OUTPUTS
+            rows < _MIN_OUTPUTS_PER_SUM
             or b.shape[1] * b.itemsize < VECTOR_BYTES
             or not (transposed or a.strides[1] == a.itemsize)
         ):
@@ -199,7 +199,7 @@ class RowKernels(CompiledCells, Kernels):
     def _try_convolve(
         self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: ConvArgs, pad: Ints = ()
     ) -> bool:
-        """Write a convolution into y; cells outside of x, of which windows see `pad`, are zero.
+        """Write a convolution into y; cells outside x, of which windows see `pad`, are zero.
 
         False: these arrays are not supported.
         """
@@ -229,7 +229,7 @@ class RowKernels(CompiledCells, Kernels):
         """Write the gradient of the weights; False: another kernel is faster, or these arrays are not supported."""
         (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, args
         if prod(kernel) * prod(stride) == 1:
-            if is_aligned(x) and not is_aligned(dy):
+            if has_vector_aligned_channels(x) and not has_vector_aligned_channels(dy):
                 transposed = np.empty((*kernel, outer, inner), x.dtype)
                 done = self._try_grad_weights(dy, x, transposed, args)
                 gradient[...] = transposed.swapaxes(-1, -2)
@@ -239,8 +239,8 @@ class RowKernels(CompiledCells, Kernels):
                 gradient, stride, dilation = gradient.reshape(1, 1, inner, outer), (1, 1), (1, 1)
         if not (
             hasattr(self.compiled, "weights")
-            and dy.shape[-2] >= _MIN_OUTPUTS
-            and is_aligned(dy)
+            and dy.shape[-2] >= _MIN_OUTPUTS_PER_SUM
+            and has_vector_aligned_channels(dy)
             and x.strides[-1] == x.itemsize
         ):
             return False
@@ -260,7 +260,7 @@ def as_triple(values: Ints, default: int) -> tuple[int, ...]:
     return *(default,) * (3 - len(values)), *values
 
 
-def is_aligned(cells: np.ndarray) -> bool:
+def has_vector_aligned_channels(cells: np.ndarray) -> bool:
     """Return whether the channels are contiguous and a multiple of the vector length."""
     return cells.shape[-1] * cells.itemsize % VECTOR_BYTES == 0 and cells.strides[-1] == cells.itemsize
 

@@ -19,22 +19,22 @@ from ..system.threads import default_thread_count
 from .allocator import keep_freed_memory, release_cached_memory
 from .host import HostKernels
 from .kernels import Kernels
-from .narrow import NarrowProducts
+from .narrow import NarrowOperandKernels
 from .windows import Sides, output_extent, split_into_strips
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
-_MIN_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, and NumPy is as fast or faster
+_MIN_POOL_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, and NumPy is as fast or faster
 
 
-class TorchTable(Kernels):
+class TorchKernelMixin(Kernels):
     """PyTorch's kernels where they are faster than NumPy's; arrays stay NumPy's.
 
     The numbers below are NumPy's time over PyTorch's: float32, one thread, AVX2.
     """
 
     #: Numbers, or multiplications, below which the overhead of a torch call exceeds NumPy's time
-    min_elements = 1 << 15
+    min_torch_elements = 1 << 15
     #: Multiplications from which on torch's threads are worth its import
     min_threaded_products = 1 << 28
 
@@ -74,7 +74,7 @@ class TorchTable(Kernels):
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-        few = weights.size * prod(out) * len(x) < self.min_elements
+        few = weights.size * prod(out) * len(x) < self.min_torch_elements
         if few or not self._prefers_torch_conv(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         sides = zeros or ((0, 0),) * len(stride)
@@ -107,20 +107,20 @@ class TorchTable(Kernels):
         zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
-        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_elements
+        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_torch_elements
         if few or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         return self.torch_calls.conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
 
     def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *args: Any) -> None:
-        """Write finish(convolution plus bias) into y, with the weights reordered for oneDNN once."""
+        """Write the convolution plus bias into y by `write_output`, with the weights reordered for oneDNN once."""
         super().conv_into(y, x, self._reorder_weights(x, weights), *args)
 
     def conv_back_into(
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *args: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradients of weights and bias, as the table does, with the weights reordered once."""
+        """Return the gradients of weights and bias, as the base class does, with the weights reordered once."""
         by_weights, by_bias = super().conv_back_into(dx, x, dy, self._reorder_weights(x, weights), *args)
         return (
             by_weights if by_weights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(by_weights)
@@ -145,7 +145,7 @@ class TorchTable(Kernels):
     ) -> None:
         """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
         parts = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements))
-        whole = dx.flags.c_contiguous and all(part.is_last and not part.rows.start for part in parts)
+        whole = dx.flags.c_contiguous and all(part.is_last and not part.output_rows.start for part in parts)
         whole = whole and isinstance(max_positions, list) and all(positive is None for _, positive in max_positions)
         if not whole or not self._prefers_torch_pool(dy, dy.shape[1:-1]):
             return super().max_pool_back_into(dx, dy, max_positions, kernel, stride)
@@ -199,7 +199,8 @@ class TorchTable(Kernels):
 
     def _prefers_torch_pool(self, x: np.ndarray, out: Ints) -> bool:
         """Return whether torch's pooling is faster."""
-        return 0 not in (x.size, *out) and x.shape[-1] >= _MIN_CHANNELS and x.ndim > 3 and self.torch_calls is not None
+        is_large = 0 not in (x.size, *out) and x.shape[-1] >= _MIN_POOL_CHANNELS and x.ndim > 3
+        return is_large and self.torch_calls is not None
 
 
 class TorchCalls(NamedTuple):
@@ -211,7 +212,7 @@ class TorchCalls(NamedTuple):
     narrow: Any
 
 
-class TorchKernels(HostKernels, TorchTable):
+class TorchKernels(HostKernels, TorchKernelMixin):
     """Compiled kernels, else PyTorch's, else NumPy's."""
 
     def __init__(self) -> None:
@@ -225,7 +226,7 @@ class TorchKernels(HostKernels, TorchTable):
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision."""
-        if not precision.narrow:
+        if not precision.has_16_bit_operands:
             return self
         self.close()
         return NarrowTorchKernels(precision)
@@ -235,7 +236,7 @@ class TorchKernels(HostKernels, TorchTable):
         release_cached_memory(byte_limit)
 
 
-class NarrowTorchTable(NarrowProducts, TorchTable):
+class NarrowTorchKernelMixin(NarrowOperandKernels, TorchKernelMixin):
     """Kernels with PyTorch's convolutions of 16 bits, where they are fast."""
 
     @cached_property
@@ -275,11 +276,11 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         return fast
 
     def _uses_narrow_conv(self, x: Any, weights: Any, stride: Ints) -> bool:
-        narrow = self.precision.narrow and self.narrow_calls is not None
+        narrow = self.precision.has_16_bit_operands and self.narrow_calls is not None
         return narrow and self._prefers_torch_conv(x, weights.shape, weights.shape[:-2], stride)
 
 
-class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
+class NarrowTorchKernels(NarrowTorchKernelMixin, TorchKernels):
     """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:
@@ -288,7 +289,7 @@ class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
 
     def round_operand(self, x: np.ndarray, precision: ComputePrecision) -> np.ndarray:
         """Return float32 elements rounded to the nearest of a precision: PyTorch is 10 times as fast as NumPy."""
-        if x.size < self.min_elements or x.dtype != np.float32 or self.torch_calls is None:
+        if x.size < self.min_torch_elements or x.dtype != np.float32 or self.torch_calls is None:
             return super().round_operand(x, precision)
-        result: np.ndarray = self.torch_calls.narrow.rounded(precision.name, x)
+        result: np.ndarray = self.torch_calls.narrow.round_to_dtype(precision.name, x)
         return result

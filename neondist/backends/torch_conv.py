@@ -14,11 +14,11 @@ from .windows import Sides, crop_sides, split_into_blocks, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
-_MAX_PRODUCT_SHARE = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
-_MAX_SMALL_VOLUME = (
+_MAX_NONZERO_PRODUCT_SHARE = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
+_MAX_SMALL_VOLUME_CELLS = (
     20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 )
-_GATHER_BLOCK = 1 << 19  # gathered elements per block; measured best of 2^17 ... 2^22
+_BLOCK_ELEMENTS = 1 << 19  # gathered elements per block; measured best of 2^17 ... 2^22
 
 
 def onednn_supports(x: np.ndarray) -> bool:
@@ -119,12 +119,12 @@ def _removable_zeros(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, z
         spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # windows, of each cell of the kernel
         padding.append(p)
         left *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
-    return tuple(padding) if left < _MAX_PRODUCT_SHARE else (0,) * len(kernel)
+    return tuple(padding) if left < _MAX_NONZERO_PRODUCT_SHARE else (0,) * len(kernel)
 
 
 def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
     """Return the axis along which to split a single small volume into two samples, or 0: PyTorch's kernel is slow."""
-    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME or not onednn_supports(x):
+    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME_CELLS or not onednn_supports(x):
         return 0
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
 
@@ -163,7 +163,7 @@ def weight_gradient_by_gemm(
     windows = _row_windows(to_tensor(x), kernel, stride, dilation)
     rows_of_dy = to_tensor(dy).transpose(0, 1)  # (rows, N, ...)
     total = torch.zeros((first, channels, length), dtype=rows_of_dy.dtype)
-    for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _GATHER_BLOCK):
+    for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _BLOCK_ELEMENTS):
         part = rows_of_dy[rows, samples].reshape(rows.stop - rows.start, -1, channels)
         lo = max(zeros[0], rows.start * step)
         hi = min(len(windows) - zeros[1], (rows.stop - 1) * step + row_dilation * (first - 1) + 1)

@@ -26,7 +26,7 @@ def has_fast_instructions(dtype: str) -> bool:
     return fast
 
 
-def rounded(dtype: str, array: np.ndarray) -> np.ndarray:
+def round_to_dtype(dtype: str, array: np.ndarray) -> np.ndarray:
     """Return a new contiguous array of float32 with the nearest numbers of a dtype."""
     return np.ascontiguousarray(to_tensor(array).to(getattr(torch, dtype)).float().numpy())
 

@@ -85,17 +85,17 @@ class Strip(NamedTuple):
     """Samples and rows (indices of the first spatial axis) of an output, and the rows of the view that they see."""
 
     samples: slice
-    rows: slice
+    output_rows: slice
     view_rows: slice
     is_last: bool
 
     @property
-    def out(self) -> tuple[slice, slice]:
+    def output_index(self) -> tuple[slice, slice]:
         """Index into arrays of the output's shape."""
-        return self.samples, self.rows
+        return self.samples, self.output_rows
 
     @property
-    def view(self) -> tuple[slice, slice]:
+    def view_index(self) -> tuple[slice, slice]:
         """Index into arrays of the view's shape."""
         return self.samples, self.view_rows
 
@@ -172,13 +172,13 @@ class StripAccumulator:
         """Add the gradient of the rows that a strip sees; strips must come in order."""
         dx, start = self.dx[strip.samples], max(0, strip.view_rows.start - self.first_row)
         stop = start + part.shape[1]
-        if not strip.rows.start:
+        if not strip.output_rows.start:
             self.rows_written, self.partial_sums = 0, None
         if self.partial_sums is not None:
             part[:, : self.partial_sums.shape[1]] += self.partial_sums
         dx[:, self.rows_written : start] = 0
         self.rows_written = (
-            stop if strip.is_last else min(stop, max(start, strip.rows.stop * self.step - self.first_row))
+            stop if strip.is_last else min(stop, max(start, strip.output_rows.stop * self.step - self.first_row))
         )
         self.write(part[:, : self.rows_written - start], (strip.samples, slice(start, self.rows_written)))
         self.partial_sums = part[:, self.rows_written - start :].copy() if self.rows_written < stop else None

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-MIN_COUNTED_BYTES = 1 << 16
-"""bytes; smaller blocks are not counted"""
+MIN_COUNTED_BLOCK_BYTES = 1 << 16
 
 
 PURPOSE_BY_OPERATOR = {
@@ -36,9 +35,9 @@ class OperatorAllocations(NamedTuple):
     """Large blocks that one operator of PyTorch has taken from its allocator."""
 
     operator: str
-    blocks: int
-    largest: int
-    total: int
+    block_count: int
+    largest_bytes: int
+    total_bytes: int
 
 
 def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]:
@@ -54,12 +53,12 @@ def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]
     calls = [(event.start_ns(), event.end_ns(), event.name()) for event in events if event.name() != "[memory]"]
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for event in events:
-        if event.name() == "[memory]" and event.nbytes() >= MIN_COUNTED_BYTES:
+        if event.name() == "[memory]" and event.nbytes() >= MIN_COUNTED_BLOCK_BYTES:
             at = event.start_ns()
             outer = min((entry for entry in calls if entry[0] <= at <= entry[1]), default=(0, 0, ""))
             sizes[outer[2].removeprefix("aten::")].append(event.nbytes())
     allocated = [OperatorAllocations(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
-    return sorted(allocated, key=lambda entry: -entry.largest)
+    return sorted(allocated, key=lambda entry: -entry.largest_bytes)
 
 
 @contextmanager

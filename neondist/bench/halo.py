@@ -14,19 +14,19 @@ from ..geometry import Window
 from ..halo import GlobalArray
 from ..io.environment import describe_environment
 from ..train.inference.progress import ProgressLine
-from .rest import sleeping_barrier
+from .sleeping_barrier import sleeping_barrier
 
-SAMPLES, CHANNELS = 8, 64
-EXTENTS = (16, 32, 64, 128, 256)
+BATCH_SIZE, CHANNELS = 8, 64
+IMAGE_EXTENTS = (16, 32, 64, 128, 256)
 ROUNDS = 15
 ROUND_SECONDS = 0.02
 """seconds of one round of one contestant"""
 
 
 def bench_halo(
-    world: Transport, extents: tuple[int, ...] = EXTENTS, progress: ProgressLine | None = None
+    world: Transport, extents: tuple[int, ...] = IMAGE_EXTENTS, progress: ProgressLine | None = None
 ) -> dict[str, Any]:
-    """Measure exchanges of one cell's width, image split along H; collective, every rank gets the same result.
+    """Measure exchanges of one cell's width, image split along H. Collective: every rank gets the same result.
 
     Images are (8, n, n, 64) float32. Seconds are medians over rounds, of the slowest rank.
     """
@@ -42,11 +42,11 @@ def bench_halo(
 
 
 def _measure_size(grid: ProcessGrid, extent: int) -> dict[str, Any]:
-    array = GlobalArray(grid, (SAMPLES, extent, extent, CHANNELS), Window(3, padding=1), reuse=True)
+    array = GlobalArray(grid, (BATCH_SIZE, extent, extent, CHANNELS), Window(3, padding=1), reuse=True)
     tile = np.ones(array.local_shape, np.float32)
     view = array.get_fprop_view(tile)
     sent = array.bytes_sent
-    in_place = array.buffer(SAMPLES).tile
+    in_place = array.buffer(BATCH_SIZE).tile
     source, target = np.ones((2, max(1, sent // 4)), np.float32)
     calls_by_name: dict[str, Callable[[], object]] = {
         "exchange": lambda: array.get_fprop_view(in_place),
@@ -57,7 +57,7 @@ def _measure_size(grid: ProcessGrid, extent: int) -> dict[str, Any]:
     }
     seconds = _time_rounds(grid.world, calls_by_name)
     return {
-        "shape": [SAMPLES, extent, extent, CHANNELS],
+        "shape": [BATCH_SIZE, extent, extent, CHANNELS],
         "bytes_sent": max(grid.world.allgather(sent)),
         **{f"{name}_seconds": median(times) for name, times in seconds.items()},
         "exchange_over_raw": median(a / b for a, b in zip(seconds["exchange"], seconds["raw"], strict=True)),

@@ -19,7 +19,6 @@ TimeShares = dict[str, dict[str, float]]
 """'kinds': the share of each of TIME_KINDS; 'operators': the share of each operator among kernels, largest first"""
 _MARK_PREFIX = "neondist::"
 _KIND_BY_EVENT = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
-"""kinds of observed events"""
 _COPY_OPERATOR_NAMES = """
 clone contiguous copy_ cat _to_copy to constant_pad_nd fill_ zero_ zeros zeros_like new_zeros empty empty_like
 empty_strided as_strided slice narrow reshape view _unsafe_view permute transpose t expand select split squeeze
@@ -27,7 +26,6 @@ unsqueeze unbind flatten unflatten chunk roll flip stack repeat detach alias unf
 select_backward as_strided_ resize_ pad index_select ones ones_like
 """
 COPY_OPERATORS = frozenset(f"aten::{name}" for name in _COPY_OPERATOR_NAMES.split())
-"""operators that make views and copies"""
 _WRAPPER_NAMES = """
 conv1d conv2d conv3d convolution _convolution convolution_backward convolution_backward_overrideable thnn_conv2d
 slow_conv3d conv_transpose2d conv_transpose3d linear matmul batch_norm _batch_norm_impl_index group_norm layer_norm

@@ -17,8 +17,7 @@ Table = tuple[list[str], list[list[str]]]
 TIME_KINDS = ("kernels", "messages", "copies", "sums", "other")
 """operators that compute; waiting inside MPI; views of tiles and operators that move data; reductions over ranks and
 their preparation; Python, autograd and dispatch"""
-SHOWN_OPERATORS = 3
-"""operators per row"""
+MAX_SHOWN_OPERATORS = 3
 SIDE_LABELS = {"ranks": "a rank", "eager": "one process"}
 LEGEND = (
     "A training step in float32 with PyTorch's default memory layout and, on all sides, an allocator that keeps freed"
@@ -39,7 +38,10 @@ def module_table(results: Results) -> RenderableType:
     from rich.text import Text
 
     tables = [
-        LayerTable([Column(head, [row[at] for row in rows], right=at > left) for at, head in enumerate(heads)], left=7)
+        LayerTable(
+            [Column(head, [row[at] for row in rows], align_right=at > left) for at, head in enumerate(heads)],
+            split_at=7,
+        )
         for (heads, rows), left in ((_step_time_table(results), 1), (_breakdown_table(results), 1))
         if rows
     ]
@@ -96,7 +98,7 @@ def _breakdown_table(results: Results) -> Table:
             measurement = row["sides"].get(side, {})
             if "kinds" not in measurement:
                 continue
-            seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:SHOWN_OPERATORS]
+            seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:MAX_SHOWN_OPERATORS]
             times = [seconds_text(seconds * measurement["kinds"][kind]) for kind in TIME_KINDS]
             top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in largest)
             rows.append([row["network"], label, *times, top])

@@ -17,10 +17,9 @@ from ..torch.module.distributing import distribute
 from . import memory
 from .module_profile import TimeShares, measure_time_shares
 from .public_models import DEFAULT_EXTENTS
-from .rest import sleeping_barrier
+from .sleeping_barrier import sleeping_barrier
 
 MIN_TURN_SECONDS = 0.3
-"""minimum seconds of a turn"""
 LEARNING_RATE = 1e-6
 """learning rate: with larger ones, the loss of random targets diverges to NaN"""
 
@@ -73,7 +72,7 @@ class TimedModuleStep:
         self.x = image
         with all_or_none(world):
             self._run_first_step()
-        self.first_seconds = time.perf_counter() - begin
+        self.first_step_seconds = time.perf_counter() - begin
 
     def __call__(self) -> None:
         """Train once."""
@@ -102,7 +101,7 @@ class TimedModuleStep:
         return self.run_module.loss(_mean_square, outputs, targets)
 
     def time_steps(self, steps: int) -> list[float]:
-        """Return the seconds of each step, of the slowest rank; collective."""
+        """Return the seconds of each step, of the slowest rank. Collective."""
         taken = []
         sleeping_barrier(self.grid.world)
         for _ in range(steps):
@@ -112,7 +111,7 @@ class TimedModuleStep:
         return [max(times) for times in zip(*self.grid.world.allgather(taken), strict=True)]
 
     def time_shares(self) -> TimeShares:
-        """Return the breakdown of a step's time, the mean over the ranks; collective."""
+        """Return the breakdown of a step's time, the mean over the ranks. Collective."""
         sleeping_barrier(self.grid.world)
         by_rank = self.grid.world.allgather(measure_time_shares(self, self.grid))
         kinds, operators = [one["kinds"] for one in by_rank], [one["operators"] for one in by_rank]
@@ -132,7 +131,7 @@ def measure_module(
     compiled: bool = False,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Return the measurement of a turn of `bench_suite`, the same on every rank; collective.
+    """Return the measurement of a turn of `bench_suite`, the same on every rank. Collective.
 
     Parameters
     ----------
@@ -148,7 +147,7 @@ def measure_module(
     (last,) = step.time_steps(1)
     taken = step.time_steps(max(steps, round(MIN_TURN_SECONDS / last)))
     peaks = world.allgather(memory.peak_bytes() - empty)
-    details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_seconds))}
+    details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_step_seconds))}
     if profile:
         details |= step.time_shares()
     return {
@@ -171,7 +170,8 @@ def _create_module(factory: Callable[[], Any]) -> nn.Module:
         module = factory()
     except Exception as error:
         name = getattr(factory, "__name__", "the factory")
-        raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; it is called without arguments") from error
+        text = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{name} failed: {text}; give a factory without required arguments") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"the factory returned a {type(module).__name__}; it must return a torch.nn.Module")
     return module.float().train()

@@ -63,7 +63,6 @@ def _conv(channels: int, kernel: int = 3, stride: int = 1, dilation: int = 1) ->
 
 
 def _conv_norm(channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Nodes:
-    """Return a convolution and its batch norm."""
     return [ConvLayerDist(channels, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNormLayerDist()]
 
 

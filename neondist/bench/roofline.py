@@ -12,23 +12,23 @@ import numpy as np
 from ..comm import Transport
 from ..models import Model
 from ..plan import LayerPlan
-from .rest import sleeping_barrier
+from .sleeping_barrier import sleeping_barrier
 
-REPEATS = 15
-MATRIX_SIZE = 1024
+TIMED_CALLS = 15
+MATRIX_EXTENT = 1024
 COPIED_BYTES = 1 << 26
 """bytes; more than the caches hold"""
 
 
-def measure_peaks(model: Model, world: Transport) -> dict[str, float]:
+def measure_peak_rates(model: Model, world: Transport) -> dict[str, float]:
     """Return the peaks of all ranks together: flops per second of a matrix product, bytes per second of a copy."""
     kernels = model.leaves[0].kernels
-    a, b = np.ones((2, MATRIX_SIZE, MATRIX_SIZE), model.dtype)
+    a, b = np.ones((2, MATRIX_EXTENT, MATRIX_EXTENT), model.dtype)
     source, target = np.ones((2, COPIED_BYTES // 8))
-    product = _fastest_call(world, lambda: kernels.matmul(a, b))
-    copy = _fastest_call(world, lambda: np.copyto(target, source))
+    product = _fastest_call_seconds(world, lambda: kernels.matmul(a, b))
+    copy = _fastest_call_seconds(world, lambda: np.copyto(target, source))
     return {
-        "flops_per_second": world.size * 2 * MATRIX_SIZE**3 / product,
+        "flops_per_second": world.size * 2 * MATRIX_EXTENT**3 / product,
         "bytes_per_second": world.size * 2 * COPIED_BYTES / copy,  # read and written
     }
 
@@ -73,11 +73,11 @@ def count_products(plan: LayerPlan) -> int:
     return (1 if weights.layout.is_partitioned else prod(image[:-1])) * prod(weights.shape)
 
 
-def _fastest_call(world: Transport, call: Callable[[], object]) -> float:
+def _fastest_call_seconds(world: Transport, call: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several simultaneous calls on all ranks, of the slowest rank."""
     call()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(TIMED_CALLS):
         sleeping_barrier(world)
         begin = time.perf_counter()
         call()

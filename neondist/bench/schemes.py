@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Record]:
-    """Train all runs without a result in `folder`, and return all results; collective.
+    """Train all runs without a result in `folder`, and return all results. Collective.
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ def _train_and_summarise(experiment: Any, world: Transport) -> dict[str, Any]:
     last = history[-1]
     if last.selection_value("error") is None:
         raise ConfigError(
-            f"bench schemes compares classification errors, but the {last.selection_split} split has no classes"
+            f"bench schemes compares classification errors, but the {last.selection_split} split has no classes;"
+            " give an experiment that classifies"
         ).on_all_ranks()  # they have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),

@@ -20,13 +20,15 @@ from .tables import markdown_table
 ErrorsByDistance = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
 SeamErrors = dict[str, dict[str, ErrorsByDistance]]
-"""By scheme and layer."""
-SHOWN_DISTANCES = 6
+"""Errors by scheme and layer."""
+MAX_SHOWN_DISTANCES = 6
 KIND_BY_ARRAY_NAME = {"output": "output", "gradient of the input": "gradient"}
 
 
-def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, ErrorsByDistance]:
-    """Return the relative errors of outputs and input gradients of each layer with tiles; collective.
+def measure_seam_errors(
+    exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0
+) -> dict[str, ErrorsByDistance]:
+    """Return the relative errors of outputs and input gradients of each layer with tiles. Collective.
 
     An error is the mean absolute difference of all cells at a distance, over the mean absolute exact value of all
     cells. Distance 0 is next to a seam. Errors of previous layers (for gradients: following layers) are included.
@@ -51,7 +53,7 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
             for kind, shape in shapes.items()
             if len(shape) > 1 and traced.get((name, kind)) is not None
             # overlapping input tiles each have a share of the gradient
-            if not (kind == "gradient" and layer.input.tiles.overlaps)
+            if not (kind == "gradient" and layer.input.tiles.may_overlap)
         }
     return {name: profile for name, profile in profiles.items() if profile}
 
@@ -93,7 +95,7 @@ def _own_part(layer: Layer, kind: str, array: Any) -> Any:
 
 
 def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:
-    distance = seam_distance(grid.partition(extent), grid.tile)
+    distance = seam_distances(grid.partition(extent), grid.tile)
     longest = max(grid.world.allgather(int(distance.max(initial=-1)))) + 1
     sums = np.zeros((3, longest))
     cells = np.broadcast_to(distance[..., None], exact.shape[1:])
@@ -105,7 +107,7 @@ def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, o
     return [float(d / max(n, 1) / scale) if scale else 0.0 for d, n in zip(sums[0], sums[2], strict=True)]
 
 
-def seam_distance(partition: Partition, tile: int) -> np.ndarray:
+def seam_distances(partition: Partition, tile: int) -> np.ndarray:
     """Return each cell's distance, in cells, to the nearest border with another tile; 0 is next to it."""
     box, far = partition.box(tile), max(partition.extent, default=0)
     nearest = np.full(box.shape, far)
@@ -121,14 +123,14 @@ def seam_distance(partition: Partition, tile: int) -> np.ndarray:
 def seam_table(errors: SeamErrors) -> str:
     """Return the differences next to the seam and the first cells away from it, in Markdown."""
     return markdown_table(
-        ["scheme", "layer", "kind", *(f"at {at}" for at in range(SHOWN_DISTANCES))],
+        ["scheme", "layer", "kind", *(f"at {at}" for at in range(MAX_SHOWN_DISTANCES))],
         [
             [
                 f"`{scheme}`",
                 layer,
                 kind,
-                *(f"{v:.1e}" for v in values[:SHOWN_DISTANCES]),
-                *[""] * (SHOWN_DISTANCES - len(values)),
+                *(f"{v:.1e}" for v in values[:MAX_SHOWN_DISTANCES]),
+                *[""] * (MAX_SHOWN_DISTANCES - len(values)),
             ]
             for scheme, layers in errors.items()
             for layer, profile in layers.items()

@@ -27,19 +27,16 @@ from ..train.inference.progress import ProgressLine
 from . import memory
 from .allocations import measure_allocations
 from .noise import relative_noise
-from .rest import sleeping_barrier
-from .roofline import measure_peaks, roofline_rows
+from .roofline import measure_peak_rates, roofline_rows
+from .sleeping_barrier import sleeping_barrier
 from .torch_baseline import TorchBaseline
 
 WARM_UP_STEPS = 2
 ROUND_SECONDS = 0.3
-"""seconds of a turn of one side"""
 TRACED_STEPS = 3
-"""steps"""
 MIN_READ_STEPS, READ_ROUNDS = 10, 5
 """minimum steps of a turn with batches that are read, one of them ahead; and number of turns"""
-HALO_KINDS = "halo", "ring"
-"""kinds of messages that are reported for each layer"""
+HALO_MESSAGE_KINDS = "halo", "ring"
 GRADIENT_TOLERANCES = {"float32": 1e-2, "float64": 1e-8}
 """relative tolerance of gradients: float32 sums have millions of terms"""
 
@@ -55,7 +52,7 @@ def bench_step(
     reading: bool = False,
     progress: ProgressLine | None = None,
 ) -> dict[str, Any]:
-    """Measure training steps on one batch; collective, every rank gets the same result.
+    """Measure training steps on one batch. Collective: every rank gets the same result.
 
     Parameters
     ----------
@@ -140,7 +137,7 @@ def bench_step(
     layers = _layer_rows(model, grid, lambda: train(count), count)
     if roofline:
         of_layers = require_layers(model, "roofline", "leave it out")
-        machine = measure_peaks(of_layers, grid.world)
+        machine = measure_peak_rates(of_layers, grid.world)
         results, layers = results | {"machine": machine}, roofline_rows(of_layers, layers, machine)
         if results["backend"] == "torch":
             allocated = measure_allocations(lambda: train(1))
@@ -239,12 +236,12 @@ def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int
     plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):
         train()
-    names, seconds, moved = plan.rows, Counter[tuple[str, str]](), Counter[str]()
+    names, seconds, moved = plan.benchmark_rows, Counter[tuple[str, str]](), Counter[str]()
     for (name, kind), taken in clock.seconds.items():
-        seconds[plan.row_of(name), kind] += taken  # type: ignore[assignment]
+        seconds[plan.benchmark_row_of(name), kind] += taken  # type: ignore[assignment]
     for account, number in (model.ledger() - before).items():
-        if account.kind in HALO_KINDS:
-            moved[plan.row_of(account.layer)] += number * account.nbytes
+        if account.kind in HALO_MESSAGE_KINDS:
+            moved[plan.benchmark_row_of(account.layer)] += number * account.nbytes
     observed = {row for row, _ in seconds}  # on one rank, a module's steps are not observed: the original module runs
     rows = list(dict.fromkeys([*(name for name in names if name in observed), *(row for row, _ in seconds)]))
     own_seconds = {(row, kind): seconds[row, kind] / count for row in rows for kind in WORK_KINDS}

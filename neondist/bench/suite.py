@@ -38,7 +38,7 @@ class SideMeasurements:
     """
 
     seconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
     failure_reason: str = ""
     extra: Results = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ def bench_suite(
                     turn.failure_reason = str(error)
                     continue
                 turn.seconds.append(measurement.pop("seconds"))
-                turn.peaks.append(measurement.pop("peak_bytes"))
+                turn.peak_bytes.append(measurement.pop("peak_bytes"))
                 turn.extra = turn.extra or measurement
         yield summarise_network(network, turns)
 
@@ -86,7 +86,7 @@ def summarise_network(network: str, turns: Mapping[str, SideMeasurements]) -> Re
     """Return medians, and ratios of turns of the same round; 'memory' is of one process, or else of a rank."""
     timed = {side: turn for side, turn in turns.items() if turn.seconds and not turn.failure_reason}
     sides: Results = {
-        side: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peaks)}
+        side: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peak_bytes)}
         | turn.extra.pop("details", {})
         for side, turn in timed.items()
     }

@@ -32,10 +32,10 @@ def suite_table(results: Results) -> RenderableType:
     from rich.text import Text
 
     heads, rows = _network_table(results)
-    columns = [Column(head, [row[at] for row in rows], right=at > 1) for at, head in enumerate(heads)]
+    columns = [Column(head, [row[at] for row in rows], align_right=at > 1) for at, head in enumerate(heads)]
     lines = [*means_lines(results), *_note_lines(results)]
     return Group(
-        Text(head_text(results), style="bold"), Text(), LayerTable(columns, left=7), Text(),
+        Text(head_text(results), style="bold"), Text(), LayerTable(columns, split_at=7), Text(),
         *map(Text, lines), Text(), Text(LEGEND, style="dim"),
     )  # fmt: skip
 

@@ -28,15 +28,15 @@ def step_table(results: dict[str, Any]) -> RenderableType:
     ]
     table = LayerTable(
         [
-            Column("layer", [row["name"] for row in rows], "total", right=False),
-            Column("class", [row["class"] for row in rows], right=False),
+            Column("layer", [row["name"] for row in rows], "total", align_right=False),
+            Column("class", [row["class"] for row in rows], align_right=False),
             *times,
             Column(
                 "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
             ),
             *_limit_columns(results),
         ],
-        left=4,
+        split_at=4,
     )
     head = "{}, backend {backend}, {dtype}, batches of {batch_size}".format(
         counted(results["ranks"], "rank"), **results
@@ -56,7 +56,7 @@ def _limit_columns(results: dict[str, Any]) -> list[Column]:
         return []
     shares = [row.get("share_of_limit") for row in results["layers"]]
     return [
-        Column("limit", [row.get("limit", "") for row in results["layers"]], right=False),
+        Column("limit", [row.get("limit", "") for row in results["layers"]], align_right=False),
         Column("% of limit", [share_text(share) for share in shares]),
     ]
 
@@ -108,7 +108,7 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
 
     sizes = results["sizes"]
     columns = [
-        Column("image", ["×".join(map(str, size["shape"])) for size in sizes], right=False),
+        Column("image", ["×".join(map(str, size["shape"])) for size in sizes], align_right=False),
         Column("sent", [bytes_text(size["bytes_sent"]) for size in sizes]),
     ]
     for name in ("exchange", "with_tile", "scatter_add", "raw", "memcpy"):
@@ -122,7 +122,7 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
     return Group(
         Text(f"{counted(results['ranks'], 'rank')}", style="bold"),
         Text(),
-        LayerTable(columns, left=7),
+        LayerTable(columns, split_at=7),
         Text(),
         Text(legend),
     )

@@ -58,13 +58,13 @@ class TorchBaseline:
     ) -> None:
         self.state = state
         self.folder = TemporaryDirectory(prefix="neondist-bench-")
-        self.path = Path(self.folder.name)
-        (self.path / "model.yaml").write_text(dump(model), encoding="utf-8")
-        (self.path / "trained.json").write_text(json.dumps(list(trained)), encoding="utf-8")
+        self.folder_path = Path(self.folder.name)
+        (self.folder_path / "model.yaml").write_text(dump(model), encoding="utf-8")
+        (self.folder_path / "trained.json").write_text(json.dumps(list(trained)), encoding="utf-8")
         self._write("weights.npz", state)
         self._write("batch.npz", {"x": np.ascontiguousarray(x), "targets": targets})
         self.process = subprocess.Popen(
-            safe_path.python_command("neondist.bench.torch_twin", self.path),
+            safe_path.python_command("neondist.bench.torch_twin", self.folder_path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -94,7 +94,7 @@ class TorchBaseline:
         self.folder.cleanup()
 
     def _write(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
-        file = str(self.path / name)
+        file = str(self.folder_path / name)
         np.savez(file, **arrays)  # type: ignore[arg-type]
         return file
 

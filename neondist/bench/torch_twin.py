@@ -155,7 +155,7 @@ def _set_inplace(part: nn.Module) -> None:
 def _check_supported(piece: Any, names: tuple[str, ...]) -> str:
     name = serial_class(type(piece)).__name__
     if name not in names:
-        raise ConfigError(f"{name} has no counterpart; choose from {', '.join(names)}")
+        raise ConfigError(f"{name} has no counterpart in PyTorch; choose from {', '.join(names)}")
     return name
 
 

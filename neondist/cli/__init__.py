@@ -1,8 +1,8 @@
 """The command line: neondist run | launch | evaluate | predict | sweep | check | bench | serve | doctor | data.
 
 arguments: the parser; options: options shared by several commands. experiment: loading of an experiment. One file per
-command, which adds its options and runs it: run (and check), launch, apply (evaluate, predict), sweep, bench, serve,
-doctor, data, files (init, schema, report). complete: shell completion.
+command, which adds its options and runs it: run (and check), launch, inference (evaluate, predict), sweep, bench,
+serve, doctor, data, files (init, schema, report). completion: shell completion.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report_error
 from ..launcher.workers import end_with_supervisor
 from ..system.heartbeat import send_to_supervisor
-from ..system.signals import INTERRUPTED_EXIT_CODE, Signals, installed_signals
+from ..system.signals import INTERRUPTED_EXIT_CODE, Signals, find_command_signals
 from .arguments import create_parser
-from .complete import print_completions
+from .completion import print_completions
 
 __all__ = ["main"]
 
-_NO_OUTPUT = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
+_OUTPUT_ERRNOS = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
 """Errors of a print to a closed pipe or a full disk."""
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_and_flush(argv, signals)
         finally:
             signals.restore_handlers()
-    signals = installed_signals() or Signals(whole_process=True).install_handlers()
+    signals = find_command_signals() or Signals(whole_process=True).install_handlers()
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")
@@ -70,7 +70,7 @@ def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in _NO_OUTPUT:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
         _redirect_to_null()
         if isinstance(error, BrokenPipeError):  # such as `neondist doctor | head -1`

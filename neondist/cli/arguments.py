@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ..launcher.report import is_reporting_rank
 from ..registry.names import suggest_nearest
 from ..terminal.console import say
-from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, top, train, zoo
+from . import bench, data, doctor, files, inference, launch, options, plan, run, serve, submit, sweep, top, train, zoo
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
             at = words.index("--")
             words = [*words[:at], *map(options.escape_leading_dash, words[at + 1 :])]
         words, script = run.split_at_script(words)
-        arguments = super().parse_args(train.route_to_model_command(expand_options(words)), namespace)
+        arguments = super().parse_args(train.route_to_model_command(normalise_option_words(words)), namespace)
         arguments.words, arguments.script = words, script
         if script:
             arguments.stops = arguments.watched = False
@@ -83,12 +83,12 @@ def create_parser() -> argparse.ArgumentParser:
     root.set_defaults(num_ps=0, update_rule=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, top, doctor, data, files, zoo):
+    for command in (run, train, launch, submit, plan, inference, sweep, bench, serve, top, doctor, data, files, zoo):
         command.add_parser(commands)
     return root
 
 
-def expand_options(argv: Sequence[str]) -> list[str]:
+def normalise_option_words(argv: Sequence[str]) -> list[str]:
     """Return the words in argparse's form; it would take the file as the value of a preceding option.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, likewise --vary; `--resume auto` becomes `--resume=auto`, and

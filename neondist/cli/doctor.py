@@ -19,7 +19,7 @@ from ..launcher.launch import require_mpirun
 from ..launcher.mpirun import INSTALL_REMEDY, Mpirun
 from ..system import threads
 from ..terminal.console import counted, emit
-from ..version import get_versions, installed_version, torch_remedy
+from ..version import get_versions, installed_version, unsupported_torch_remedy
 
 MODULES_BY_PACKAGE = {
     "numpy": ["numpy"],
@@ -72,7 +72,7 @@ def _check_packages(warnings: list[str]) -> list[tuple[str, str]]:
         lines.append((name, f"{version}, cannot be imported" if broken else version or "not installed"))
         if broken:
             warnings.append(f"`import {broken}` fails: {errors[broken]}; reinstall {name}, or remove it")
-    if packages["torch"] and (remedy := torch_remedy(packages["torch"])) and "neondist.torch" not in errors:
+    if packages["torch"] and (remedy := unsupported_torch_remedy(packages["torch"])) and "neondist.torch" not in errors:
         warnings.append(remedy)
     return lines
 
@@ -185,7 +185,6 @@ def _describe_gpu_support(mpi: MPILibrary) -> str:
 
 
 def _describe_thread_pools() -> list[str]:
-    """Return descriptions of the thread pools of libraries that NumPy has loaded."""
     try:
         import numpy  # noqa: F401
         from threadpoolctl import threadpool_info

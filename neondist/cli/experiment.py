@@ -37,7 +37,7 @@ def load_from_arguments(arguments: argparse.Namespace) -> Any:
 
 
 def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    """Return the experiment after validating file, data and grid on every rank; collective."""
+    """Return the experiment after validating file, data and grid on every rank. Collective."""
 
     from ..models import require_layers
 
@@ -59,7 +59,7 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
 def load_on_all_ranks(
     arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None
 ) -> Any:
-    """Return the experiment of the file after `check` on every rank; collective."""
+    """Return the experiment of the file after `check` on every rank. Collective."""
     from ..comm import raise_if_any_failed
 
     experiment: Any = None

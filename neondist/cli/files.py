@@ -153,7 +153,7 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
         ignored = {void} & classes
         outputs = max(classes - ignored, default=0) + 1
         if outputs < 2:
-            raise DataError(f"{folder / masks}: holds {sorted(classes)} alone; number the classes 0, 1, and so on")
+            raise DataError(f"{folder / masks}: has only the values {sorted(classes)}; number the classes from 0 on")
         task = f"Segmentation: a class per cell; the first masks hold 0 to {outputs - 1}"
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # other values in a mask are an error"
@@ -226,15 +226,15 @@ epochs: 30
 metrics: [{metrics}]
 best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
 """
-_BLOCK_TEMPLATE = """\
+_CONV_BLOCK_TEMPLATE = """\
     - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}
     - !BatchNormLayerDist {{}}
     - !ActivationLayerDist {{activation: !ReLU {{}}}}"""
 _CLASSIFIER_TEMPLATE = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(
-    [_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
+    [_CONV_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
     + ["    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {}}}"]
 )
 _SEGMENTER_TEMPLATE = "\n".join(
-    [_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
+    [_CONV_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
     + ["    - !ConvLayerDist {{out_channels: {}, kernel_size: 1}}"]
 )

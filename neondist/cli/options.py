@@ -42,9 +42,7 @@ def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP)
     """Add -n and --force."""
     cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=ranks_help)
     cmd.add_argument(
-        "--force",
-        action="store_true",
-        help="allow more ranks than cores, or more than the image can be divided among",
+        "--force", action="store_true", help="allow more ranks than cores, or more than the image can be divided among"
     )
 
 

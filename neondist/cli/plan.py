@@ -14,7 +14,7 @@ from ..terminal.console import counted, emit
 from . import options
 from .experiment import load_from_arguments
 
-UNKNOWN_ERROR_TEXT = (
+UNKNOWN_PREDICTION_ERROR_TEXT = (
     "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
 )
 
@@ -62,26 +62,26 @@ def plan(arguments: argparse.Namespace) -> int:
         choice, runner_up, rejected = search.choose_fastest(candidates, limit, within)
     except UserError as error:
         raise add_location(error) from None
-    Console(soft_wrap=True).print(search.choice_table(choice, runner_up, rejected, _describe_error(machine)))
+    Console(soft_wrap=True).print(search.choice_table(choice, runner_up, rejected, _describe_prediction_error(machine)))
     if arguments.to is not None:
         choice.strategy.save(arguments.to)
         emit(Path(arguments.to))
     return 0
 
 
-def _describe_error(machine: Any) -> str:
+def _describe_prediction_error(machine: Any) -> str:
     if not machine.error:
-        return UNKNOWN_ERROR_TEXT
+        return UNKNOWN_PREDICTION_ERROR_TEXT
     return f"predicted, not measured: steps of small networks were {machine.error:.0%} off on average on this machine"
 
 
 def _candidate_builders(model: Any) -> Sequence[Any]:
     """Return the experiment's strategy, or the candidates of the planner."""
     from ..strategies import AutoStrategy
-    from ..strategies.auto import candidate_builders
+    from ..strategies.auto import create_candidate_builders
 
     strategy, model.strategy = model.strategy, None
-    return candidate_builders() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
+    return create_candidate_builders() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
 
 
 def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from ..comm import Transport
 from ..config import dump
 from ..errors import LaunchError
-from ..launcher.ranks import create_watchdog, run_on_ranks, start_script
-from ..launcher.workers import check_workers, read_worker_assignment, run_workers
-from ..system.job import JOB_START_TIME, detect_job
+from ..launcher.ranks import create_watchdog, run_on_ranks, run_script_on_ranks
+from ..launcher.workers import check_worker_options, read_worker_assignment, run_workers
+from ..system.job import JOB_START_TIME_VARIABLE, detect_job
 from ..train import Hook
 from . import options
 from .experiment import load_and_validate, load_from_arguments
@@ -25,7 +25,6 @@ _EXPERIMENT_OPTIONS = (
     "snapshot",
 )  # fmt: skip
 _OPTIONS_WITH_FILE_VALUES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
-"""Options whose value may look like a script."""
 _SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -61,11 +60,11 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
     cmd.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
     cmd.add_argument(
-        "--time-limit", type=parse_duration, metavar="TIME",
+        "--time-limit", type=parse_duration_seconds, metavar="TIME",
         help="write a checkpoint and stop with exit code 75 before this time limit: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
     cmd.add_argument(
-        "--stall-timeout", type=parse_duration, metavar="TIME",
+        "--stall-timeout", type=parse_duration_seconds, metavar="TIME",
         help="abort the job if no batch completes for this long, and report what each rank is waiting for (default"
              " 10m)",
     )  # fmt: skip
@@ -92,11 +91,11 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
         help="keep K slots idle to replace lost ranks, so that the next generation has the same grid",
     )  # fmt: skip
     cmd.add_argument(
-        "--cool-down", type=parse_duration, metavar="TIME",
+        "--cool-down", type=parse_duration_seconds, metavar="TIME",
         help="do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(
-        "--wait", type=parse_duration, metavar="TIME",
+        "--wait", type=parse_duration_seconds, metavar="TIME",
         help="give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
@@ -105,7 +104,7 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
              " most 2 %% of the time (auto, the default)",
     )  # fmt: skip
     cmd.add_argument(
-        "--lease", type=parse_duration, metavar="TIME",
+        "--lease", type=parse_duration_seconds, metavar="TIME",
         help="with -n: treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
@@ -157,8 +156,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
                 f" (nd.DistributedSession writes its checkpoints), and leave {leave} out"
             )
     if not os.path.isfile(arguments.file):
-        raise LaunchError(f"{arguments.file}: no such script")
-    return start_script(arguments)
+        raise LaunchError(f"{arguments.file}: no such script; give the path of an existing file")
+    return run_script_on_ranks(arguments)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -190,11 +189,11 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _load_and_prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    """Return the experiment after validating file, data, grid and output directory; collective."""
+    """Return the experiment after validating file, data, grid and output directory. Collective."""
     from ..io.output import prepare_run_folder
 
     experiment = load_and_validate(arguments, world, ranks)
-    check_workers(arguments, experiment, ranks)
+    check_worker_options(arguments, experiment, ranks)
     prepare_run_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment
 
@@ -206,7 +205,7 @@ def create_hooks(arguments: argparse.Namespace) -> list[Hook]:
     watchdog = arguments.watchdog or create_watchdog(arguments, whole_process=False)
     hooks: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watchdog]
     if arguments.time_limit is not None:
-        hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(JOB_START_TIME, time.time()))))
+        hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(JOB_START_TIME_VARIABLE, time.time()))))
     if arguments.debug_halo:
         hooks.append(DebugHalo())
     return hooks
@@ -236,15 +235,15 @@ def parse_snapshot_steps(text: str) -> int | Literal["auto"]:
     return 0 if text == "off" else int(text)
 
 
-def parse_duration(text: str) -> float:
+def parse_duration_seconds(text: str) -> float:
     """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
-    seconds = _parse_units(text) if ":" not in text else _parse_clock(text)
+    seconds = _parse_seconds_with_units(text) if ":" not in text else _parse_clock_seconds(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"'{text}' is not a duration; expected 3h30m, 03:30:00 or a number of seconds")
     return seconds
 
 
-def _parse_units(text: str) -> float:
+def _parse_seconds_with_units(text: str) -> float:
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         return float(text)
     number = r"[0-9]+(?:\.[0-9]+)?"
@@ -253,7 +252,7 @@ def _parse_units(text: str) -> float:
     return sum(float(n) * _SECONDS_BY_UNIT[unit] for n, unit in re.findall(f"({number})([dhms])", text))
 
 
-def _parse_clock(text: str) -> float:
+def _parse_clock_seconds(text: str) -> float:
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
     if not match:
         return 0.0

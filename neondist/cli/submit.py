@@ -65,7 +65,7 @@ def submit(arguments: argparse.Namespace) -> int:
         return _submit_to_slurm(arguments, job)
     from ..cluster.submit import manifests
 
-    make = manifests.mpi_job if arguments.kind == "mpijob" else manifests.train_job
+    make = manifests.mpi_job_manifests if arguments.kind == "mpijob" else manifests.train_job_manifests
     objects = make(job, arguments.image or DEFAULT_IMAGE, arguments.claim)
     if not arguments.delete:
         _write_or_print(arguments, manifests.dump_yaml(objects))
@@ -124,9 +124,9 @@ def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
 
 def _apply_or_delete(objects: list[Manifest], arguments: argparse.Namespace) -> int:
     """Delete the objects in Kubernetes, or create them and follow the job to its end."""
-    from ..cluster.submit.kubernetes import Cluster
+    from ..cluster.submit.kubernetes import KubernetesCluster
 
-    cluster, job = Cluster(), objects[-1]
+    cluster, job = KubernetesCluster(), objects[-1]
     if arguments.delete:
         cluster.delete(objects)
         return 0

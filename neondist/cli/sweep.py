@@ -21,7 +21,7 @@ from .. import safe_path
 from ..comm import SingleTransport
 from ..config import dump
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
-from ..io.files import file_errors, write_text
+from ..io.files import convert_file_errors, write_text
 from ..io.output import lock_folder
 from ..io.regular_file import read_bytes
 from ..launcher.pinning import PIN_VARIABLE
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial, Trial
 
-STORE_FILE = "sweep.db"
+DATABASE_FILE = "sweep.db"
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
 _POLL_SECONDS = 0.1  # seconds
 _STATE_ORDER = {"COMPLETE": 0, "PRUNED": 1}
@@ -94,9 +94,9 @@ def sweep(arguments: argparse.Namespace) -> int:
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check_metric_name(experiment.metrics)
     folder = options.output_folder(arguments, "sweep")
-    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / STORE_FILE):
+    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / DATABASE_FILE):
         study = optuna.create_study(
-            study_name="sweep", storage=f"sqlite:///{folder / STORE_FILE}", load_if_exists=True,
+            study_name="sweep", storage=f"sqlite:///{folder / DATABASE_FILE}", load_if_exists=True,
             direction="maximize" if best.larger_is_better(experiment.metrics) else "minimize",
             pruner=getattr(optuna.pruners, PRUNERS.get(arguments.prune, "NopPruner"))(),
         )  # fmt: skip
@@ -303,7 +303,7 @@ def _run_environment(arguments: argparse.Namespace) -> dict[str, str]:
     extra = {}
     if arguments.jobs > 1:
         extra[PIN_VARIABLE] = "no"
-        if not threads.is_set_by_user(os.environ):
+        if not threads.is_thread_count_set(os.environ):
             thread_count = threads.threads_per_rank(arguments.jobs * (arguments.ranks or 1))
             extra |= dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
     return {**os.environ, **extra}
@@ -311,7 +311,7 @@ def _run_environment(arguments: argparse.Namespace) -> dict[str, str]:
 
 def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
     """Start a process that trains, with its output in a log file."""
-    with file_errors(log), log.open("ab") as file:
+    with convert_file_errors(log), log.open("ab") as file:
         return subprocess.Popen(
             safe_path.python_command("neondist", *words, ends_with_parent=True), stdin=subprocess.DEVNULL, stdout=file,
             stderr=file,
@@ -332,14 +332,12 @@ def _log_path(run: Path) -> Path:
 
 
 def _last_log_line(run: Path) -> str:
-    """Return the last line of a trial's log."""
     path = _log_path(run)
     lines = read_bytes(path, root=path.parent).decode(errors="replace").split("\n") if path.exists() else []
     return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "no output")
 
 
 def _describe_result(trial: FrozenTrial, folder: Path) -> str:
-    """Return the result of a trial as text."""
     if trial.state.name == "COMPLETE":
         return f"{trial.value:.6g}"
     if trial.state.name == "PRUNED":
@@ -363,7 +361,7 @@ def _report_results(study: Study, folder: Path) -> int:
     trials = sorted(study.trials, key=lambda t: (_STATE_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))
     if trials[0].value is None:
         raise ConfigError(
-            f"sweep: no trial has a result; trial {trials[0].number}:"
+            f"sweep: no trial has a result; correct the error of trial {trials[0].number}:"
             f" {_last_log_line(_trial_folder(folder, trials[0].number))}"
         )
     keys = list(trials[0].params)

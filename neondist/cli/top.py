@@ -11,8 +11,7 @@ from ..io.output import SERVER_FOLDER
 from ..system.memory import format_bytes
 from . import options
 
-STALE_SECONDS = 10.0
-"""Seconds without a new state until a warning."""
+STALE_STATUS_SECONDS = 10.0
 
 
 def add_parser(commands: Any) -> None:
@@ -55,7 +54,7 @@ def render_status(status: Any, now: float) -> Any:
     lines = [f"tasks: {tasks}", f"throughput: {status.samples_per_second:.0f} samples/s"]
     if status.ended:
         lines.append("the job has ended")
-    elif now - status.time > STALE_SECONDS:
+    elif now - status.time > STALE_STATUS_SECONDS:
         lines.append(f"no new state for {now - status.time:.0f} s: the job was killed, or its machine is very busy")
     workers = Table("worker", "steps", title="workers", title_justify="left")
     for name, steps in sorted(status.workers.items()):

@@ -18,14 +18,14 @@ from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import run_on_ranks
-from ..launcher.scaling import check_demand
+from ..launcher.scaling import reject_unreachable_maximum
 from ..launcher.slots import Demand
-from ..launcher.workers import check_workers, open_job_fork_server, read_worker_assignment, run_workers
+from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_assignment, run_workers
 from ..strategies import PSLoadBalancing
 from ..terminal.console import counted, emit
 from . import options
 from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
-from .run import create_hooks, parse_duration, parse_resume_mode
+from .run import create_hooks, parse_duration_seconds, parse_resume_mode
 
 if TYPE_CHECKING:
     from ..services.state import UpdateRule
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
              " localhost:CORES)",
     )  # fmt: skip
     cmd.add_argument(
-        "--wait", dest="slots_wait", type=parse_duration, metavar="TIME",
+        "--wait", dest="slots_wait", type=parse_duration_seconds, metavar="TIME",
         help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
     cmd.add_argument("--num-ps", type=options.nonnegative_int, default=0, metavar="N", help="parameter servers")
@@ -109,12 +109,12 @@ def add_parser(commands: Any) -> None:
 
     cmd = _add_model_command(commands, "evaluate")
     cmd.add_argument("--validation-data", required=True, metavar="F", help=_DATA_HELP)
-    _add_checkpoint(cmd)
+    _add_checkpoint_option(cmd)
     cmd.set_defaults(command=evaluate)
 
     cmd = _add_model_command(commands, "predict")
     cmd.add_argument("--prediction-data", required=True, metavar="F", help=_DATA_HELP)
-    _add_checkpoint(cmd)
+    _add_checkpoint_option(cmd)
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="Y.npy", help="also write the outputs of all records here"
     )
@@ -146,7 +146,7 @@ def train(arguments: argparse.Namespace) -> int:
             if arguments.update_rule is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
-            check_workers(arguments, experiment, ranks)
+            check_worker_options(arguments, experiment, ranks)
         prepare_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
         return definition, experiment
 
@@ -256,7 +256,7 @@ def _resolve_arguments(arguments: argparse.Namespace) -> None:
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
-        raise ConfigError("--evaluation-steps needs --validation-data")
+        raise ConfigError("--evaluation-steps needs --validation-data; give it as well")
     place = read_worker_assignment(os.environ)
     if place is not None:
         ranks //= arguments.num_workers
@@ -287,7 +287,7 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
                     f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
-        check_demand(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
+        reject_unreachable_maximum(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
 
 
 def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
@@ -392,7 +392,7 @@ def _add_model_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
-def _add_checkpoint(cmd: argparse.ArgumentParser) -> None:
+def _add_checkpoint_option(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
         "--checkpoint", "--checkpoint-dir", type=options.parse_path, required=True, metavar="FILE|D",
         help="checkpoint.h5 of a run, or its folder",

@@ -19,10 +19,8 @@ from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
 from .ssh_config import SSH_AGENT_VARIABLE, remote_command
 
-SCRIPT_TIMEOUT = 60.0
-"""seconds that a script may take"""
+HOST_SCRIPT_TIMEOUT = 60.0
 SSH_TIMEOUT = 15.0
-"""seconds in which a host has to answer"""
 SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 DEFAULT_SLOTS_VARIABLE = "OMPI_MCA_orte_set_default_slots"
 """Environment variable with the slots of each host, set by the MPI operator, whose script prints names only."""
@@ -122,15 +120,16 @@ class HostSource:
                 [str(self.path.absolute())],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=SCRIPT_TIMEOUT,
+                timeout=HOST_SCRIPT_TIMEOUT,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"{self.path}: has not ended within {SCRIPT_TIMEOUT:g} s; run it by hand to see why"
+                f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
             ) from None
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be run ({error.strerror}); begin it with #!/bin/sh") from None
+            text = f"cannot be run ({error.strerror}); make it executable and begin it with #!/bin/sh"
+            raise ConfigError(f"{self.path}: {text}") from None
         if process.returncode:
             message = (process.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
@@ -208,7 +207,7 @@ class HostPool:
         return next((host for host in self.listed_slots if host.partition(".")[0] == short), "")
 
 
-def fill_slots(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
+def ranks_per_host(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return the number of ranks on each host, filled in order; hosts without ranks are omitted."""
     counts, remaining = {}, ranks
     for host, slots in hosts.items():
@@ -218,7 +217,7 @@ def fill_slots(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     return counts
 
 
-def host_command(
+def command_on_host(
     host: str, words: Sequence[str], env: Mapping[str, str], extra_options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that runs a command on a host by ssh, with `extra_options`, or by mpirun's agent."""
@@ -239,7 +238,7 @@ def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[st
         null = asyncio.subprocess.DEVNULL
         try:
             process = await asyncio.create_subprocess_exec(
-                *host_command(host, words, env), stdin=null, stdout=null, stderr=null, env=dict(env)
+                *command_on_host(host, words, env), stdin=null, stdout=null, stderr=null, env=dict(env)
             )
         except OSError:
             return None

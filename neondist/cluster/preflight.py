@@ -18,12 +18,9 @@ from ..terminal.console import counted
 from .resources import Node, ResourceSpec, SSHConfig
 from .ssh_config import format_ssh_command, python_path_of, ssh_command, ssh_settings_of
 
-NODE_TIMEOUT = 60.0
-"""seconds for a node"""
-MAX_CLOCK_SKEW = 30.0
-"""seconds by which a node's clock may differ"""
-MIN_RANK_BYTES = 64 << 20
-"""minimum memory of a rank, in bytes"""
+NODE_CHECK_TIMEOUT = 60.0
+MAX_CLOCK_SKEW_SECONDS = 30.0
+MIN_BYTES_PER_RANK = 64 << 20
 _OUTPUT_PREFIX = "neondist-preflight "
 # requires only Python; its argument is a JSON list: [path of mpirun, working folder, a file that exists there if the
 # folder is shared, files to compare]
@@ -86,7 +83,7 @@ class NodeReport:
         """Return the row of the table for this node."""
         info = self.node_info
         if not info:
-            return (self.node.address, str(self.ranks), *["-"] * (len(COLUMNS) - 2))
+            return (self.node.address, str(self.ranks), *["-"] * (len(REPORT_COLUMNS) - 2))
         files = "shared" if info["shared"] else "copied" if info["folder"] and all(info["files"]) else "missing"
         free = "?" if info["memory"] is None else f"{info['memory'] / 2**30:.1f} GiB"
         versions = (str(info[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
@@ -95,7 +92,7 @@ class NodeReport:
         )  # fmt: skip
 
 
-COLUMNS = "node", "ranks", "python", "neondist", "mpi4py", "Open MPI", "cores", "free memory", "clock", "files"
+REPORT_COLUMNS = "node", "ranks", "python", "neondist", "mpi4py", "Open MPI", "cores", "free memory", "clock", "files"
 
 
 def check_nodes(
@@ -143,7 +140,7 @@ def check_nodes(
     return reports
 
 
-class NodesError(LaunchError):
+class UnusableNodesError(LaunchError):
     """Nodes of a job are unusable.
 
     Attributes
@@ -156,12 +153,12 @@ class NodesError(LaunchError):
 
 
 def raise_on_problems(reports: Iterable[NodeReport]) -> None:
-    """Raise NodesError with the problems of all nodes, if any."""
+    """Raise UnusableNodesError with the problems of all nodes, if any."""
     reports = list(reports)
     problems = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
     if problems:
         nodes = tuple(report.node.address for report in reports if report.problems)
-        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes are unusable:", *problems]))
+        error = UnusableNodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes are unusable:", *problems]))
         error.nodes = nodes
         raise error
 
@@ -186,11 +183,11 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
         report.problems.append(f"{command[0]} cannot be run ({error.strerror}); give python_venv, or install OpenSSH")
         return
     try:
-        out, err = await asyncio.wait_for(process.communicate(), NODE_TIMEOUT)
+        out, err = await asyncio.wait_for(process.communicate(), NODE_CHECK_TIMEOUT)
     except asyncio.TimeoutError:
         process.kill()
         await process.wait()
-        report.problems.append(f"no answer within {NODE_TIMEOUT:g} s; check that it is up and not overloaded")
+        report.problems.append(f"no answer within {NODE_CHECK_TIMEOUT:g} s; check that it is up and not overloaded")
         return
     line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_OUTPUT_PREFIX)), "")
     if line:
@@ -225,8 +222,8 @@ def _find_problems(
         for file, digest, expected in zip(files, info["files"], chief.get("files", info["files"]), strict=True):
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
-    if info["memory"] is not None and info["memory"] < report.ranks * MIN_RANK_BYTES:
+    if info["memory"] is not None and info["memory"] < report.ranks * MIN_BYTES_PER_RANK:
         too_little = f"too little for {counted(report.ranks, 'rank')}; give it fewer cpus or gpus"
         yield f"{info['memory'] >> 20} MiB free, {too_little}"
-    if abs(report.clock_skew) > MAX_CLOCK_SKEW:
+    if abs(report.clock_skew) > MAX_CLOCK_SKEW_SECONDS:
         yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -7,10 +7,10 @@ mistakes. shared_memory: MPI's memory-mapped files. Importing this package does 
 """
 
 from . import loopback
-from .agree import CALL_KEY, all_or_none, check_equal_on_ranks, raise_if_any_failed
+from .agreement import CALL_KEY, all_or_none, check_equal_on_ranks, raise_if_any_failed
 from .debug import DebugTransport
-from .effects import end_job
 from .grid import ProcessGrid
+from .process_hooks import abort_with_error
 from .redistribution import Redistribution
 from .reductions import GROUP_NAMES, Reductions, reduction_group
 from .single import SingleTransport
@@ -30,9 +30,9 @@ __all__ = [
     "Request",
     "SingleTransport",
     "Transport",
+    "abort_with_error",
     "all_or_none",
     "check_equal_on_ranks",
-    "end_job",
     "loopback",
     "raise_if_any_failed",
     "reduction_group",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .agree import checksum_of
+from .agreement import checksum_of
 
 _MAX_WRITTEN_ELEMENTS = 10  # arrays with fewer elements are written out
 

@@ -12,8 +12,7 @@ import numpy as np
 from ..errors import HaloError
 from .transport import Exchange, Message, ReduceOp, Request, Transport
 
-MAX_DELAY = 0.002
-"""Maximum delay of a message in seconds."""
+MAX_MESSAGE_DELAY_SECONDS = 0.002
 
 
 class DebugTransport(Transport):
@@ -36,7 +35,7 @@ class DebugTransport(Transport):
 
     def wait_randomly(self) -> None:
         """Wait a random time."""
-        time.sleep(self.random.random() * MAX_DELAY)
+        time.sleep(self.random.random() * MAX_MESSAGE_DELAY_SECONDS)
 
     def split(self, color: int, key: int) -> Transport:
         """Return the checked group of the ranks with the same colour."""

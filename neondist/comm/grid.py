@@ -16,12 +16,12 @@ from ..geometry import Box, GridShape, Partition, grid_shape, part_range
 from ..observer import Observers
 from ..registry.arguments import type_checked
 from . import mpi
-from .agree import CALL_KEY, check_equal_on_ranks, checksum_of
-from .effects import ProcessHooks
+from .agreement import CALL_KEY, check_equal_on_ranks, checksum_of
+from .process_hooks import ProcessHooks
 from .single import SingleTransport
 from .transport import CLOSED, Transport
 
-_HANDLES = count()
+_HANDLE_COUNTER = count()
 _GRID_BY_HANDLE: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 
 
@@ -80,7 +80,7 @@ class ProcessGrid:
         #: objects that users create once per grid, by keys of their own
         self.cached_objects: dict[Any, Any] = {}
         #: number that identifies this grid where objects cannot be passed, as in PyTorch operators
-        self.handle = next(_HANDLES)
+        self.handle = next(_HANDLE_COUNTER)
         _GRID_BY_HANDLE[self.handle] = self
         self._checksum_by_name: dict[str, int] = {}
         self._close_callbacks = ExitStack()
@@ -135,7 +135,7 @@ class ProcessGrid:
         self, call: str, values: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
         versions: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """Raise on all ranks unless all begin this call with equal values and replicated arrays; collective.
+        """Raise on all ranks unless all begin this call with equal values and replicated arrays. Collective.
 
         Calls `check_equal_on_ranks`, adding the arrays recorded by `record_replicated_array`.
         """

@@ -58,7 +58,7 @@ class _SharedState:
                 raise self._receive_error(sender, rank)
             box.gate = gate = create_closed_gate()
             self._sender_by_waiting_box[box] = sender
-            self.turns.pass_turn_on()  # other ranks compute while this one waits
+            self.turns.pass_turn_to_next()  # other ranks compute while this one waits
         if not gate.acquire(timeout=self.timeout):
             with self.turns.lock:
                 self._wake_receiver(box)
@@ -96,7 +96,8 @@ class _SharedState:
             where = f", in {self.call_by_rank[rank]}" if rank in self.call_by_rank else ""
             return RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}")
         calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.call_by_rank.items()))
-        return TimeoutError(f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})")
+        text = f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})"
+        return TimeoutError(f"{text}; make the same calls on all ranks")
 
 
 class _MailboxGroup:

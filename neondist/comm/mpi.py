@@ -17,13 +17,13 @@ from ..arrays.namespace import namespace
 from ..errors import LaunchError
 from ..system import threads
 from ..system.heartbeat import send_to_supervisor
-from ..system.job import LAUNCHED_RANKS, count_torchrun_ranks, detect_job
+from ..system.job import LAUNCHED_RANKS_VARIABLE, count_torchrun_ranks, detect_job
 from .cuda import reports_cuda_support, verify_device_messages
 from .large_counts import MAX_COUNT, chunk_slices, create_box_datatype
-from .shared_memory import start_in_job_folder, unlink_segments
+from .shared_memory import mpi_start_folder, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 """Seconds between tests for the end of a wait, at its begin and after a while."""
 TORCHRUN_REMEDY = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
@@ -32,7 +32,7 @@ TORCHRUN_REMEDY = (
 
 
 def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
-    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
+    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been. Collective.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
 @cache
 def _start_mpi() -> Any:
     """Return mpi4py's MPI module after initialisation; the first call is collective."""
-    with start_in_job_folder():
+    with mpi_start_folder():
         from mpi4py import MPI
     unlink_segments(MPI)
     return MPI
 
 
 def finalise_mpi() -> None:
-    """Finalise MPI, if it has been initialised; collective."""
+    """Finalise MPI, if it has been initialised. Collective."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -127,7 +127,7 @@ class MPITransport(Transport):
             return super().share_cores()
         first = self.mpi.COMM_WORLD.Get_rank() == 0
         undo = threads.limit_threads_and_log(job.local_size, first)
-        if first and LAUNCHED_RANKS not in os.environ:  # `neondist run -n N` has warned already
+        if first and LAUNCHED_RANKS_VARIABLE not in os.environ:  # `neondist run -n N` has warned already
             threads.log_oversubscription(job.local_size)
         return undo
 
@@ -142,26 +142,26 @@ class MPITransport(Transport):
         MPI has only some thousands of communicators, and freeing one is collective, so it cannot be left to garbage
         collection: parts are kept with their parent until all users have closed them.
         """
-        cuts = self.comm.Get_attr(_create_sub_comms_keyval())
-        if cuts is None:
-            self.comm.Set_attr(_create_sub_comms_keyval(), cuts := {})
-        parts = cuts.get(tiles)
+        sub_comms_by_tiles = self.comm.Get_attr(_create_sub_comms_keyval())
+        if sub_comms_by_tiles is None:
+            self.comm.Set_attr(_create_sub_comms_keyval(), sub_comms_by_tiles := {})
+        parts = sub_comms_by_tiles.get(tiles)
         if parts and all(part.comm for part in parts):
             first, second = (MPITransport(part.comm, part, self.max_count) for part in parts)
             return first, second
         groups: Any = super().split_tiles_and_replicas(tiles)
-        cuts[tiles] = [group.sub_comm for group in groups]
+        sub_comms_by_tiles[tiles] = [group.sub_comm for group in groups]
         return groups
 
     def wait_for_root(self) -> None:
-        """Wait until rank 0 makes this call, without occupying a core for long; collective.
+        """Wait until rank 0 makes this call, without occupying a core for long. Collective.
 
         Blocking calls of MPI poll, and would take the core from the processes on which rank 0 waits.
         """
-        request, pause = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE
+        request, pause = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE_SECONDS
         while not request.Test():
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -169,7 +169,7 @@ class MPITransport(Transport):
         return self.closed or bool(self.mpi.Is_finalized()) or not self.comm
 
     def close(self) -> None:
-        """Free the communicator if it is a part without other users; collective."""
+        """Free the communicator if it is a part without other users. Collective."""
         if not self.closed:
             super().close()
             if self.sub_comm is not None:
@@ -283,9 +283,9 @@ def _create_sub_comms_keyval() -> int:
     """Return the key of the communicator attribute that holds its parts, by number of tiles."""
     from mpi4py import MPI
 
-    def free(comm: Any, key: int, cuts: dict[int, list[_SharedSubComm]]) -> None:
+    def free(comm: Any, key: int, sub_comms_by_tiles: dict[int, list[_SharedSubComm]]) -> None:
         if comm != MPI.COMM_WORLD:  # freed with MPI itself
-            for part in (part for cut in cuts.values() for part in cut):
+            for part in (part for cut in sub_comms_by_tiles.values() for part in cut):
                 part.free()
 
     key: int = MPI.Comm.Create_keyval(delete_fn=free)

@@ -31,7 +31,7 @@ class Redistribution:
         self.plan = RepartitionPlan.of(source, target, rank)
 
     def forward(self, array: Any) -> Any:
-        """Return this rank's target box of the array, given its source box; cells without an owner are 0; collective.
+        """Return this rank's target box of the array, given its source box; cells without an owner are 0. Collective.
 
         Cells held by several ranks are sent by one of them.
         """
@@ -42,7 +42,7 @@ class Redistribution:
         return target
 
     def adjoint(self, array: Any) -> Any:
-        """Return this rank's source box, given its target box; cells needed by several ranks are summed; collective."""
+        """Return this rank's source box, given its target box; cells needed by several ranks are summed. Collective."""
         plan = self.plan
         source = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
         for cells, part in self._exchange_pieces(array, plan.need, plan.receives, source, plan.own, plan.sends):

@@ -32,7 +32,7 @@ def reduction_group(over_tiles: bool, over_replicas: bool) -> str | None:
     return "tiles" if over_tiles else None
 
 
-def _ready_to_send(transport: Transport, array: Any) -> bool:
+def _synchronise_if_accepted(transport: Transport, array: Any) -> bool:
     """Return whether the transport accepts an array directly, after waiting for its kernels."""
     if transport.accepts_device_array(array):
         synchronize_stream(array)
@@ -75,10 +75,10 @@ class Reductions:
         self.redistribution_counts: Counter[tuple[str, str, int, int]] = Counter()
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
-        """Replace the array by its sum, or maximum, over a group (of GROUP_NAMES), and return it; collective there."""
+        """Replace the array by its sum, or maximum, over one of GROUP_NAMES, and return it. Collective there."""
         transport = self._record(group, array)
         with self.grid.observers.observe("wait", "", self.direction, group):
-            if transport.size == 1 or _ready_to_send(transport, array):
+            if transport.size == 1 or _synchronise_if_accepted(transport, array):
                 transport.allreduce(array, op)
             else:
                 buffer = HostStagingBuffer(array)
@@ -87,11 +87,12 @@ class Reductions:
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
-        """Begin to replace the array by its sum over a group (of GROUP_NAMES); collective there, in the same order."""
+        """Begin to replace the array by its sum over one of GROUP_NAMES. Collective there, in the same order."""
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
-        return transport.iallreduce(array) if _ready_to_send(transport, array) else _StagedRequest(transport, array)
+        is_accepted = _synchronise_if_accepted(transport, array)
+        return transport.iallreduce(array) if is_accepted else _StagedRequest(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a nonblocking sum over one of GROUP_NAMES."""
@@ -99,7 +100,7 @@ class Reductions:
             request.wait()
 
     def gather(self, group: str, array: Any) -> Any:
-        """Return all ranks' arrays, stacked in their order; collective over one of GROUP_NAMES."""
+        """Return all ranks' arrays, stacked in their order. Collective over one of GROUP_NAMES."""
         transport = self._record(group, array)
         if transport.size == 1:
             return array[None]
@@ -109,7 +110,7 @@ class Reductions:
     def sum_encoded(
         self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
     ) -> tuple[np.ndarray, slice, Any]:
-        """Return the sum of numbers that are sent encoded, as codes; collective over one of GROUP_NAMES.
+        """Return the sum of numbers that are sent encoded, as codes. Collective over one of GROUP_NAMES.
 
         Each rank decodes a slice of all ranks' codes, and adds the numbers in rank order.
 
@@ -138,7 +139,7 @@ class Reductions:
         return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Send an array to every rank of a group (of GROUP_NAMES), and return what each sent here; collective there."""
+        """Send an array to every rank of one of GROUP_NAMES, and return what each sent here. Collective there."""
         transport = self.grid.group(group)
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
         self.redistribution_counts.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)

@@ -16,24 +16,23 @@ from typing import Any
 
 BACKING_DIR_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 """Open MPI's variable for the folder of the files."""
-FOLDER_PREFIX = "neondist-"
-"""Prefix of folders created for one job."""
+JOB_FOLDER_PREFIX = "neondist-"
 MEMORY_MAPS_FILE = Path("/proc/self/maps")
 _LAUNCHER_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "SLURM_PROCID")
 
 
 @contextmanager
-def start_in_job_folder() -> Iterator[None]:
+def mpi_start_folder() -> Iterator[None]:
     """Start MPI inside the block in the folder of the job, or, without a launcher, in a temporary folder."""
     folder = Path(os.environ.get(BACKING_DIR_VARIABLE, ""))
     machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if folder.name.startswith(FOLDER_PREFIX) and machines:
+    if folder.name.startswith(JOB_FOLDER_PREFIX) and machines:
         folder.mkdir(mode=0o700, exist_ok=True)  # exists only on mpirun's machine
     if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield
         return
     previous = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as temporary:
+    with tempfile.TemporaryDirectory(prefix=JOB_FOLDER_PREFIX) as temporary:
         os.environ["TMPDIR"] = temporary
         try:
             yield
@@ -44,23 +43,23 @@ def start_in_job_folder() -> Iterator[None]:
 
 
 def unlink_segments(mpi: Any) -> None:
-    """Remove the names of the shared-memory files once all ranks have opened them; collective over all ranks."""
+    """Remove the names of the shared-memory files once all ranks have opened them. Collective over all ranks."""
     if mpi.get_vendor()[0] != "Open MPI":
         return
     machine = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    names = _mapped_files()
+    names = _mapped_segment_files()
     if machine.allreduce(len(names) == machine.size, op=mpi.LAND) and machine.rank == 0:
         for name in names:
             with suppress(OSError):
                 name.unlink()
         folder = next(iter(names)).parent
-        if folder.name.startswith(FOLDER_PREFIX):
+        if folder.name.startswith(JOB_FOLDER_PREFIX):
             with suppress(OSError):
                 folder.rmdir()
     machine.Free()
 
 
-def _mapped_files() -> set[Path]:
+def _mapped_segment_files() -> set[Path]:
     """Return the named shared-memory files that this rank has mapped, of all ranks of this machine."""
     try:
         maps = MEMORY_MAPS_FILE.read_text()

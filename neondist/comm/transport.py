@@ -207,7 +207,7 @@ class Transport(ABC):
         """Return the group of the ranks with the same colour, ordered by key."""
 
     def wait_for_root(self) -> None:  # noqa: B027
-        """Wait until rank 0 makes this call, without occupying a core for long; collective."""
+        """Wait until rank 0 makes this call, without occupying a core for long. Collective."""
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
         """Return the group of the ranks with this rank's colour, in order; `color` must be equal on all ranks."""

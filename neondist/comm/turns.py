@@ -20,7 +20,7 @@ class ComputeTurns:
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `open_when_free` and `pass_turn_on`, and around their decisions to wait.
+        Held by callers of `open_when_free` and `pass_turn_to_next`, and around their decisions to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
@@ -47,7 +47,7 @@ class ComputeTurns:
     def end_turn(self) -> None:
         """Pass the turn to another rank."""
         with self.lock:
-            self.pass_turn_on()
+            self.pass_turn_to_next()
 
     def open_when_free(self, gate: threading.Lock) -> None:
         """Open a gate as soon as a turn is free for the rank that waits at it."""
@@ -56,7 +56,7 @@ class ComputeTurns:
             self._free_turns -= 1
             self._waiting_gates.popleft().release()
 
-    def pass_turn_on(self) -> None:
+    def pass_turn_to_next(self) -> None:
         """Open the next gate."""
         if self._waiting_gates:
             self._waiting_gates.popleft().release()

@@ -14,7 +14,7 @@ from ..backends import Backend
 from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.functions import NamedFunction
-from ..yaml_nodes.scalars import needs_quotes
+from ..yaml_nodes.scalars import is_exponent_number
 from ..yaml_nodes.tree import join_path
 
 _SCALAR_TYPES: tuple[Any, ...] = (bool, int, float, str)
@@ -71,6 +71,6 @@ def _scalar_node(value: Any, path: str) -> yaml.ScalarNode:
         raise ConfigError(f"{path}: {value!r} cannot be written to a YAML file; use a subclass of nd.Registered")
     node = SafeRepresenter().represent_data(value)
     assert isinstance(node, yaml.ScalarNode)
-    if isinstance(value, str) and needs_quotes(value):
+    if isinstance(value, str) and is_exponent_number(value):
         node.style = "'"
     return node

@@ -10,14 +10,14 @@ from ..io.regular_file import read_bytes
 from ..registry import registered_classes
 from ..registry.fields import constructor_fields
 from ..yaml_nodes.parse import parse_yaml
-from ..yaml_nodes.read import MAX_BYTES
+from ..yaml_nodes.read import MAX_FILE_BYTES
 from ..yaml_nodes.tree import Node, join_path
 
 
 def settable_keys(path: str) -> list[str]:
     """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, set or not; [] if it is invalid."""
     try:
-        root = parse_yaml(read_bytes(path, MAX_BYTES).decode(), str)
+        root = parse_yaml(read_bytes(path, MAX_FILE_BYTES).decode(), str)
     except (OSError, UnicodeDecodeError, UserError):
         return []
     return [] if root is None else [f"{key}=" for key in _iterate_keys(root, "")]

@@ -50,7 +50,9 @@ def _set_value(node: Node, names: list[str], new_node: Node) -> None:
             else:
                 node = node.value.setdefault(name, Node({}, new_node.place))
         else:
-            raise node_error(error_origin, path, f"is a scalar ({node}) and has no '{'.'.join(names)}'")
+            raise node_error(
+                error_origin, path, f"is a scalar ({node}) and has no '{'.'.join(names)}'; write --set {path}=value"
+            )
         path = join_path(path, name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..errors import ConfigError, ShapeError
-from ..formats.cell_weights import cell_weights, check_weights
+from ..formats.cell_weights import cell_weights, check_cell_weights
 from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry.ranges import NotNegative, Positive
@@ -60,7 +60,7 @@ class Regression(Cost):
         if self.weights is not None and len(y_shape) < 2:
             raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
         if self.weights is not None:
-            check_weights(self.weights, y_shape[:-1], fields)
+            check_cell_weights(self.weights, y_shape[:-1], fields)
 
     def restrict_to_box(self, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> Cost:
         """Return the cost with the weights of a box of cells."""

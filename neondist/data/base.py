@@ -1,4 +1,4 @@
-"""A data set: splits of samples, of which a rank holds its tile of every image and all targets."""
+"""Data sets: splits of samples; a rank holds its tile of every image, and all targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..comm import ProcessGrid, raise_if_any_failed
 from ..comm.argument_text import describe_object
 from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import FieldMetadata
-from ..geometry import Overlapping
+from ..geometry import OverlappingPartition
 from ..registry import Registered
 from ..registry.ranges import require_integer
 from ..terminal.console import counted
@@ -110,7 +110,7 @@ class Dataset(Registered, ABC):
         """
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
-        """Load this rank's part of all splits; collective: if one rank fails, every rank raises.
+        """Load this rank's part of all splits. Collective: if one rank fails, every rank raises.
 
         Parameters
         ----------
@@ -143,18 +143,18 @@ class Dataset(Registered, ABC):
             for transform in augment:
                 transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
-            reading = Overlapping.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
+            reading = OverlappingPartition.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
             self.train, *validation, self.test = self.open_splits(grid.with_tiles(reading))
             self.validation = validation[0] if validation else None
             if self.validation is None and self._validation_share is not None:
                 samples = len(self.train)
-                first = samples - self.count_validation(samples)
+                first = samples - self.count_validation_samples(samples)
                 self.train, self.validation = self.train.select_range(0, first), self.train.select_range(first, samples)
             if len(self.splits) == 1 and self.needs_selection_split:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
             self._grid = grid
             if self._shard_and_count is not None:
-                self._keep_shard(*self._shard_and_count, grid)
+                self._restrict_to_shard(*self._shard_and_count, grid)
             if augment:
                 self._augment_splits(tile)
         except MemoryError as caught:
@@ -189,7 +189,7 @@ class Dataset(Registered, ABC):
         for name, value, minimum in (("num_shards", num_shards, 1), ("index", index, 0)):
             require_integer(f"shard: {name}", value, minimum)
         if index >= num_shards:
-            raise ConfigError(f"shard: index: {index}, but {counted(num_shards, 'shard')}; shards are numbered from 0")
+            raise ConfigError(f"shard: index: {index} is out of range; give 0 to {num_shards - 1}")
         if self.num_shards > 1 or self._shard_and_count is not None:
             raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
         shard = copy(self)
@@ -197,14 +197,14 @@ class Dataset(Registered, ABC):
         if self._grid is not None:
             error: Exception | None = None
             try:
-                shard._keep_shard(num_shards, index, self._grid)
+                shard._restrict_to_shard(num_shards, index, self._grid)
             except UserError as problem:
                 error = problem
             raise_if_any_failed(self._grid.world, error)
         return shard
 
-    def _keep_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
-        """Keep one shard of the training samples; collective over the tiles of a replica."""
+    def _restrict_to_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
+        """Keep one shard of the training samples. Collective over the tiles of a replica."""
         shards = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
         own = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
         if shards == [(grid.size, rank) for rank in range(grid.size)]:
@@ -237,7 +237,7 @@ class Dataset(Registered, ABC):
             others, tile = (self.validation, self.test), tile.without_augmentation()
             self.validation, self.test = (None if split is None else split.augment_with(tile) for split in others)
 
-    def count_validation(self, samples: int) -> int:
+    def count_validation_samples(self, samples: int) -> int:
         """Return the number of training samples held out for validation; DataError if none would remain."""
         return count_held_out("validation", self._validation_share or 0, samples)
 

@@ -26,14 +26,14 @@ from ..errors import ConfigError, DataError
 from ..io import hdf5
 from ..io.regular_file import open_regular
 from .base import Dataset, Split, tile_slices
-from .datasets.idx import PIECE_BYTES
+from .datasets.idx import READ_PIECE_BYTES
 
 FORMAT_VERSION = 3
 ArraysByName = dict[str, np.ndarray]
 
 
 class CachedDataset(Dataset):
-    """Base class of data sets of small images, decoded once by each rank to tiles in memory, and cached in a file.
+    """Base class of data sets of small images that each rank decodes once into in-memory tiles and caches in a file.
 
     A subclass implements `source_files`, the files of the images, and `decode`.
     """
@@ -53,7 +53,7 @@ class CachedDataset(Dataset):
 
     @abstractmethod
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
-        """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
+        """Return a tile of the images (N, h, w, C) and targets (N,) of 'train' and 'test', and 'content', a hash."""
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits with this rank's tile, from the cache if it is valid."""
@@ -62,7 +62,7 @@ class CachedDataset(Dataset):
             arrays = build()
         else:
             stamp = cache_fingerprint(type(self).__name__, self.source_files(), grid, self.sample_shape[:-1])
-            arrays = load_or_build(cache_path(self.serialized_path, grid), stamp, build)
+            arrays = load_or_build(resolve_cache_path(self.serialized_path, grid), stamp, build)
         self.content_hash = arrays["content"].tobytes().hex()
         train, test = (
             Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
@@ -77,7 +77,7 @@ def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, ext
     key = {
         "format": FORMAT_VERSION,
         "data set": name,
-        "sources": [_describe_source(path) for path in sources],
+        "sources": [_fingerprint_source(path) for path in sources],
         "extent": extent,
         "tile": [box.lo, box.hi],
         "ranks": grid.size,
@@ -174,24 +174,24 @@ def _is_not_a_cache(path: Path) -> bool:
 
     try:
         with open_regular(path) as opened:
-            signature = opened.read(len(hdf5.SIGNATURE))
-            if signature != hdf5.SIGNATURE:
+            signature = opened.read(len(hdf5.HDF5_SIGNATURE))
+            if signature != hdf5.HDF5_SIGNATURE:
                 return bool(signature) and path.suffix not in (".h5", ".hdf5")
             with h5py.File(opened, "r") as file:
                 return "stamp" not in file.attrs
     except FileNotFoundError:
         return False
-    # a damaged HDF5 file, or an unreadable one: writing reports it
+    # the file is damaged or unreadable: the error is raised when it is written
     except Exception:
         return False
 
 
-def _describe_source(path: Path) -> list[str | int]:
+def _fingerprint_source(path: Path) -> list[str | int]:
     crc = 0
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            while piece := file.read(PIECE_BYTES):
+            while piece := file.read(READ_PIECE_BYTES):
                 crc = zlib.crc32(piece, crc)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
@@ -226,7 +226,7 @@ def check_path_template(template: object) -> None:
         )
 
 
-def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
+def resolve_cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
     """Return this rank's file; ConfigError if ranks would share it (replicas also write separately)."""
     check_path_template(template)
     text = os.fspath(template)

@@ -27,7 +27,7 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     return (1, *(_chunk_extent(n, n / pieces_per_axis, max_ratios) for n in spatial), channels)
 
 
-def cells_read(extent: int, chunk: int, parts: int) -> int:
+def count_cells_read(extent: int, chunk: int, parts: int) -> int:
     """Return the number of cells that `parts` tiles of an axis of `extent` cells read from chunks of `chunk` cells."""
     total = 0
     for lo, hi in (part_range(extent, parts, part) for part in range(parts)):
@@ -41,11 +41,11 @@ def _chunk_extent(extent: int, target: float, max_ratios: dict[int, float]) -> i
     allowed = [
         c
         for c in {*candidates, ceil(extent / 2), max(1, extent // 16)}
-        if all(cells_read(extent, c, p) <= excess * extent for p, excess in max_ratios.items())
+        if all(count_cells_read(extent, c, p) <= excess * extent for p, excess in max_ratios.items())
     ]
 
     def cost(chunk: int) -> float:
-        thirds, quarters = (cells_read(extent, chunk, parts) / extent - 1 for parts in (3, 4))
+        thirds, quarters = (count_cells_read(extent, chunk, parts) / extent - 1 for parts in (3, 4))
         return abs(log(chunk / target)) + thirds + quarters
 
     return min(sorted(allowed), key=cost)

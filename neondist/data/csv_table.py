@@ -10,7 +10,7 @@ from ..io.files import short_reason
 from ..io.regular_file import read_bytes
 
 
-def read_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
+def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
     """Return the rows of a CSV file that are not empty, each with the number of its line; DataError names `columns`."""
     try:
         lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())

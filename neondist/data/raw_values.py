@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..errors import DataError
 
 
-def full_scale(dtype: np.dtype) -> float:
+def white_value(dtype: np.dtype) -> float:
     """Return the value of white in images of a dtype; 1 unless it is an unsigned integer of one or two bytes."""
     return {"u1": 255.0, "u2": 65535.0}.get(dtype.str[1:], 1.0)
 

@@ -1,4 +1,4 @@
-"""Samples and their targets, of which a rank holds its tile, in memory or computed or read on demand."""
+"""Samples and their targets; a rank holds its tiles in memory, or computes or reads them on demand."""
 
 from __future__ import annotations
 

@@ -11,10 +11,8 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box
 
-AXIS_ORDER = "NTZYXC"
-"""standard order: samples, time, depth, height, width, channels; unknown letters count as samples"""
-MAX_GUESSED_CHANNELS = 4
-"""extent up to which an unnamed last axis may be channels"""
+AXIS_ORDER = "NTZYXC"  # standard order: samples, time, depth, height, width, channels; unknown letters count as samples
+MAX_GUESSED_CHANNELS = 4  # extent up to which an unnamed last axis may be channels
 BoxLike: TypeAlias = Box | Sequence[slice] | Sequence[tuple[int, int]]
 Cells: TypeAlias = tuple[slice, ...]
 
@@ -81,7 +79,7 @@ def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
     return defaults[len(shape)]
 
 
-def drop_channel_axis(axes: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+def squeeze_channels(axes: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     """Return axes and shape without the channel axis, if it has extent 1 and the option `channels` is False."""
     if options.get("channels", True) or shape[-1] != 1:
         return axes, shape

@@ -127,7 +127,7 @@ class TileSource(ABC):
         if 0 in shape:
             return np.empty(shape, self.dtype)
         require_memory(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
-        with read_errors(self.path), self._read_lock:  # a file has one position
+        with convert_read_errors(self.path), self._read_lock:  # a file has one position
             if self.cache is None or self.chunks is None:
                 return self._read_channels_last(cells)
             return self._read_cached(self.cache, cells, self.chunks)
@@ -175,7 +175,7 @@ class TileSource(ABC):
         """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
         return [], []
 
-    def attributes(self) -> dict[str, Any]:
+    def array_attributes(self) -> dict[str, Any]:
         """Return the attributes of the array, if its format has any: text as str, numbers as arrays."""
         return {}
 
@@ -245,15 +245,15 @@ class TileSink(ABC):
                 f"{self.path}: expected {list(shape)} cells of {self.dtype}, got {list(array.shape)} of {array.dtype}"
             )
         if array.size:
-            with write_errors(self.path):
+            with convert_write_errors(self.path):
                 self._write(cells, array.astype(self.dtype, copy=False))
 
     def commit(self) -> None:
-        """Give the file its final name after all boxes are written; collective over the sink's grid, if any."""
-        with collective_errors(self.grid), write_errors(self.path):
+        """Give the file its final name after all boxes are written. Collective over the sink's grid, if any."""
+        with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             self.flush()
-        self._complete()
-        with collective_errors(self.grid), write_errors(self.path):
+        self._finish_cells()
+        with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             if self.grid is None or self.grid.rank == 0:
                 self._publish()
 
@@ -265,7 +265,7 @@ class TileSink(ABC):
     def flush(self) -> None:
         """Flush everything this rank has written to disk."""
 
-    def _complete(self) -> None:  # noqa: B027 - optional
+    def _finish_cells(self) -> None:  # noqa: B027 - optional
         """Finish the file after all cells are written, on every rank."""
 
     @abstractmethod
@@ -295,7 +295,7 @@ def _chunk_overlaps(cut: slice, chunk: int, extent: int) -> list[tuple[slice, sl
 
 
 @contextmanager
-def read_errors(path: str | Path) -> Iterator[None]:
+def convert_read_errors(path: str | Path) -> Iterator[None]:
     """Convert any exception that a library raises on a damaged file into DataError; a UserError passes."""
     try:
         yield
@@ -315,7 +315,7 @@ def read_errors(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Convert errors of the file system, raised directly or by a library, into OutputError."""
     try:
         yield
@@ -326,7 +326,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def collective_errors(grid: ProcessGrid | None) -> Iterator[None]:
+def raise_on_all_ranks(grid: ProcessGrid | None) -> Iterator[None]:
     """Raise an exception of one rank on all ranks of a grid; without a grid, do nothing."""
     if grid is None:
         yield

@@ -16,7 +16,7 @@ _MAX_LATITUDE = 90.001  # degrees, with a margin for rounding in files
 _ROWS_PER_BLOCK = 256  # rows summed at once
 
 
-def check_weights(weights: str, extent: Sequence[int], fields: FieldMetadata | None) -> None:
+def check_cell_weights(weights: str, extent: Sequence[int], fields: FieldMetadata | None) -> None:
     """Check that weights are available for outputs of this extent; else raise DataError or ConfigError.
 
     Parameters
@@ -39,7 +39,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
     Raises
     ------
     DataError, ConfigError
-        As `check_weights`; or if weights are negative, or all zero.
+        As `check_cell_weights`; or if weights are negative, or all zero.
     """
     if weights == COSINE:
         latitude = _require_latitude(extent, fields)
@@ -61,13 +61,13 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
         )
     if fields.latitude is None:
         raise DataError(
-            f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows with"
-            " units degrees_north, or give weights: 'FILE.nc:NAME'"
+            f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows"
+            " with units degrees_north, or give weights: 'FILE.nc:NAME'"
         )
     if not (np.abs(fields.latitude) <= _MAX_LATITUDE).all():  # also rejects NaN
         raise DataError(
-            f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot use;"
-            " correct the coordinate, or give weights: 'FILE.nc:NAME'"
+            f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot"
+            " use; correct the coordinate, or give weights: 'FILE.nc:NAME'"
         )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(

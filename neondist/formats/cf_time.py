@@ -76,7 +76,7 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
             " its month, day or hour"
         )
     start = (
-        86400.0 * _day_number(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone_offset(match["zone"])
+        86400.0 * _day_number(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone_seconds(match["zone"])
     )
     return start + unit * times
 
@@ -105,7 +105,7 @@ def _calendar_kind(where: str, calendar: str) -> str:
     return kind
 
 
-def _zone_offset(text: str | None) -> float:
+def _zone_seconds(text: str | None) -> float:
     """Return the offset of a time zone from UTC in seconds."""
     if not text:
         return 0.0

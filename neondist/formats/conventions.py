@@ -11,11 +11,9 @@ import numpy as np
 
 from ..errors import AxesError, DataError
 
-SAMPLE_AXIS_LETTERS = "NMLKJHGFE"
-"""letters for axes that count as samples"""
+SAMPLE_AXIS_LETTERS = "NMLKJHGFE"  # letters for axes that count as samples
 _ROW_COLUMN_LETTERS = {"Y", "X"}
-MAX_COORDINATE_BYTES = 1 << 28
-"""limit in bytes for coordinates that are copied into an output"""
+MAX_COORDINATE_BYTES = 1 << 28  # limit in bytes for coordinates that are copied into an output
 REFERENCE_ATTRIBUTES = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
 AXIS_ATTRIBUTES = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")

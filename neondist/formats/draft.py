@@ -20,12 +20,12 @@ from ..io.files import partial_path, rename_complete_file, write_text
 from ..io.regular_file import read_bytes
 from ..registry import suggest
 from ..system.memory import format_bytes
-from .base import AXIS_METADATA_DEFAULTS, TileSink, TileSource, collective_errors, write_errors
+from .base import AXIS_METADATA_DEFAULTS, TileSink, TileSource, convert_write_errors, raise_on_all_ranks
 
 COMPRESSED_SUFFIX, LOCK_SUFFIX = ".packed", ".lock"
 """suffixes of a draft's name: its compressed copy, and the lock for ranks that write to the same chunk"""
-_EXISTS_MESSAGE = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
-_MAX_NAME_LENGTH, _MAX_NAMES = 80, 40
+_CREATED_MEANWHILE_MESSAGE = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
+_MAX_NAME_LENGTH, _MAX_LISTED_NAMES = 80, 40
 """limits for messages: length of a metadata name, and number of names"""
 
 
@@ -63,40 +63,40 @@ class DraftSink(TileSink):
         self._options = {**self.default_options, **options}
         self._overwrite, self._keep_on_close, self._is_open = overwrite, resume, False
         self._copied_metadata = dict[str, set[str]]()
-        self._draft = partial_path(path)
+        self._temp_path = partial_path(path)
         self._description_path = _description_path_of(path)
-        with collective_errors(grid), write_errors(path):
+        with raise_on_all_ranks(grid), convert_write_errors(path):
             if grid is None or grid.rank == 0:
                 self._create_or_resume(like, resume)
-        with collective_errors(grid), write_errors(path):
+        with raise_on_all_ranks(grid), convert_write_errors(path):
             note = json.loads(read_bytes(self._description_path))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
             self.lost_metadata = note.get("lost", [])
-            self._open_draft(note["facts"])
+            self._open_created_file(note["facts"])
             self._is_open = True
 
     @abstractmethod
-    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
-        """Create the file at `_draft` without its cells, on rank 0, and return the values for `_open_draft`.
+    def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
+        """Create the file at `_temp_path` without its cells, on rank 0; return the arguments of `_open_created_file`.
 
         Set `chunks` to those of the file.
         """
 
     @abstractmethod
-    def _open_draft(self, values: dict[str, Any]) -> None:
+    def _open_created_file(self, open_arguments: dict[str, Any]) -> None:
         """Open the file that rank 0 has created, on every rank."""
 
     @abstractmethod
-    def _close_draft(self) -> None:
+    def _close_file(self) -> None:
         """Close the file."""
 
     def close(self) -> None:
         """Close the file, and remove it if it was neither committed nor created with `resume`."""
         if self._is_open:
             self._is_open = False
-            self._close_draft()
+            self._close_file()
             if not self._keep_on_close and (self.grid is None or self.grid.rank == 0):
-                with write_errors(self.path):
+                with convert_write_errors(self.path):
                     self._remove_files()
 
     def _create_or_resume(self, like: TileSource | None, resume: bool) -> None:
@@ -105,21 +105,21 @@ class DraftSink(TileSink):
             "shape": list(self.shape), "dtype": self.dtype.str, "axes": self.axes,
             "chunks": self.chunks and list(self.chunks), "options": repr(sorted(self._options.items())),
         }  # fmt: skip
-        if resume and self._description_path.exists() and self._draft.exists():
+        if resume and self._description_path.exists() and self._temp_path.exists():
             with suppress(ValueError, KeyError):
                 note = json.loads(read_bytes(self._description_path))
                 if note["asked"] != request:
-                    raise OutputError(f"{self._draft}: belongs to another array; remove it, or choose another name")
+                    raise OutputError(f"{self._temp_path}: belongs to another array; remove it, or choose another name")
                 write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
         if not self.path.exists() and _replaced_path(self.path).exists():  # by a process that was killed
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
-                raise OutputError(f"{self.path}: {_EXISTS_MESSAGE}")
+                raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")
         self._remove_files()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            values = self._create_draft(like)
+            values = self._create_empty_file(like)
             if like is not None:
                 self._list_lost_metadata(like)
             state = {"resumed": False, "chunks": self.chunks, "facts": values, "lost": self.lost_metadata}
@@ -151,8 +151,8 @@ class DraftSink(TileSink):
             elif not defaults and copied is None:
                 self.lost_metadata.append(name)
         names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost_metadata]
-        more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-        self.lost_metadata = names[:_MAX_NAMES] + more
+        more = [f"{len(names) - _MAX_LISTED_NAMES} more"] if len(names) > _MAX_LISTED_NAMES else []
+        self.lost_metadata = names[:_MAX_LISTED_NAMES] + more
 
     def _require_disk_space(self) -> None:
         """Raise OutputError if there is no disk space for all cells, uncompressed."""
@@ -167,8 +167,8 @@ class DraftSink(TileSink):
 
     def _publish(self) -> None:
         if self.path.exists() and not self._overwrite:
-            raise OutputError(f"{self.path}: {_EXISTS_MESSAGE}")
-        part, old = self._complete_file(), _replaced_path(self.path)
+            raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")
+        part, old = self._finish_draft_file(), _replaced_path(self.path)
         identity = os.stat(part)
         description = json.loads(read_bytes(self._description_path))
         write_text(self._description_path, json.dumps(description | {"named": identity.st_ino}))
@@ -185,12 +185,12 @@ class DraftSink(TileSink):
         self._keep_on_close = True
         _remove_side_files(self.path)
 
-    def _complete_file(self) -> Path:
+    def _finish_draft_file(self) -> Path:
         """Return the complete file under its temporary name."""
-        return self._draft
+        return self._temp_path
 
 
-def is_published(path: Path) -> bool:
+def clean_up_if_published(path: Path) -> bool:
     """Return whether the complete file of an interrupted job already has its final name; then remove leftover files.
 
     Only for jobs whose cells are all written; another file under that name is the one to be replaced.
@@ -200,7 +200,7 @@ def is_published(path: Path) -> bool:
         return False
     if not note.exists():
         return not partial_path(path).exists()
-    with write_errors(path):
+    with convert_write_errors(path):
         try:
             inode = json.loads(read_bytes(note))["named"]
         except (ValueError, KeyError, TypeError):

@@ -47,16 +47,16 @@ class FieldMetadata:
         Over the training range; the network predicts (x - mean) / std.
     climatology : array (*tile, C), or None
         Mean over the training range of each cell owned by this rank, in physical units.
-    inputs : sequence of str
+    input_names : sequence of str
         Names of the input channels.
     input_units : sequence of str
-    lead : int
+    lead_steps : int
         Number of time steps from the last input to the target.
-    step : float
+    step_seconds : float
         Length of a time step in seconds.
     month_step : MonthStep, optional
         The time step in calendar months, if it is constant.
-    order : (str, str)
+    axis_orders : (str, str)
         'ascending' or 'descending' coordinates of rows and of columns; '' if unknown.
     """
 
@@ -67,12 +67,12 @@ class FieldMetadata:
     mean: np.ndarray = field(default_factory=lambda: np.zeros(1))
     std: np.ndarray = field(default_factory=lambda: np.ones(1))
     climatology: np.ndarray | None = None
-    inputs: Sequence[str] = ()
+    input_names: Sequence[str] = ()
     input_units: Sequence[str] = ()
-    lead: int = 0
-    step: float = 0.0
+    lead_steps: int = 0
+    step_seconds: float = 0.0
     month_step: MonthStep | None = None
-    order: tuple[str, str] = ("", "")
+    axis_orders: tuple[str, str] = ("", "")
 
     @property
     def names(self) -> list[str]:

@@ -12,15 +12,15 @@ from ..errors import ConfigError, DataError
 from ..io.hdf5 import (
     CheckedArray,
     DeferredErrorFile,
+    convert_hdf5_errors,
     find_object,
     get_text_attribute,
-    hdf5_read_errors,
     iter_arrays,
     open_hdf5,
     put_text_attribute,
     size_and_mtime,
 )
-from .axes import Cells, drop_channel_axis, guess_axes
+from .axes import Cells, guess_axes, squeeze_channels
 from .base import TileSource
 from .placed import PlacedSink, Placement
 from .tiles import default_chunks
@@ -49,8 +49,8 @@ class HDF5Source(TileSource):
         self._file, self._opened_state = open_hdf5(path, self.wrong_type_message), size_and_mtime(path)
         self._whole_array: CheckedArray | None = None
         try:
-            with hdf5_read_errors(path):
-                self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default(path)
+            with convert_hdf5_errors(path):
+                self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default_array(path)
                 array = find_object(self._file, self._name)
                 if not _is_array(array):
                     raise DataError(
@@ -85,7 +85,7 @@ class HDF5Source(TileSource):
         """Return the names of the arrays in the root group."""
         return [name for name, _ in iter_arrays(self._file)]
 
-    def _choose_default(self, path: Path) -> str:
+    def _choose_default_array(self, path: Path) -> str:
         names = self._array_names()
         for name in (*_DEFAULT_ARRAY_NAMES, *(names if len(names) == 1 else ())):
             if name in names:
@@ -110,7 +110,7 @@ class HDF5Source(TileSource):
     def _read(self, cells: Cells) -> np.ndarray:
         path, (first, *tile) = Path(self._file.filename), cells
         out = np.empty([cut.stop - cut.start for cut in cells], self._array.dtype)
-        with hdf5_read_errors(path):
+        with convert_hdf5_errors(path):
             if self._whole_array is None:
                 self._whole_array = self._tile_reader = CheckedArray(self._file, self._name)
             if self._tile_reader.tile != tuple(tile):
@@ -142,7 +142,7 @@ class HDF5Sink(PlacedSink):
     def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
         names = self._new_array_names()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
-        axes, shape = drop_channel_axis(self.axes, self.shape, self._options)
+        axes, shape = squeeze_channels(self.axes, self.shape, self._options)
         by_channel = self.one_array_per_channel
         self.chunks = (*self.chunks[:-1], 1) if by_channel else self.chunks
         chunks, own = self.chunks[: len(shape)], len(shape) - by_channel

@@ -36,7 +36,7 @@ _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma
 _UNSIGNED, _SIGNED = 1, 2
 _PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
-_COPIES_IN_MEMORY = 3  # of an image while it is decoded, turned into an array, and written
+_IMAGE_COPIES_IN_MEMORY = 3  # of an image while it is decoded, turned into an array, and written
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ImageLoader:
         """
         from PIL import ImageSequence
 
-        with _opened_image(path, self.size) as image:
+        with _open_pillow_image(path, self.size) as image:
             pages = getattr(image, "n_frames", 1)
             if image.format == "TIFF" and pages > 1:
                 _require_memory(path, image.size if self.size is None else self.size, 4, pages)
@@ -73,7 +73,7 @@ class ImageLoader:
         """Return a class map (H, W): the stored values, or palette indices."""
         from PIL import Image
 
-        with _opened_image(path, self.size) as image:
+        with _open_pillow_image(path, self.size) as image:
             if image.mode not in ("1", "L", "P", *_WIDE_MODES):
                 raise DataError(
                     f"{path}: a class map has one channel, but this image is {image.mode}; save the class indices"
@@ -94,21 +94,21 @@ class ImageLoader:
 
     def load_pillow_image(self, path: Path) -> Any:
         """Return an image as a Pillow image; DataError as for `load`, or if it has several pages."""
-        with _opened_image(path, self.size) as image:
+        with _open_pillow_image(path, self.size) as image:
             if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
                 raise DataError(f"{path}: has several pages; save each as an image")
             return self._convert_image(path, image).copy()
 
     def extents(self, path: Path) -> tuple[int, int]:
         """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
-        with _opened_image(path, self.size) as image:
+        with _open_pillow_image(path, self.size) as image:
             # for TIFF, Pillow returns the extents after rotation
             transposed = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
             return image.size if transposed else image.size[::-1]
 
     def shape_and_dtype(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of an unscaled image as returned by `load`, without decoding it."""
-        with _opened_image(path, None) as image:
+        with _open_pillow_image(path, None) as image:
             if image.format != "TIFF":
                 _check_bit_depth(path, image)
                 mode = self._default_mode(path, image)
@@ -121,7 +121,7 @@ class ImageLoader:
 
     def embedded_metadata(self, path: Path) -> dict[str, Any]:
         """Return metadata: resolution, EXIF, colour profile, texts."""
-        with _opened_image(path, None) as image:
+        with _open_pillow_image(path, None) as image:
             info = image.info
             metadata = {name: info[key] for key, name in _METADATA_NAMES.items() if info.get(key)}
             dpi = info.get("dpi", ())
@@ -189,7 +189,7 @@ def _raw_mode(image: Any) -> str:
 
 
 def _check_bit_depth(path: Path, image: Any) -> None:
-    """Refuse pixels of which Pillow would keep only a part, before decoding."""
+    """Refuse pixels that Pillow would truncate, before they are decoded."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
@@ -219,14 +219,14 @@ def _apply_orientation(image: Any, path: Path) -> Any:
 def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
     """Refuse images that do not fit in memory, based on their extents."""
     extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
-    needed = prod(size) * channels * pages * _COPIES_IN_MEMORY
+    needed = prod(size) * channels * pages * _IMAGE_COPIES_IN_MEMORY
     require_memory(
         needed, f"{path}: an image of {extents}", "split it into smaller images, or use a machine with more memory"
     )
 
 
 @contextmanager
-def _opened_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[Any]:
+def _open_pillow_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[Any]:
     """Open an image of one frame, or pages, that can be decoded; convert errors into DataError."""
     try:
         from PIL import Image
@@ -236,10 +236,10 @@ def _opened_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[
     # given a name, Pillow would map the file, which crashes on truncated and scrambles rotated images
     with (
         _PILLOW_LOCK,
-        _decode_errors(path),
+        _convert_decode_errors(path),
         open_regular(path) as file,
         warnings.catch_warnings(),
-        _without_limit(Image),
+        _without_pixel_limit(Image),
     ):
         # invalid tags of a TIFF file may change its pixels; a wrong date in a JPEG does not matter
         warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
@@ -255,7 +255,7 @@ def _opened_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[
 
 
 @contextmanager
-def _without_limit(module: Any) -> Iterator[None]:
+def _without_pixel_limit(module: Any) -> Iterator[None]:
     """Let Pillow read images of any size, limited only by the machine's memory."""
     limit, module.MAX_IMAGE_PIXELS = module.MAX_IMAGE_PIXELS, None
     try:
@@ -265,7 +265,7 @@ def _without_limit(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _decode_errors(path: Path) -> Iterator[None]:
+def _convert_decode_errors(path: Path) -> Iterator[None]:
     """Convert exceptions and warnings of Pillow on damaged images into DataError; a UserError passes."""
     try:
         yield

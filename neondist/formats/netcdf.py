@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import find_object, get_text_attribute, hdf5_read_errors, is_numeric, iter_arrays, read_array
+from ..io.hdf5 import convert_hdf5_errors, find_object, get_text_attribute, is_numeric, iter_arrays, read_array
 from ..io.regular_file import open_regular
 from ..terminal.console import counted
 from . import conventions
@@ -21,9 +21,9 @@ from .packing import Packing
 
 _DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
 _OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS_LIST}
-_NO_COORDINATES = "This is a netCDF dimension but not a netCDF variable."
+_NO_COORDINATES_TEXT = "This is a netCDF dimension but not a netCDF variable."
 _MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
-_NON_COORDINATE = "_nc4_non_coord_"  # prefix of a variable named like a dimension that is not its own
+_NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable named like a dimension that is not its own
 
 
 class NetCDFSource(HDF5Source):
@@ -36,7 +36,7 @@ class NetCDFSource(HDF5Source):
     wrong_type_message = "not a NetCDF file; check the path, or restore it from a good copy"
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
-        with hdf5_read_errors(path), open_regular(path) as file:
+        with convert_hdf5_errors(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._axes_option = axes
@@ -46,10 +46,10 @@ class NetCDFSource(HDF5Source):
 
     def _resolve_name(self, name: str) -> str:
         group, _, last = name.rpartition("/")
-        hidden = f"{group}/{_NON_COORDINATE}{last}".strip("/")
+        hidden = f"{group}/{_NON_COORDINATE_PREFIX}{last}".strip("/")
         return hidden if find_object(self._file, hidden) is not None else name
 
-    def _choose_default(self, path: Path) -> str:
+    def _choose_default_array(self, path: Path) -> str:
         arrays = {name: self._file[name] for name in self._array_names()}
         named = {other for one in arrays.values() for other in referenced_variables(_all_attributes(one))}
         ndims = {name: a.ndim for name, a in arrays.items() if a.ndim > 1 and is_numeric(a) and name not in named}
@@ -97,7 +97,7 @@ class NetCDFSource(HDF5Source):
         if None not in array.maxshape:
             return tuple(extents)
         for axis, (_, scale) in enumerate(self._dimensions(array)):
-            users = dict(_users_of_dimension(scale)) if array.maxshape[axis] is None else {}
+            users = dict(_addresses_of_dimension_users(scale)) if array.maxshape[axis] is None else {}
             for group in self._enclosing_groups() if users else ():
                 for _, user in iter_arrays(find_object(self._file, group)):
                     at = users.get(h5py.h5o.get_info(user.id).addr)
@@ -133,7 +133,7 @@ class NetCDFSource(HDF5Source):
     def _find_in_scope(self, name: str) -> Any:
         """Return a variable by name from the innermost group that has it, or None."""
         for group in self._enclosing_groups() if not name.startswith("/") else [""]:
-            variable = find_object(self._file, f"{group}/{_NON_COORDINATE}{name}") or find_object(
+            variable = find_object(self._file, f"{group}/{_NON_COORDINATE_PREFIX}{name}") or find_object(
                 self._file, f"{group}/{name}"
             )
             if isinstance(variable, type(self._array)):
@@ -167,7 +167,7 @@ class NetCDFSource(HDF5Source):
         if group not in self._scales_by_group:
             users, numbered = self._scales_by_group[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()
             for name, scale in iter_arrays(find_object(self._file, group)):
-                for at, axis in _users_of_dimension(scale):
+                for at, axis in _addresses_of_dimension_users(scale):
                     users.setdefault(at, []).append((axis, (name, scale)))
                 if "CLASS" in scale.attrs and _has_numbers(scale, _DIMENSION_ID):
                     numbered.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
@@ -176,7 +176,7 @@ class NetCDFSource(HDF5Source):
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the file as '/', the variable as '', and those it refers to; and the names of unreadable ones."""
         array, unreadable = self._array, list[str]()
-        with hdf5_read_errors(Path(self.path)):
+        with convert_hdf5_errors(Path(self.path)):
             variables = [AuxiliaryVariable("/", (), None, _storable_attributes(self._file, "", unreadable))]
             own = _storable_attributes(array, "", [])
             unreadable += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
@@ -186,9 +186,9 @@ class NetCDFSource(HDF5Source):
             )
         return variables, list(dict.fromkeys(unreadable))
 
-    def attributes(self) -> dict[str, Any]:
+    def array_attributes(self) -> dict[str, Any]:
         """Return the attributes of the variable."""
-        with hdf5_read_errors(Path(self.path)):
+        with convert_hdf5_errors(Path(self.path)):
             return {name: value for name, value in _all_attributes(self._array).items() if value is not None}
 
     def metadata_names(self) -> list[str]:
@@ -271,7 +271,7 @@ class NetCDFSink(HDF5Sink):
         for number, (name, n) in enumerate(sizes.items()):
             if name not in kept:
                 file[name] = np.zeros(n, ">f4")
-            file[name].make_scale(name if name in kept else f"{_NO_COORDINATES}{n:10d}")
+            file[name].make_scale(name if name in kept else f"{_NO_COORDINATES_TEXT}{n:10d}")
             file[name].attrs[_DIMENSION_ID] = np.int32(number)
         for array in arrays:
             array.attrs[_DIMENSION_IDS] = np.arange(len(own), dtype=np.int32)
@@ -309,7 +309,7 @@ def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[
     return kept
 
 
-def _users_of_dimension(scale: Any) -> list[tuple[int, int]]:
+def _addresses_of_dimension_users(scale: Any) -> list[tuple[int, int]]:
     """Return the addresses of the variables that use a dimension, and its axis in each."""
     from h5py import h5t
 
@@ -342,7 +342,7 @@ def _lacks_coordinates(item: Any) -> bool:
     return (
         "NAME" in item.attrs
         and _has_text(item, "NAME")
-        and get_text_attribute(item.attrs, "NAME").startswith(_NO_COORDINATES)
+        and get_text_attribute(item.attrs, "NAME").startswith(_NO_COORDINATES_TEXT)
     )
 
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError, DataError
 from ..io.files import atomic_replacement
 from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
-from .base import TileSource, read_errors
+from .base import TileSource, convert_read_errors
 from .draft import COMPRESSED_SUFFIX
 from .ome import base_unit, is_cell_size
 from .placed import PlacedSink, Placement
@@ -54,7 +54,7 @@ class NIfTISource(TileSource):
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         import nibabel
 
-        with read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # of warnings about unusual files
+        with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # warns of unusual files
             nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints them
             check_regular(path)
             image: Any = nibabel.load(path, mmap=False)  # truncating a mapped file would kill the process
@@ -142,12 +142,12 @@ class NIfTISink(PlacedSink):
             for name in names if origin is not None else ():
                 header[name] = origin[name]
 
-    def _complete_file(self) -> Path:
+    def _finish_draft_file(self) -> Path:
         if self.path.suffix.lower() != ".gz":
-            return self._draft
-        packed = self._draft.with_name(self._draft.name + COMPRESSED_SUFFIX)
+            return self._temp_path
+        packed = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
         with (
-            open_regular(self._draft) as plain,
+            open_regular(self._temp_path) as plain,
             atomic_replacement(packed) as file,
             gzip.GzipFile("", "wb", 6, file, 0) as into,
         ):

@@ -13,8 +13,8 @@ from numpy.lib import format as npy
 from ..errors import DataError
 from ..io.hdf5 import size_and_mtime
 from ..io.regular_file import open_regular
-from .axes import Cells, drop_channel_axis, guess_axes
-from .base import TileSource, read_errors
+from .axes import Cells, guess_axes, squeeze_channels
+from .base import TileSource, convert_read_errors
 from .placed import PlacedSink, Placement, read_cells_in_place
 
 _HEADER_LOCK = Lock()
@@ -25,7 +25,7 @@ class NPYSource(TileSource):
     """Array of a .npy file; axes that are not given are guessed from its shape."""
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
-        with read_errors(path):
+        with convert_read_errors(path):
             self._opened_state, self._file = size_and_mtime(path), open_regular(path)
             try:
                 self._placement = _read_placement(path, self._file, axes)
@@ -53,7 +53,7 @@ class NPYSink(PlacedSink):
     default_options: ClassVar[dict[str, Any]] = {"channels": True}
 
     def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
-        axes, shape = drop_channel_axis(self.axes, self.shape, self._options)
+        axes, shape = squeeze_channels(self.axes, self.shape, self._options)
         with open(draft, "xb") as file:
             npy.write_array_header_1_0(file, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
             return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))

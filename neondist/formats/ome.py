@@ -27,7 +27,7 @@ _OME_UNITS = {
 """OME-XML symbols: OME-Zarr name, base unit, and size in metres or seconds"""
 _UNIT_NAMES = {symbol: name for symbol, (name, _, _) in _OME_UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
 _UNIT_SYMBOLS = {name: symbol for symbol, (name, _, _) in _OME_UNITS.items()}
-_NO_UNIT = "reference frame"  # of OME-XML, where the default unit is micrometres
+_REFERENCE_FRAME_UNIT = "reference frame"  # of OME-XML, where the default unit is micrometres
 _SIZE_ATTRIBUTES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
 _LAYOUT_ATTRIBUTES = {
     "Image": {"ID", "Name"},
@@ -78,7 +78,7 @@ def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
                 if (size := _to_float(pixels.get(name))) is not None and isfinite(size):
                     scale[axis] = size
                     unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
-                    units |= {axis: unit} if unit != _NO_UNIT else {}
+                    units |= {axis: unit} if unit != _REFERENCE_FRAME_UNIT else {}
                 elif name in pixels.attrib:
                     other[f"Pixels {name}"] = pixels.get(name)
     other |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
@@ -99,13 +99,13 @@ def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[
     """Return the valid cell sizes with OME-XML units, by OME-XML attribute."""
     sizes: dict[str, Any] = {}
     for axis, name in _SIZE_ATTRIBUTES.items():
-        unit = _UNIT_SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
+        unit = _UNIT_SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _REFERENCE_FRAME_UNIT
         base = "m" if axis != "T" else "s"
         if (
             axis in scale
             and is_cell_size(axis, scale[axis])
             and unit
-            and (unit == _NO_UNIT or _OME_UNITS[unit][1] == base)
+            and (unit == _REFERENCE_FRAME_UNIT or _OME_UNITS[unit][1] == base)
         ):
             sizes |= {name: scale[axis], name + "Unit": unit}
     return sizes

@@ -127,12 +127,12 @@ class PictureSink(PlacedSink):
         self.chunks = None
         return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
 
-    def _complete_file(self) -> Path:
+    def _finish_draft_file(self) -> Path:
         from PIL import Image
 
-        cells = np.fromfile(self._draft, self.dtype).reshape(self.shape)
+        cells = np.fromfile(self._temp_path, self.dtype).reshape(self.shape)
         cells = cells.astype(np.uint8) * np.uint8(255) if self.dtype == np.bool_ else cells
-        packed = self._draft.with_name(self._draft.name + COMPRESSED_SUFFIX)
+        packed = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
         with atomic_replacement(packed) as file:
             kind = _ENCODER_NAMES[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import DataError
 from .axes import Axes, Cells, relative_slices
-from .base import TileSource, write_errors
+from .base import TileSource, convert_write_errors
 from .draft import DraftSink
 
 
@@ -74,25 +74,25 @@ class PlacedSink(DraftSink):
 
     def flush(self) -> None:
         """Flush everything this rank has written to disk."""
-        with write_errors(self.path):
+        with convert_write_errors(self.path):
             os.fsync(self._descriptor)
 
-    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
+    def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
         self._require_disk_space()
-        place = self._create_layout(self._draft, like)
+        place = self._create_layout(self._temp_path, like)
         end = max(place.offsets) + prod(place.block) * np.dtype(place.dtype).itemsize
-        os.truncate(self._draft, max(end, self._draft.stat().st_size))
+        os.truncate(self._temp_path, max(end, self._temp_path.stat().st_size))
         return asdict(place)
 
-    def _open_draft(self, values: dict[str, Any]) -> None:
+    def _open_created_file(self, open_arguments: dict[str, Any]) -> None:
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in open_arguments.items()
         }
         self._placement = Placement(**fields)
         self._stored_axes = Axes(self._placement.axes)
-        self._descriptor = os.open(self._draft, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        self._descriptor = os.open(self._temp_path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
 
-    def _close_draft(self) -> None:
+    def _close_file(self) -> None:
         os.close(self._descriptor)
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:

@@ -18,8 +18,7 @@ from ..errors import ConfigError, DataError, MissingPackageError, OutputError
 from .axes import AXIS_ORDER, Axes
 from .base import MAX_CHUNK_BYTES, TileSink, TileSource
 
-PLUGIN_GROUP = "neondist.formats"
-"""group of entry points, each of which is a Format"""
+PLUGIN_GROUP = "neondist.formats"  # group of entry points, each of which is a Format
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Format:
         factory = self.source if role == "source" else self.sink
         if factory is None:
             verb = "read" if role == "source" else "written"
-            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_list_choices(role)}")
+            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_list_suffixes(role)}")
         if not _is_installed(self):
             raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
         if callable(factory):
@@ -110,7 +109,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     kind = _format_by_suffix(file) or _format_by_content(file)
     if kind is None:
         problem = (
-            f"unknown file type; choose from {_list_choices('source')}" if os.path.exists(file) else "no such file"
+            f"unknown file type; choose from {_list_suffixes('source')}" if os.path.exists(file) else "no such file"
         )
         raise DataError(f"{text}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
@@ -135,7 +134,7 @@ def create_sink(
     grid: ProcessGrid | None = None,
     **options: Any,
 ) -> TileSink:
-    """Create a file whose type is given by its suffix, and return its sink; collective over `grid`, if given.
+    """Create a file whose type is given by its suffix, and return its sink. Collective over `grid`, if given.
 
     Parameters
     ----------
@@ -171,7 +170,7 @@ def create_sink(
     """
     path, kind = Path(path), _format_by_suffix(Path(path))
     if kind is None:
-        raise ConfigError(f"{path}: unknown file type; choose from {_list_choices('sink')}")
+        raise ConfigError(f"{path}: unknown file type; choose from {_list_suffixes('sink')}")
     make = kind.import_factory("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
     ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
@@ -263,7 +262,7 @@ def _is_installed(kind: Format) -> bool:
     return not kind.package or find_spec(kind.package) is not None
 
 
-def _list_choices(role: str) -> str:
+def _list_suffixes(role: str) -> str:
     kinds = [kind for kind in iter_formats() if getattr(kind, role) is not None]
     missing = sorted({kind.package for kind in kinds if not _is_installed(kind)})
     listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)

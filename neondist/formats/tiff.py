@@ -17,12 +17,12 @@ from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
 from ..terminal.console import counted
 from .axes import Cells
-from .base import MAX_CHUNK_BYTES, TileSource, read_errors
+from .base import MAX_CHUNK_BYTES, TileSource, convert_read_errors
 from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
 from .placed import PlacedSink, Placement, read_cells_in_place
 from .tiff_segments import SegmentDecoder
 from .tiff_tags import (
-    CENTIMETER,
+    CENTIMETER_UNIT_CODE,
     GEOREFERENCE_TAGS,
     check_colour_space,
     check_pages_alike,
@@ -38,7 +38,7 @@ _RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages of unknown meaning, which `neondist data convert` takes as depth"""
 _ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
 _MAX_PLANES = 1_000_000
-_MASK_BIT = 4  # a bit of the page's subfile type
+_MASK_SUBFILE_BIT = 4  # a bit of the page's subfile type
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's warnings about unusual files
 
 
@@ -54,14 +54,14 @@ class TIFFSource(TileSource):
 
         logging.getLogger("tifffile").addHandler(_SILENT_HANDLER)  # adding it again does nothing
         self._mask_source: TIFFSource | None = None
-        with read_errors(path):
+        with convert_read_errors(path):
             self._binary_file = open_regular(path)
             try:
                 self._tiff = tifffile.TiffFile(self._binary_file, _multifile=False)
                 check_ome_xml(path, self._tiff.ome_metadata)
                 self._open_image(path, name_in_file, level, axes)
             except BaseException:
-                self._release()
+                self._close_files()
                 raise
 
     def _open_image(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
@@ -91,16 +91,15 @@ class TIFFSource(TileSource):
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
                 leading.append(n)
         if prod(leading) != count:
-            raise DataError(
-                f"{path}: has {counted(len(self._pages), 'page')} for an image of shape {list(series.shape)}"
-            )
+            pages = f"{counted(len(self._pages), 'page')} for an image of shape {list(series.shape)}"
+            raise DataError(f"{path}: has {pages}; restore it from a good copy")
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._page_axes))
         segment = self._decoder.segment_shape
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(segment[axis] for axis in self._page_axes))
         missing = nodata_value(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
         self._nodata = missing if series.dtype.kind == "f" else None
-        self._fill_value = _fill_value(missing, series.dtype)
+        self._value_of_unwritten_cells = _value_of_unwritten_cells(missing, series.dtype)
         self._placement = self._find_placement(outer + inner, shape, series)
         if self._placement is not None:
             chunks = None
@@ -146,9 +145,9 @@ class TIFFSource(TileSource):
     def close(self) -> None:
         """Close the file."""
         self._tiff.close()
-        self._release()
+        self._close_files()
 
-    def _release(self) -> None:
+    def _close_files(self) -> None:
         self._binary_file.close()
         if self._mask_source is not None:
             self._mask_source.close()
@@ -195,7 +194,7 @@ class TIFFSource(TileSource):
         """Return cells of one page, on the five axes of tifffile's pages."""
         number = int(np.ravel_multi_index(place, self._leading)) if place else 0
         page, key, file = self._pages[number], self._keyframe, self._tiff.filehandle
-        out = np.full([cut.stop - cut.start for cut in box], self._fill_value, self.dtype)
+        out = np.full([cut.stop - cut.start for cut in box], self._value_of_unwritten_cells, self.dtype)
         if page is None:
             return out
         chunk = self._decoder.segment_shape
@@ -206,7 +205,7 @@ class TIFFSource(TileSource):
             if not size:
                 continue  # was never written
             if size > min(file.size, MAX_CHUNK_BYTES):
-                raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file size")
+                raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file; restore it from a good copy")
             file.seek(offset)
             data = file.read(size)
             if len(data) != size:
@@ -231,7 +230,7 @@ class TIFFSink(PlacedSink):
 
         extents = dict(zip(self.axes, self.shape, strict=True))
         if not {"Y", "X"} <= set(self.axes):
-            raise ConfigError(f"{self.path}: TIFF files hold images; axes '{self.axes}' have no Y and X")
+            raise ConfigError(f"{self.path}: TIFF files need axes Y and X, not '{self.axes}'; choose another format")
         chunks = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
         tile = tuple(ceil(chunks[name] / 16) * 16 for name in "YX")
         channels = extents["C"] > 1
@@ -244,7 +243,7 @@ class TIFFSink(PlacedSink):
         if resolution := self._copy_metadata(like, "resolution"):
             tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
         elif like is not None and (counts := resolution_from_sizes(like.metadata)):
-            tags = {"resolution": counts, "resolutionunit": CENTIMETER}
+            tags = {"resolution": counts, "resolutionunit": CENTIMETER_UNIT_CODE}
             for name in ("scale", "units"):
                 self._copy_metadata(like, name, "XY")
         if ome and like is not None:
@@ -288,13 +287,13 @@ def _mask_numbers(images: Any, image_number: int) -> list[int]:
     key, masks = images[image_number].keyframe, list[int]()
     for at, image in enumerate(images[image_number + 1 :], image_number + 1):
         if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
-            if not image.keyframe.subfiletype & _MASK_BIT:
+            if not image.keyframe.subfiletype & _MASK_SUBFILE_BIT:
                 break
             masks.append(at)
-    return [] if key.subfiletype & _MASK_BIT else masks
+    return [] if key.subfiletype & _MASK_SUBFILE_BIT else masks
 
 
-def _fill_value(missing: float | None, dtype: np.dtype) -> Any:
+def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
     """Return GDAL's value of unwritten cells: nodata, rounded to integers and clipped to their range."""
     if dtype.kind == "f":
         return 0 if missing is None else np.nan
@@ -315,7 +314,7 @@ def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
 
 
 def check_ome_xml(path: Path, ome: str | None) -> None:
-    """Refuse an OME-TIFF of several files, or of too many planes, all of which tifffile would list."""
+    """Refuse an OME-TIFF of several files, or with too many planes: tifffile would list all of them."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}

@@ -30,10 +30,10 @@ _IMAGEJ_STRUCTURAL_KEYS = {
     *("ImageJ", "images", "channels", "slices", "frames", "hyperstack", "mode", "loop", "unit", "spacing", "finterval"),
     *("axes", "shape", "order"),
 }
-_HANDLED_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
+_SUPPORTED_PAGE_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
 _MICRONS_PER_PIXEL = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
 _NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-CENTIMETER = 3  # TIFF's code for the unit of resolution
+CENTIMETER_UNIT_CODE = 3  # TIFF's code for the unit of resolution
 _YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
 _RGB_CONVERTING_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
 
@@ -70,7 +70,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
         metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
     if {"X", "Y"} <= metadata.get("scale", {}).keys() and _has_equal_resolution(metadata, file.is_imagej):
         del metadata["resolution"]  # sinks that write the scale lose nothing
-    metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _HANDLED_KINDS)}
+    metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _SUPPORTED_PAGE_KINDS)}
     for suffix in _SIDE_FILE_SUFFIXES:
         for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
             if side.is_file():
@@ -80,7 +80,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
 
 def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dict[str, float]:
     """Return the pixel sizes in micrometers of a resolution per centimeter, as slide scanners write; {} if per inch."""
-    if resolution is None or resolution[2] != CENTIMETER:
+    if resolution is None or resolution[2] != CENTIMETER_UNIT_CODE:
         return {}
     counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution[:2]]
     return {axis: 1e4 / count for axis, count in zip("XY", counts, strict=True)} if all(counts) else {}

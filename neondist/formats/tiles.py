@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_CELLS_PER_AXIS = {1: 1 << 16, 2: 256, 3: 64}  # along each axis, by the number of spatial axes
+_CHUNK_EXTENT_BY_NDIM = {1: 1 << 16, 2: 256, 3: 64}  # along each axis, by the number of spatial axes
 _MAX_CHUNK_BYTES = 1 << 23  # bytes
 
 
@@ -18,7 +18,7 @@ def default_chunks(shape: Sequence[int], axes: str, dtype: Any, min_bytes: int =
     """
     spatial = [axis for axis, name in enumerate(axes) if name in "ZYX"]
     rank, cell = max(1, len(spatial)), shape[-1] * np.dtype(dtype).itemsize
-    side = _CELLS_PER_AXIS[rank]
+    side = _CHUNK_EXTENT_BY_NDIM[rank]
     while side > 16 and side**rank * cell > _MAX_CHUNK_BYTES:
         side //= 2
     while (2 * side) ** rank * cell <= min_bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess_axes, relative_slices
-from .base import TileSource, collective_errors, read_errors, write_errors
+from .base import TileSource, convert_read_errors, convert_write_errors, raise_on_all_ranks
 from .class_colours import class_colours
 from .conventions import AuxiliaryVariable, infer_axes, list_metadata_names
 from .draft import LOCK_SUFFIX, DraftSink
@@ -45,7 +45,7 @@ class ZarrSource(TileSource):
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
         if ".." in name_in_file.split("/"):
             raise DataError(f"{name}: points outside the folder; specify an array in it")
-        with read_errors(name):
+        with convert_read_errors(name):
             if name_in_file.strip("/") and not (path / name_in_file.strip("/")).exists():
                 names = sorted(
                     one.name for one in path.iterdir() if any((one / file).is_file() for file in METADATA_FILES)
@@ -94,10 +94,10 @@ class ZarrSource(TileSource):
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
-        with read_errors(self.path):
+        with convert_read_errors(self.path):
             return auxiliary_variables(self._array_path, self._array) if self._packing is not None else ([], [])
 
-    def attributes(self) -> dict[str, Any]:
+    def array_attributes(self) -> dict[str, Any]:
         """Return the attributes of the array."""
         return {name: value for name, value in decoded_attributes(self._array).items() if value is not None}
 
@@ -133,7 +133,7 @@ class ZarrSink(DraftSink):
 
     default_options: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None, "classes": 0}
 
-    def _create_draft(self, like: TileSource | None) -> dict[str, Any]:
+    def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
         import zarr
 
         ome, nearest = self._options["ome"], self._options["nearest"]
@@ -145,18 +145,18 @@ class ZarrSink(DraftSink):
         version: Literal[2, 3] = 3 if ome == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest
         if not self.path.name.lower().endswith(".ome.zarr"):
-            self._create_level(str(self._draft), self._dimension_names(like), self.shape, self.chunks, version)
+            self._create_level(str(self._temp_path), self._dimension_names(like), self.shape, self.chunks, version)
             return {"axes": self.axes, "levels": [""], "nearest": nearest}
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
             raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name it T, or the file .zarr")
-        group = zarr.open_group(str(self._draft), mode="w", zarr_format=version)
+        group = zarr.open_group(str(self._temp_path), mode="w", zarr_format=version)
         halved, shape = self._halved_axes(), list(self.shape)
         levels: list[str] = []
         while True:
             ax = Axes(axes)
             self._create_level(
-                f"{self._draft}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version
+                f"{self._temp_path}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version
             )
             levels.append(str(len(levels)))
             if max(shape[axis] for axis in halved) <= _MAX_LAST_LEVEL_CELLS:
@@ -217,24 +217,24 @@ class ZarrSink(DraftSink):
         halved = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
         return [axis for axis, name in enumerate(self.axes) if name in halved]
 
-    def _open_draft(self, values: dict[str, Any]) -> None:
+    def _open_created_file(self, open_arguments: dict[str, Any]) -> None:
         import zarr
 
-        self._levels = [zarr.open_array(str(self._draft / name), mode="r+") for name in values["levels"]]
-        self._stored_axes, self._nearest = Axes(values["axes"]), values["nearest"]
+        self._levels = [zarr.open_array(str(self._temp_path / name), mode="r+") for name in open_arguments["levels"]]
+        self._stored_axes, self._nearest = Axes(open_arguments["axes"]), open_arguments["nearest"]
         self._lock_fd = os.open(
-            str(self._draft) + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
+            str(self._temp_path) + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
         )
 
-    def _close_draft(self) -> None:
+    def _close_file(self) -> None:
         os.close(self._lock_fd)
 
-    def _complete_file(self) -> Path:
+    def _finish_draft_file(self) -> Path:
         """Remove zarr's temporary files of partially written chunks, and return the folder."""
         if self.resumed:
-            for path in self._draft.rglob("*.partial"):
+            for path in self._temp_path.rglob("*.partial"):
                 path.unlink()
-        return self._draft
+        return self._temp_path
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         target, stored, whole = (self._levels[0], self._stored_axes.to_file(array), self._stored_axes.to_stored(cells))
@@ -243,14 +243,14 @@ class ZarrSink(DraftSink):
             if complete:
                 target[part] = stored[inner]
             else:  # other ranks may write the rest of these chunks
-                with _chunk_lock(self._lock_fd):
+                with _lock_chunks(self._lock_fd):
                     target[part] = stored[inner]
 
-    def _complete(self) -> None:
+    def _finish_cells(self) -> None:
         """Write the pyramid; chunks of each level are distributed over ranks."""
         rank, size = (0, 1) if self.grid is None else (self.grid.rank, self.grid.size)
         for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
-            with collective_errors(self.grid), write_errors(self.path):
+            with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
                 counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
                 for number, place in enumerate(product(*map(range, counts))):
                     if number % size == rank:
@@ -311,7 +311,7 @@ def _downsample(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> 
 
 
 @contextmanager
-def _chunk_lock(descriptor: int) -> Iterator[None]:
+def _lock_chunks(descriptor: int) -> Iterator[None]:
     """Lock chunks that several ranks write to."""
     import fcntl
 

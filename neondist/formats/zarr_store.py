@@ -16,7 +16,7 @@ from ..io.packed_size import decompressed_size, deflate_fits_limit
 from ..io.regular_file import open_regular
 from ..system.memory import format_bytes, require_memory
 
-_LIMIT_FACTOR, _LIMIT_MARGIN = 16, 1 << 20
+_MAX_EXPANSION, _EXPANSION_MARGIN_BYTES = 16, 1 << 20
 """limit of a decompressed chunk: a multiple of its cells' bytes, since filters may change types, plus a constant"""
 _METADATA_SUFFIXES = (".json", ".zarray", ".zgroup", ".zattrs")
 _MISSING_CHUNK_MARK = 2**64 - 1  # marks a chunk without data in the index of a shard
@@ -43,7 +43,7 @@ class FolderStore(LocalStore):
         if metadata.zarr_format == 2 and metadata.compressor is not None:
             names = [str(metadata.compressor.codec_id)]
         self.compressor_name = next((name for name in reversed(names) if name != "crc32c"), "")
-        self.max_chunk_bytes = _LIMIT_FACTOR * prod(array.chunks) * array.dtype.itemsize + _LIMIT_MARGIN
+        self.max_chunk_bytes = _MAX_EXPANSION * prod(array.chunks) * array.dtype.itemsize + _EXPANSION_MARGIN_BYTES
 
     def get_sync(self, key: str, **options: Any) -> Any:
         """Return the bytes of a file, or None if it is missing."""

@@ -11,10 +11,10 @@ from .box import Box
 from .gradient_window import GradientWindow
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
-from .lattice import Cells, Lattice, Range, as_ranges, clip_ranges, hull_of, shift_range, to_slice
+from .lattice import Cells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
 from .plan import HaloPlan, KeyDetail, PartKinds, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
-from .regions import Overlapping, hull_of_ranges, hull_partition, source_cells, view_cells
+from .regions import OverlappingPartition, hull_of_ranges, hull_partition, source_cells, view_cells
 from .transfer import DimRequest, Piece, Transfer
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -30,7 +30,7 @@ __all__ = [
     "IndexMap",
     "KeyDetail",
     "Lattice",
-    "Overlapping",
+    "OverlappingPartition",
     "PartKinds",
     "Partition",
     "Piece",
@@ -42,12 +42,12 @@ __all__ = [
     "TransferPlan",
     "Upsampling",
     "Window",
-    "as_ranges",
     "clip_ranges",
     "coords_of",
     "factorisations",
     "fold_index",
     "grid_shape",
+    "group_into_ranges",
     "halo_volume",
     "hull_of",
     "hull_of_ranges",

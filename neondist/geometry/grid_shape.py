@@ -10,7 +10,7 @@ from math import prod
 from ..errors import ConfigError, GridError
 from ..terminal.console import counted
 from .partition import Partition, factorisations, part_range
-from .regions import Overlapping
+from .regions import OverlappingPartition
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class GridShape:
 class StripGrid(GridShape):
     """Grid whose tiles are cut into strips along the first axis; strips are numbered like tiles.
 
-    Only the last `last` strips of each tile (default: all) have cells.
+    Only the last `num_last` strips of each tile (default: all) have cells.
     """
 
     strips: int = 1
-    last: int | None = None
+    num_last: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -66,11 +66,11 @@ class StripGrid(GridShape):
 
     def parts(self, ndim: int) -> tuple[int, ...]:
         """Return the number of parts of each of `ndim` spatial axes."""
-        first, *others = self.whole.parts(ndim) if ndim else (1,)
+        first, *others = self.without_strips.parts(ndim) if ndim else (1,)
         return (first * self.strips, *others)[:ndim]
 
     @property
-    def whole(self) -> GridShape:
+    def without_strips(self) -> GridShape:
         """The grid without strips."""
         return GridShape(self.replicas, self.rows, self.cols, self.planes)
 
@@ -78,24 +78,24 @@ class StripGrid(GridShape):
         """Return the partition of an image into strips, whose union is each tile."""
         return _partition_strips(self, tuple(extent))
 
-    def strips_of(self, tile: int, ndim: int) -> list[int]:
+    def strip_numbers_of(self, tile: int, ndim: int) -> list[int]:
         """Return the strips of a tile, for images with `ndim` axes."""
-        others = self.whole.parts(ndim)[1:]
+        others = self.without_strips.parts(ndim)[1:]
         place, rest = divmod(tile, prod(others))
         return [(place * self.strips + at) * prod(others) + rest for at in range(self.strips)]
 
 
 @lru_cache(maxsize=256)
 def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
-    tiles = grid.whole.partition(extent)
+    tiles = grid.without_strips.partition(extent)
     if not extent:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.ranges_along(axis)) for axis in range(len(extent))]
-    empty = 0 if grid.last is None else grid.strips - grid.last
+    empty = 0 if grid.num_last is None else grid.strips - grid.num_last
     cut = [[part_range(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
     cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]
     ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)
-    return Overlapping(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
+    return OverlappingPartition(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
 
 
 def grid_shape(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .box import Box
-from .lattice import Cells, as_ranges, hull_of
+from .lattice import Cells, group_into_ranges, hull_of
 from .window import Window
 
 
@@ -38,4 +38,4 @@ class IndexMap(Window):
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the cells that the outputs [lo, hi) depend on."""
-        return as_ranges(sorted(set(self.cells(lo, hi)))) if lo < hi else ()
+        return group_into_ranges(sorted(set(self.cells(lo, hi)))) if lo < hi else ()

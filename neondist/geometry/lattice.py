@@ -80,7 +80,7 @@ def hull_of(cells: Cells) -> Range:
     return (cells[0].start, max(one[-1] for one in cells) + 1) if cells else (0, 0)
 
 
-def as_ranges(indices: Sequence[int]) -> Cells:
+def group_into_ranges(indices: Sequence[int]) -> Cells:
     """Return ranges of exactly these sorted, distinct indices; few ranges if the indices are regular."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return (range(indices[0], indices[-1] + 1),)
@@ -112,7 +112,7 @@ def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dila
     if kernel == 1:
         return (range(first, first + steps + 1, stride),)
     taps = (range(at, at + steps + 1, stride) for at in range(first, first + dilation * (kernel - 1) + 1, dilation))
-    return as_ranges(sorted({cell for tap in taps for cell in tap}))
+    return group_into_ranges(sorted({cell for tap in taps for cell in tap}))
 
 
 def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:

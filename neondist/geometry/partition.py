@@ -84,20 +84,20 @@ class Atom(NamedTuple):
 class Partition:
     """Partition of an image of `extent` cells into parts[a] ranges on every axis a; tiles are numbered row-major.
 
-    Without axes (a replicated vector) there are `copies` tiles, each of the one empty box.
+    Without axes (a replicated vector) there are `num_copies_of_vector` tiles, each of the one empty box.
     """
 
     extent: tuple[int, ...]
     parts: tuple[int, ...]
-    copies: int = 1
+    num_copies_of_vector: int = 1
 
-    #: whether tiles may share cells, as those of `Overlapping`
-    overlaps = False
+    #: whether tiles may share cells, as those of `OverlappingPartition`
+    may_overlap = False
 
     @property
     def tiles(self) -> int:
         """Number of tiles."""
-        return prod(self.parts) if self.extent else self.copies
+        return prod(self.parts) if self.extent else self.num_copies_of_vector
 
     def coords(self, tile: int) -> tuple[int, ...]:
         """Return the tile's position in the grid of tiles."""
@@ -120,7 +120,7 @@ class Partition:
         return Atom.even(self.extent[axis], axis, self.parts[axis])
 
     @property
-    def largest(self) -> int:
+    def max_tile_size(self) -> int:
         """Number of cells of the largest tile."""
         return prod(max(max(0, hi - lo) for lo, hi in self.ranges_along(axis)) for axis in range(len(self.extent)))
 

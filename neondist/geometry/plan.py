@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
-from .lattice import Cells, Lattice, Range, as_ranges, shift_range
+from .lattice import Cells, Lattice, Range, group_into_ranges, shift_range
 from .partition import Partition
 from .transfer import AxisOverlap, DimRequest, Piece, Transfer
 from .window import Window
@@ -76,7 +76,7 @@ class HaloPlan(TransferPlan):
     extent: tuple[int, ...]
     window: Window
     #: whether tiles overlap: cells needed beyond its own then have no owner or are outside the image
-    overlaps: bool = False
+    tiles_may_overlap: bool = False
     #: along each axis, the cells that outputs of the tile depend on; None: all of `need`
     used: tuple[Cells, ...] | None = None
 
@@ -99,7 +99,7 @@ class HaloPlan(TransferPlan):
     @property
     def outside(self) -> list[Box]:
         """Parts of the buffer outside the image, or without owner, that hold the window's fill value."""
-        kept, modes = self.own if self.overlaps else Box.of(self.extent), self.window.modes
+        kept, modes = self.own if self.tiles_may_overlap else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
         if self.window.mode != "zeros":  # along other axes cells are copied, including outside this one
@@ -123,7 +123,7 @@ class HaloPlan(TransferPlan):
         seen = Box.from_ranges(axis.sources[at] for axis, at in places)
 
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
-            if partition.overlaps or not axes:  # overlapping tiles have all cells that they need; so do vectors
+            if partition.may_overlap or not axes:  # overlapping tiles have all cells that they need; so do vectors
                 return [], [], []
             transfer = Transfer(partition.parts, tuple(axis.request for axis in axes))
             needed = transfer.receives(tile)
@@ -131,7 +131,7 @@ class HaloPlan(TransferPlan):
             return [piece for piece in needed if piece.peer != tile], transfer.sends(tile), local
 
         buffer, used = need.hull(own).hull(seen), tuple(axis.used[at] for axis, at in places)
-        return cls(own, need, pieces, buffer, partition.extent, window, partition.overlaps, used)
+        return cls(own, need, pieces, buffer, partition.extent, window, partition.may_overlap, used)
 
     @classmethod
     @lru_cache(maxsize=512)
@@ -152,7 +152,7 @@ class HaloPlan(TransferPlan):
 
 def halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = [axis.request.counts for axis in _axis_plans(partition, window)]
+    counts = [axis.request.cell_counts_by_part for axis in _axis_plans(partition, window)]
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
@@ -163,18 +163,18 @@ class PartKinds(NamedTuple):
     ----------
     parts : tuple of int
         The number of parts of each axis.
-    axes : sequence of sequences
+    by_axis : sequence of sequences
         For each axis, the kind of each part.
     """
 
     parts: tuple[int, ...]
-    axes: Sequence[Sequence[Hashable]]
+    by_axis: Sequence[Sequence[Hashable]]
 
     @property
     def tiles_of_every_kind(self) -> list[int]:
         """Tiles that together cover every kind of each axis: some of those on the axes through tile 0."""
         tiles = {0}
-        for axis, kinds in enumerate(self.axes):
+        for axis, kinds in enumerate(self.by_axis):
             firsts = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
             tiles.update(part * prod(self.parts[axis + 1 :]) for part in firsts.values())
         return sorted(tiles)
@@ -247,7 +247,7 @@ class _AxisPlan:
         used, (lo, hi) = self.used[part], self.needs[part]
         if hi - lo == sum(map(len, used)):
             return (range(*self.sources[part]),)
-        return as_ranges(
+        return group_into_ranges(
             sorted({i if 0 <= i < self.n else fold_index(i, self.n, self.mode) for cells in used for i in cells})
         )
 
@@ -257,7 +257,7 @@ class _AxisPlan:
         return [key(part) for part in range(len(self.own))]
 
     def _overlaps(self, part: int) -> list[list[AxisOverlap]]:
-        return [] if self.partition.overlaps else [list(self.request.overlaps(part)), self.request.sent[part]]
+        return [] if self.partition.may_overlap else [[*self.request.overlaps(part)], self.request.sent_overlaps[part]]
 
     def _message_key(self, part: int) -> Hashable:
         return tuple(tuple((o.part == part, len(o.cells)) for o in overlaps) for overlaps in self._overlaps(part))
@@ -283,7 +283,7 @@ def _axis_plans(partition: Partition, window: Window, outputs: Partition | None 
     if outputs is None and window.pointwise:
         outputs = partition
     elif outputs is None:
-        outputs = Partition(window.output_extent(partition.extent), partition.parts, partition.copies)
+        outputs = Partition(window.output_extent(partition.extent), partition.parts, partition.num_copies_of_vector)
     return [_cached_axis_plan(partition, window, axis, outputs) for axis in range(len(partition.extent))]
 
 

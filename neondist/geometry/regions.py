@@ -13,12 +13,12 @@ from .window import Window
 
 
 @dataclass(frozen=True)
-class Overlapping(Partition):
+class OverlappingPartition(Partition):
     """Partition of an image into ranges that may overlap: ranges[a][p] are the cells of part p on axis a."""
 
     ranges: tuple[tuple[Range, ...], ...] = ()
 
-    overlaps = True
+    may_overlap = True
 
     def __hash__(self) -> int:
         return self._hash
@@ -28,7 +28,7 @@ class Overlapping(Partition):
         return hash((self.extent, self.ranges))  # cached: there may be thousands of ranges
 
     @classmethod
-    def of_box(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
+    def of_box(cls, extent: tuple[int, ...], box: Box) -> OverlappingPartition:
         """Return a single tile of an image."""
         return cls(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
 
@@ -37,22 +37,22 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
-def hull_partition(first: Partition, other: Partition) -> Overlapping:
+def hull_partition(first: Partition, other: Partition) -> OverlappingPartition:
     """Return the hull of each part over two partitions."""
     axes = range(len(first.parts))
     ranges = tuple(tuple(map(hull_of_ranges, first.ranges_along(axis), other.ranges_along(axis))) for axis in axes)
-    return Overlapping(first.extent, first.parts, first.copies, ranges)
+    return OverlappingPartition(first.extent, first.parts, first.num_copies_of_vector, ranges)
 
 
-def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
+def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> OverlappingPartition:
     """Return the cells in the windows of each part's outputs, including those outside the image."""
     ranges = tuple(tuple(needs_along(outputs, window, axis)) for axis in range(len(extent)))
-    return Overlapping(extent, outputs.parts, outputs.copies, ranges)
+    return OverlappingPartition(extent, outputs.parts, outputs.num_copies_of_vector, ranges)
 
 
 def source_cells(
     outputs: Partition, window: Window, extent: tuple[int, ...], owners: Partition | None = None
-) -> Overlapping:
+) -> OverlappingPartition:
     """Return the cells of an image that each part of `outputs` depends on; the nearest cell if there are none.
 
     Parameters
@@ -74,7 +74,7 @@ def source_cells(
                 hull_of_ranges((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part))
             )
         ranges.append(tuple(axis_ranges))
-    return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
+    return OverlappingPartition(extent, outputs.parts, outputs.num_copies_of_vector, tuple(ranges))
 
 
 def hull_of_ranges(a: Range, b: Range) -> Range:

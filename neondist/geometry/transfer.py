@@ -49,7 +49,7 @@ class DimRequest:
         Inside of the tensor; consecutive in the part's view. The same cell may occur more than once.
     used : for each part, the positions in its view that results depend on; None: all
         Others are not sent; they have a place in the view, with undefined values.
-    first : for each part, the first position in its view; None: 0
+    starts : for each part, the first position in its view; None: 0
     """
 
     dim: int
@@ -57,7 +57,7 @@ class DimRequest:
     axis: int | None
     ranges: tuple[tuple[Range, ...], ...]
     used: tuple[Cells, ...] | None = None
-    first: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
 
     def part(self, place: Sequence[int]) -> int:
         """Return the part of the rank at a place, as an index of `ranges`."""
@@ -68,7 +68,7 @@ class DimRequest:
         return sum(hi - lo for lo, hi in self.ranges[part])
 
     @property
-    def is_own(self) -> bool:
+    def requests_only_own_cells(self) -> bool:
         """Whether every rank needs exactly its own cells."""
         return self.axis == self.source.axis and all(
             ranges == (own,) or (own[0] == own[1] and not self.extent(part))
@@ -88,7 +88,7 @@ class DimRequest:
         include_unused : bool
             Whether to include cells that no result depends on.
         """
-        at, bounds = 0 if self.first is None else self.first[part], self.source.bounds or (0, self.source.extent)
+        at, bounds = 0 if self.starts is None else self.starts[part], self.source.bounds or (0, self.source.extent)
         for lo, hi in self.ranges[part]:
             offset = at - lo
             at += hi - lo
@@ -102,21 +102,21 @@ class DimRequest:
                         yield AxisOverlap(owner, shift_range(cells, -offset), offset)
 
     @property
-    def crosses(self) -> bool:
+    def needs_others(self) -> bool:
         """Whether a part needs cells of another; for at most one axis."""
-        return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needs)
+        return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needed)
 
     @cached_property
-    def sent(self) -> list[list[AxisOverlap]]:
+    def sent_overlaps(self) -> list[list[AxisOverlap]]:
         """Cells that each part has and others (or itself) need, by the part that needs them; for at most one axis."""
         sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
-        for part, overlap in self.needs:
+        for part, overlap in self.needed:
             owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
             sent[owner].append(overlap._replace(part=part))
         return sent
 
     @cached_property
-    def counts(self) -> tuple[list[int], list[int], list[int]]:
+    def cell_counts_by_part(self) -> tuple[list[int], list[int], list[int]]:
         """Numbers of cells that each part sends to all, receives of all, and receives of itself; for at most one axis.
 
         The cost of gathering is not quadratic in the number of parts.
@@ -133,7 +133,7 @@ class DimRequest:
         return sent, received, own
 
     @property
-    def needs(self) -> Iterator[tuple[int, AxisOverlap]]:
+    def needed(self) -> Iterator[tuple[int, AxisOverlap]]:
         """Each part, and the cells that it needs; for at most one axis."""
         for part in range(self._parts):
             for overlap in self.overlaps(part if self.axis is not None else 0):
@@ -188,10 +188,10 @@ class Transfer:
 
     def sends(self, rank: int) -> list[Piece]:
         """Return the pieces that other ranks need of a rank."""
-        if not self.separable:
+        if not self.is_separable:
             return self._sends.get(rank, [])
         place = coords_of(self.parts, rank)
-        sent = [request.sent[next((place[axis] for axis in request.axes), 0)] for request in self.requests]
+        sent = [request.sent_overlaps[next((place[axis] for axis in request.axes), 0)] for request in self.requests]
         return sorted((p for p in self._pieces(place, sent) if p.peer != rank), key=lambda piece: piece.peer)
 
     def _pieces(self, place: Sequence[int], overlaps: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
@@ -213,7 +213,7 @@ class Transfer:
         return any(request.used is not None for request in self.requests)
 
     @cached_property
-    def separable(self) -> bool:
+    def is_separable(self) -> bool:
         """Whether each dimension depends on at most one axis, and no two on the same: pieces are products."""
         axes = [axis for request in self.requests for axis in request.axes]
         return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
@@ -221,9 +221,9 @@ class Transfer:
     @cached_property
     def needs_no_messages(self) -> bool:
         """Whether no rank needs anything of another."""
-        if not self.separable:
+        if not self.is_separable:
             return not self._sends
-        return not any(one.crosses for one in self.requests) or not all(any(one.needs) for one in self.requests)
+        return not any(one.needs_others for one in self.requests) or not all(any(one.needed) for one in self.requests)
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:

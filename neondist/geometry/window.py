@@ -99,7 +99,7 @@ class Window:
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     @classmethod
-    def of_one(cls, ndim: int) -> Window:
+    def for_pointwise(cls, ndim: int) -> Window:
         """Return the window of a pointwise operation."""
         return cls(1, padding=0, ndim=ndim)
 
@@ -150,7 +150,7 @@ class Window:
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""
         if len(extent) != self.ndim:
-            raise ShapeError(f"a {self.ndim}-D window cannot slide over an image of extent {tuple(extent)}")
+            raise ShapeError(f"a {self.ndim}-D window does not fit extent {tuple(extent)}; give it one entry per axis")
         for axis, (n, sides) in enumerate(zip(extent, self.padding, strict=True)):
             if self.span[axis] > n + sum(sides):
                 raise ShapeError(

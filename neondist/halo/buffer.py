@@ -53,11 +53,11 @@ class HaloBuffer:
         self.dview: Any = None  # allocated at the first bprop
         self.owned_index, self.needed_index = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.cells[self.owned_index], self.cells[self.needed_index]
-        self.outside = [self.cells[self.index(box)] for box in plan.prefilled]
-        self.fill_outside()
-        self.shared = slots[0] is not None
+        self.prefilled = [self.cells[self.index(box)] for box in plan.prefilled]
+        self.fill_prefilled_cells()
+        self.may_be_overwritten = slots[0] is not None
         # own cells are in place already; cells that wrap around are needed twice
-        self.wrapped = [
+        self.wrapped_cells = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
         forward, backward = ("backward", "forward") if owner.swaps_directions else ("forward", "backward")
@@ -71,10 +71,10 @@ class HaloBuffer:
         self.phase = phase
         if tile is not self.tile:
             self.kernels.copy(tile, self.tile)
-        if self.shared:  # the memory may have been overwritten
-            self.fill_outside()
-        self._exchange(self.gather)
-        for target, source in self.wrapped:
+        if self.may_be_overwritten:  # the memory may have been overwritten
+            self.fill_prefilled_cells()
+        self._run_policy(self.gather)
+        for target, source in self.wrapped_cells:
             self.cells[target] = self.cells[source]
         fill_padding(self.cells, self.plan)
         return self.view
@@ -83,10 +83,10 @@ class HaloBuffer:
         """Add the padding's gradient to its source cells, and the halo's to its owners; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
-            self.kernels.copy(dview, self.zeroed_dview())
+            self.kernels.copy(dview, self.zero_and_return_dview())
         add_padding_gradient(self.gradient, self.plan)
-        self._exchange(self.scatter_add)
-        for target, source in self.wrapped:
+        self._run_policy(self.scatter_add)
+        for target, source in self.wrapped_cells:
             self.gradient[source] += self.gradient[target]
         return self.dtile
 
@@ -95,9 +95,9 @@ class HaloBuffer:
         spatial = cells.relative_to(self.plan.buffer).slices
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
-    def fill_outside(self) -> None:
+    def fill_prefilled_cells(self) -> None:
         """Set cells outside the image, and cells that the scheme may not send, to the window's fill value."""
-        for cells in self.outside:
+        for cells in self.prefilled:
             cells.fill(self.plan.window.fill)
 
     def save_border(self, out: Any) -> None:
@@ -121,7 +121,7 @@ class HaloBuffer:
             yield self.index(box), saved[:, start : start + elements].reshape(-1, *box.shape, self.owner.channels)
             start += elements
 
-    def zeroed_dview(self) -> Any:
+    def zero_and_return_dview(self) -> Any:
         """Return the view's part of the gradient, with zeros around it."""
         if self.gradient is None:
             self.gradient = self._new_cells(self._gradient_slot)
@@ -139,7 +139,7 @@ class HaloBuffer:
         owner.recorded_exchanges.append((halo.direction, exchange))
         return exchange
 
-    def _exchange(self, halo: HaloExchange) -> None:
+    def _run_policy(self, halo: HaloExchange) -> None:
         policy, direction = self.owner.policy, halo.direction
         run = policy.forward if direction == "forward" else policy.backward
         if not (halo.sends or halo.receives):

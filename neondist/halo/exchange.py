@@ -17,7 +17,7 @@ from ..arrays.namespace import namespace
 from ..backends import Kernels
 from ..comm import Exchange, Message
 from ..geometry import Box, HaloPlan, Lattice
-from .padding import fill_locally, return_locally
+from .padding import add_gradients_locally, fill_locally
 
 Shape = tuple[int, ...]
 Region = tuple[int, tuple[slice, ...]]
@@ -32,8 +32,7 @@ class Phase(NamedTuple):
     first_sample: int = 0
 
 
-DEFAULT_PHASE = Phase()
-"""Phase of calls without one."""
+DEFAULT_PHASE = Phase()  # phase of calls without one
 
 
 class Buffer(Protocol):
@@ -53,7 +52,7 @@ class Buffer(Protocol):
 
 
 class HaloExchange:
-    """Exchange of cells between tiles for one view, in one pass, for one batch size; collective.
+    """Exchange of cells between tiles for one view, in one pass, for one batch size. Collective.
 
     Parameters
     ----------
@@ -108,7 +107,7 @@ class HaloExchange:
 
         'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
         """
-        (return_locally if self.adds else fill_locally)(self.array, self.buffer.plan, self.buffer.index, mode)
+        (add_gradients_locally if self.adds else fill_locally)(self.array, self.buffer.plan, self.buffer.index, mode)
 
     def outgoing(self) -> list[Any]:
         """Return views (n, *cells, C) of the cells to send, one array for each message."""

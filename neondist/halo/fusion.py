@@ -28,7 +28,7 @@ class Fusion(Halo):
 
     layers: int
     #: whether tiles of the image are read with all cells that they depend on
-    reads_wide = False
+    reads_extended_tile = False
     #: reduction of fused layers that normalise over the whole image; None: such layers are rejected
     statistics: str | None = "global"
 
@@ -48,7 +48,7 @@ class Fusion(Halo):
         return None
 
 
-def fusion_of(scheme: ExchangePolicy | None) -> Fusion | None:
+def fusion_scheme_or_none(scheme: ExchangePolicy | None) -> Fusion | None:
     """Return the scheme, if it fuses layers."""
     return scheme if isinstance(scheme, Fusion) else None
 
@@ -87,7 +87,7 @@ class OverlapTile(Fusion):
     """
 
     layers = 10**9
-    reads_wide = True
+    reads_extended_tile = True
     formula = "0; halos of the image are read from the data set"
 
     def __init__(self, statistics: Literal["global"] | None = None) -> None:

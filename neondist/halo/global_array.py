@@ -17,7 +17,7 @@ from .buffer import HaloBuffer, Slots
 from .exchange import DEFAULT_PHASE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
-from .redistribute import BoxesForSampleCount, boxes_of, redistribute
+from .redistribute import BoxesForSampleCount, boxes_by_rank, redistribute
 
 
 class GlobalArray:
@@ -96,11 +96,11 @@ class GlobalArray:
         outputs : Partition, optional
             Cells of the window's output computed on each tile. Default: a balanced partition of the output.
         """
-        grid, window = self.grid, self.window or Window.of_one(len(self.extent))
+        grid, window = self.grid, self.window or Window.for_pointwise(len(self.extent))
         self.tiles = grid.partition(self.extent) if tiles is None else tiles
-        self.use_plan(HaloPlan.of(self.tiles, window, grid.tile, outputs))
+        self.set_halo_plan(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
-    def use_plan(self, plan: HaloPlan) -> None:
+    def set_halo_plan(self, plan: HaloPlan) -> None:
         """Use the tile and the view of a plan, before first use."""
         self.plan, grid = plan, self.grid
         self.own, self.need = plan.own, plan.need
@@ -144,12 +144,12 @@ class GlobalArray:
         -------
         array (n, *need.shape, C)
         """
-        tile = self._convert("tile", tile)
+        tile = self._convert_unless_reusable("tile", tile)
         self.check_tile("tile", tile)
-        self._check_call("get_fprop_view", tile)
+        self._check_same_call_on_ranks("get_fprop_view", tile)
         if self.plan.trivial:
-            return self._returned(tile)
-        return self._returned(self.buffer(len(tile)).forward(tile, phase))
+            return self._copied_unless_reusable(tile)
+        return self._copied_unless_reusable(self.buffer(len(tile)).forward(tile, phase))
 
     def get_bprop_view(self, dview: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
@@ -165,12 +165,12 @@ class GlobalArray:
         -------
         array (n, *own.shape, C)
         """
-        dview = self._convert("dview", dview)
-        self._check("dview", dview, self.view_shape[1:])
-        self._check_call("get_bprop_view", dview)
+        dview = self._convert_unless_reusable("dview", dview)
+        self._require_sample_shape("dview", dview, self.view_shape[1:])
+        self._check_same_call_on_ranks("get_bprop_view", dview)
         if self.plan.trivial:
-            return self._returned(dview)
-        return self._returned(self.buffer(len(dview)).backward(dview, phase))
+            return self._copied_unless_reusable(dview)
+        return self._copied_unless_reusable(self.buffer(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -183,7 +183,7 @@ class GlobalArray:
         return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
     def gather(self, tile: Any) -> Any:
-        """Return the whole array (N, *spatial, C) on every rank; collective."""
+        """Return the whole array (N, *spatial, C) on every rank. Collective."""
         size, shape = self.grid.size, self.global_shape[1:]
         self.check_tile("tile", tile)
         self.grid.check("gather", {"the shape of samples": shape})
@@ -220,7 +220,9 @@ class GlobalArray:
         self.grid.check("redistribute", {"the shape of samples": shape, "the number of replicas": len(replicas)})
 
         def boxes(samples: int) -> list[Box]:
-            return boxes_of((part_range(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
+            return boxes_by_rank(
+                (part_range(samples, len(replicas), at) for at in replicas), other.tiles, other.channels
+            )
 
         return self._redistribute(tile, other, boxes)
 
@@ -274,7 +276,7 @@ class GlobalArray:
         }
 
     def restore_scheme_state(self, memory: dict[tuple[int, str], list[Any]]) -> None:
-        """Replace the policy's state by a result of `scheme_state`; collective."""
+        """Replace the policy's state by a result of `scheme_state`. Collective."""
         self.wait_for_messages()
         for samples, _ in memory:
             self.buffer(samples)
@@ -282,7 +284,7 @@ class GlobalArray:
             self.policy.set_state(halo, memory.get(key, []))
 
     def renew_buffers(self) -> None:
-        """Recreate the buffers for the current transport of `grid.tile_comm`; policies keep their state; collective."""
+        """Recreate the buffers for the current transport of `grid.tile_comm`; policies keep their state. Collective."""
         memory = self.scheme_state()
         self.wait_for_messages()
         self._buffers = {}
@@ -292,23 +294,23 @@ class GlobalArray:
     def _redistribute(self, tile: Any, other: GlobalArray, target: BoxesForSampleCount) -> Any:
         return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
 
-    def _convert(self, name: str, array: Any) -> Any:
+    def _convert_unless_reusable(self, name: str, array: Any) -> Any:
         return array if self.reuse else self.backend.as_real_array(name, array, self.dtype)
 
-    def _returned(self, array: Any) -> Any:
+    def _copied_unless_reusable(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
 
     def check_tile(self, name: str, tile: Any) -> None:
         """Raise ShapeError if the array `name` is not this rank's tile, for any number of samples."""
-        self._check(name, tile, self.local_shape[1:])
+        self._require_sample_shape(name, tile, self.local_shape[1:])
 
-    def _check_call(self, call: str, array: Any) -> None:
+    def _check_same_call_on_ranks(self, call: str, array: Any) -> None:
         """Check that all ranks of the replica make the same call, unless layers call."""
         if not self.reuse:
             values = {CALL_KEY: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
             check_equal_on_ranks(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, values)
 
-    def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
+    def _require_sample_shape(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:
             text = ", ".join(map(str, ("n", *expected)))
             raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({text})")

@@ -19,17 +19,17 @@ Index = Callable[[Box | Lattice], tuple[slice, ...]]
 
 def fill_padding(buffer: Any, plan: HaloPlan) -> None:
     """Fill the cells outside the image from cells inside."""
-    for target, source in _index_pairs(plan):
+    for target, source in _padding_index_pairs(plan):
         buffer[target] = buffer[source]
 
 
 def add_padding_gradient(gradient: Any, plan: HaloPlan) -> None:
     """Add the gradient of the cells outside the image to the cells from which they were copied."""
-    for target, source in reversed(list(_index_pairs(plan))):
+    for target, source in reversed(list(_padding_index_pairs(plan))):
         gradient[source] += gradient[target]
 
 
-def _index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
+def _padding_index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
     """Yield (padding layer, source layer) as indices into the buffer; a layer is one cell thick."""
     if plan.need.empty:
         return
@@ -60,7 +60,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
         buffer[target] = cells
 
 
-def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
+def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     """Add the gradients of these cells to the own cells from which they were copied."""
     own = plan.own
     if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):

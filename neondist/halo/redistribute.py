@@ -15,16 +15,16 @@ BoxesForSampleCount = Callable[[int], Sequence[Box]]
 
 
 def redistribute(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...], target: BoxesForSampleCount) -> Any:
-    """Return this rank's `target` box on the host, given its tile; collective over all ranks."""
+    """Return this rank's `target` box on the host, given its tile. Collective over all ranks."""
     tiles = grid.partition(extent)
     ends = [0, *accumulate(grid.world.allgather(len(tile))[:: grid.shape.tiles])]
-    cut = boxes_of(pairwise(ends), tiles, tile.shape[-1])
+    cut = boxes_by_rank(pairwise(ends), tiles, tile.shape[-1])
     own_cells = tiles.box(grid.tile).relative_to(own)  # tiles may overlap
     part = to_host(tile)[(slice(None), *own_cells.slices)]
     return Redistribution(grid.world.all_to_all, grid.rank, cut, target(ends[-1])).forward(part)
 
 
-def boxes_of(samples: Iterable[tuple[int, int]], tiles: Partition, channels: int) -> list[Box]:
+def boxes_by_rank(samples: Iterable[tuple[int, int]], tiles: Partition, channels: int) -> list[Box]:
     """Return the box of each rank: samples of its replica, cells of its tile, all channels."""
     cells = tiles.boxes()
     return [Box((lo, *box.lo, 0), (hi, *box.hi, channels)) for lo, hi in samples for box in cells]

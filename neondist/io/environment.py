@@ -18,7 +18,7 @@ from ..version import get_versions
 
 
 def describe_environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
-    """Return versions, ranks, grid, hosts, threads and `extra` values, for rank 0 to write; collective."""
+    """Return versions, ranks, grid, hosts, threads and `extra` values, for rank 0 to write. Collective."""
     hosts = Counter(grid.world.allgather(socket.gethostname()))
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

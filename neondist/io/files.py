@@ -87,7 +87,7 @@ def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.s
 
 
 @contextmanager
-def file_errors(path: Path, problem: str = "cannot be written", remedy: str = WRITE_REMEDY) -> Iterator[None]:
+def convert_file_errors(path: Path, problem: str = "cannot be written", remedy: str = WRITE_REMEDY) -> Iterator[None]:
     """Convert OSError into OutputError with the path, the problem and the remedy."""
     try:
         yield
@@ -111,7 +111,7 @@ def atomic_replacement(path: Path) -> Iterator[BinaryIO]:
     OutputError
         If it cannot be written.
     """
-    with file_errors(path):
+    with convert_file_errors(path):
         draft = DraftFile(path)
         try:
             yield draft.file
@@ -139,7 +139,7 @@ def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
 
 def append_text(path: Path, text: str) -> None:
     """Append lines to a file; OutputError if that fails, and then none of them is kept."""
-    with file_errors(path):
+    with convert_file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -155,5 +155,5 @@ def append_text(path: Path, text: str) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents unless it exists; OutputError if that fails."""
-    with file_errors(path, "the folder cannot be created"):
+    with convert_file_errors(path, "the folder cannot be created"):
         path.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import append_text, file_errors, write_text
+from .files import append_text, convert_file_errors, write_text
 from .regular_file import read_bytes
 
 _FILE_TITLE = "neondist journal 1"
@@ -34,7 +34,7 @@ class Journal:
         self.path = path
         self.recorded_job: dict[str, Any] | None = None
         self._completed_parts: set[int] = set()
-        with file_errors(path, "cannot be read"):
+        with convert_file_errors(path, "cannot be read"):
             text = read_bytes(path).decode(errors="replace") if path.exists() else ""
             lines = text.split("\n") if text else []
         try:
@@ -88,7 +88,7 @@ class Journal:
 
     def delete_file(self) -> None:
         """Remove the journal of a completed job."""
-        with file_errors(self.path, "cannot be removed"):
+        with convert_file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)
 
     def _line_checksum(self, number: str) -> str:

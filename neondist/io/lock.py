@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import file_errors
+from .files import convert_file_errors
 from .regular_file import read_bytes
 
 try:
@@ -28,8 +28,7 @@ except ImportError:  # not POSIX: the content of the file decides
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE_NAME = ".neondist-lock"
-TIMEOUT_SECONDS = 5.0
-"""seconds to wait for a run that has just been killed to end"""
+LOCK_TIMEOUT_SECONDS = 5.0  # seconds to wait for a run that has just been killed to end
 _UNSUPPORTED_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -52,7 +51,7 @@ class FileLock:
 
     def __init__(self, path: Path, target: Path, alternative: str) -> None:
         self.path, self.target, self.alternative = path, target, alternative
-        end = time.monotonic() + TIMEOUT_SECONDS
+        end = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not self._acquire():
             if time.monotonic() >= end:
                 raise OutputError(
@@ -69,7 +68,7 @@ class FileLock:
             os.close(self._descriptor)
 
     def _acquire(self) -> bool:
-        with file_errors(self.target, "cannot be written to", f"choose another {self.alternative}"):
+        with convert_file_errors(self.target, "cannot be written to", f"choose another {self.alternative}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
             taken = False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..comm import Transport, all_or_none
 from ..errors import ConfigError, DataError
-from .files import file_errors, make_folder, partial_path
+from .files import convert_file_errors, make_folder, partial_path
 from .lock import LOCK_FILE_NAME as LOCK
 from .lock import FolderLock
 from .regular_file import open_regular
@@ -16,20 +16,17 @@ from .regular_file import open_regular
 CHECKPOINT = "checkpoint.h5"
 EVALUATIONS = "evaluations.jsonl"
 TASKS = "tasks.sqlite"
-SERVER_FOLDER = "servers"
-"""Subfolder with the checkpoints of parameter servers and the task queue."""
+SERVER_FOLDER = "servers"  # subfolder with the checkpoints of parameter servers and the task queue
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
-COMPLETE = "complete.json"
-"""Marker file of a completed run."""
+COMPLETE = "complete.json"  # marker file of a completed run
 STAGE_CHECKPOINTS = "pretrain_*.h5"
 CHECKPOINT_PATTERNS = (STAGE_CHECKPOINTS, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
 CLASS_NAMES = "classes.json"
-UNTRAINED_LOG_LINES = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
+LOG_LINES_BEFORE_TRAINING = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """Epoch logs, and the number of records each has before the first resumable state."""
-MAX_READ_LINE_BYTES = 1 << 24
-"""Maximal number of bytes that are read of a line."""
+MAX_READ_LINE_BYTES = 1 << 24  # maximal number of bytes that are read of a line
 RUN_FILES = (
     "experiment.yaml",
     "environment.json",
@@ -60,7 +57,7 @@ RUN_FILES = (
 
 
 def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:
-    """Create the folder and check that a run may write there, on rank 0; collective.
+    """Create the folder and check that a run may write there, on rank 0. Collective.
 
     Raises
     ------
@@ -74,7 +71,7 @@ def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = Fals
 
 @contextmanager
 def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
-    """Lock the folder for this run while the block runs; collective. Raise as `prepare_run_folder`."""
+    """Lock the folder for this run while the block runs. Collective. Raise as `prepare_run_folder`."""
     lock: FolderLock | None = None
     created: list[Path] = []
     with all_or_none(world):
@@ -129,10 +126,10 @@ def discard_run_if_untrained(world: Transport, folder: Path | None, is_untrained
 
 def has_run(folder: Path) -> bool:
     """Return whether the folder has results of a run: a checkpoint, or the record of an epoch."""
-    with file_errors(folder, "cannot be read"):
-        return any(_count_lines(folder / name) > untrained for name, untrained in UNTRAINED_LOG_LINES.items()) or any(
-            path for name in CHECKPOINT_PATTERNS for path in folder.glob(name)
-        )
+    with convert_file_errors(folder, "cannot be read"):
+        return any(
+            _count_lines(folder / name) > untrained for name, untrained in LOG_LINES_BEFORE_TRAINING.items()
+        ) or any(path for name in CHECKPOINT_PATTERNS for path in folder.glob(name))
 
 
 def _count_lines(log: Path) -> int:
@@ -173,7 +170,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    with file_errors(path, "cannot be removed", "check permissions, or choose another output folder"):
+    with convert_file_errors(path, "cannot be removed", "check permissions, or choose another output folder"):
         path.unlink(missing_ok=True)
 
 

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-_MAX_DEFLATE_RATIO = 1032
-"""maximal compression ratio of deflate"""
-_ALWAYS_ACCEPTED_BYTES = 1 << 28
-"""decompressed size in bytes that is always accepted"""
+_MAX_DEFLATE_RATIO = 1032  # maximal compression ratio of deflate
+_ALWAYS_ACCEPTED_BYTES = 1 << 28  # decompressed size in bytes that is always accepted
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(47), "zlib": lambda: zlib.decompressobj(47),
     "bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor,
 }  # fmt: skip
-_OUTPUT_STEP_BYTES = 1 << 20  # bytes
+_DECOMPRESSION_STEP_BYTES = 1 << 20  # bytes
 _BLOSC_HEADER_BYTES, _MAX_ZSTD_BLOCK_BYTES = 16, 1 << 17
 _ZSTD_MAGIC, _ZSTD_SKIPPABLE_MAGIC = 0xFD2FB528, 0x184D2A50
 
@@ -35,7 +33,7 @@ def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) ->
     """
     try:
         if codec in _DECOMPRESSORS:
-            return _streams_size(_DECOMPRESSORS[codec], compressed, limit)
+            return _decompressed_streams_size(_DECOMPRESSORS[codec], compressed, limit)
         return _SIZE_FUNCTIONS[codec](compressed, limit) if codec in _SIZE_FUNCTIONS else None
     except (zlib.error, OSError, ValueError, EOFError, lzma.LZMAError, IndexError):
         return 0
@@ -46,13 +44,13 @@ def deflate_fits_limit(compressed_size: int, limit: int) -> bool:
     return _MAX_DEFLATE_RATIO * compressed_size <= max(limit, _ALWAYS_ACCEPTED_BYTES)
 
 
-def _streams_size(make_decompressor: Callable[[], Any], compressed: bytes | memoryview, limit: int) -> int:
+def _decompressed_streams_size(make_decompressor: Callable[[], Any], compressed: bytes | memoryview, limit: int) -> int:
     """Return the size of consecutive streams of the standard library, decompressed in pieces."""
     size, rest = 0, bytes(compressed)
     while True:
         stream = make_decompressor()
         while not stream.eof and size <= limit:
-            count = len(stream.decompress(rest, _OUTPUT_STEP_BYTES))
+            count = len(stream.decompress(rest, _DECOMPRESSION_STEP_BYTES))
             rest = getattr(stream, "unconsumed_tail", b"")
             size += count
             if not count and not stream.eof and not rest and getattr(stream, "needs_input", True):
@@ -67,7 +65,7 @@ def _streams_size(make_decompressor: Callable[[], Any], compressed: bytes | memo
         return size  # trailing bytes
 
 
-def _zstd_size(compressed: bytes | memoryview, limit: int) -> int:
+def _max_zstd_size(compressed: bytes | memoryview, limit: int) -> int:
     """Return the size of Zstandard frames; for frames without a size, the maximal size of their blocks."""
     at = size = 0
     while at < len(compressed) and size <= limit:
@@ -119,6 +117,6 @@ def _lzf_size(compressed: bytes | memoryview, limit: int) -> int:
 
 
 _SIZE_FUNCTIONS: dict[str, Callable[[bytes | memoryview, int], int]] = {
-    "zstd": _zstd_size, "blosc": _blosc_size, "lzf": _lzf_size,
+    "zstd": _max_zstd_size, "blosc": _blosc_size, "lzf": _lzf_size,
     "lz4": lambda raw, most: int.from_bytes(raw[:4], "little"),
 }  # fmt: skip

@@ -13,8 +13,7 @@ from typing import BinaryIO
 
 from ..errors import DataError
 
-DEFAULT_MAX_BYTES = 1 << 30
-"""default limit in bytes for files that are read whole"""
+DEFAULT_MAX_BYTES = 1 << 30  # default limit in bytes for files that are read whole
 _UNSUPPORTED_KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",

@@ -4,7 +4,7 @@
 
 ranks: source of a command's ranks: an MPI job, mpirun, threads of this process, or this process alone.
 launch: mpirun with the same command on every rank. mpirun: its executable and options. pinning: CPU affinity of ranks.
-supervise: forwards signals to mpirun, returns its exit code. filter_mpirun: removes mpirun's own messages from output.
+supervision: forwards signals to mpirun, returns its exit code. mpirun_notices: removes mpirun's messages from output.
 parent_watch: ends processes with their parent. cleanup: removes files; `comm.shared_memory`: in the ranks.
 members: hosts and number of ranks. generations: continue a job after a failure or a change of hosts.
 restarts: checkpoint to resume from. snapshots: lifetime of snapshots on nodes.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .mpirun import Mpirun
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_DIR = Path("/dev/shm")
 USER_TMPDIR_VARIABLE = "NEONDIST_TMPDIR"
 """Environment variable that passes the user's TMPDIR to the ranks."""
 # end of file without a word: a process was killed, and a rank starting MPI may recreate the folders
@@ -42,23 +42,23 @@ class JobFolders:
 
 
 @contextmanager
-def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
+def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
     """Create folders for an Open MPI job that are removed on exit, or once this process and mpirun are killed.
 
     A shared-memory folder set by the user is kept. Other MPI libraries need no folders.
     """
     from ..comm.shared_memory import (  # commands that start no job do not import NumPy
         BACKING_DIR_VARIABLE,
-        FOLDER_PREFIX,
+        JOB_FOLDER_PREFIX,
     )
 
     if not mpirun.is_open_mpi:
         yield JobFolders()
         return
-    folders = [tempfile.mkdtemp(prefix=FOLDER_PREFIX)]
+    folders = [tempfile.mkdtemp(prefix=JOB_FOLDER_PREFIX)]
     variables = {"TMPDIR": folders[0], USER_TMPDIR_VARIABLE: env.get("TMPDIR", "")}
-    if BACKING_DIR_VARIABLE not in env and os.access(SHARED_MEMORY, os.W_OK):
-        folders.append(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
+    if BACKING_DIR_VARIABLE not in env and os.access(SHARED_MEMORY_DIR, os.W_OK):
+        folders.append(tempfile.mkdtemp(prefix=JOB_FOLDER_PREFIX, dir=SHARED_MEMORY_DIR))
         variables[BACKING_DIR_VARIABLE] = folders[-1]
     reading_end, writing_end = os.pipe()
     try:

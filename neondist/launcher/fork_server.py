@@ -188,7 +188,7 @@ def open_fork_server(
 
     Open it before this process runs user code or starts threads. `timeout` is that of ForkServer.
     """
-    if not _can_fork(import_modules):
+    if not _import_and_check_forking(import_modules):
         yield None
         return
     connection, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +213,7 @@ def open_fork_server(
         server.reap_abandoned()
 
 
-def _can_fork(import_modules: Callable[[], object]) -> bool:
+def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:
     """Import the modules; return whether processes can be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False

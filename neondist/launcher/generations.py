@@ -12,27 +12,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..cluster.preflight import NodesError
+from ..cluster.preflight import UnusableNodesError
 from ..errors import UserError
-from ..io.generation_log import GenerationLog
-from ..system.job import GENERATION
+from ..io.run_event_log import RunEventLog
+from ..system.job import GENERATION_VARIABLE
 from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from . import restarts
 from .launch import launch, monitor_addresses, report_loss
-from .members import HOST_WAIT, HostWatcher, Members, RankRoster, describe_shortage, make_fit_check, wait_for_members
-from .placement import list_addresses
+from .members import (
+    HOST_WAIT_SECONDS,
+    HostWatcher,
+    Members,
+    RankRoster,
+    describe_rank_shortage,
+    make_rank_count_check,
+    wait_for_members,
+)
+from .placement import list_own_addresses
 from .snapshots import SnapshotKeepers
-from .supervise import JobEnding
+from .supervision import JobEnding
 
-StartGeneration = Callable[[argparse.Namespace, Sequence[str], Mapping[str, str], Callable[[], bool]], JobEnding]
+GenerationStarter = Callable[[argparse.Namespace, Sequence[str], Mapping[str, str], Callable[[], bool]], JobEnding]
 
 
 def run_generations(
     arguments: argparse.Namespace,
     experiment: Any,
-    start: StartGeneration = launch,
+    start: GenerationStarter = launch,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run a command's job, one generation at a time, and return the exit code.
@@ -46,8 +54,8 @@ def run_generations(
         Replacements for `launch` and time.sleep in tests.
     """
     arguments.signals.needs_cleanup = True
-    log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
-    addresses = monitor_addresses(os.environ) if arguments.source is None else list_addresses()
+    log = None if experiment is None else RunEventLog(arguments.folder, bool(arguments.resume))
+    addresses = monitor_addresses(os.environ) if arguments.source is None else list_own_addresses()
     with SnapshotKeepers(addresses) as snapshot_keepers:
         run = _SupervisedRun(arguments, experiment, log, snapshot_keepers, start, sleep)
         code = run.run()
@@ -62,18 +70,19 @@ class _SupervisedRun:
         self,
         arguments: argparse.Namespace,
         experiment: Any,
-        log: GenerationLog | None,
+        log: RunEventLog | None,
         snapshot_keepers: SnapshotKeepers,
-        start: StartGeneration,
+        start: GenerationStarter,
         sleep: Callable[[float], None],
     ) -> None:
         self.arguments, self.experiment, self.log = arguments, experiment, log
         self.snapshot_keepers, self.start, self.sleep = snapshot_keepers, start, sleep
         self.received_signals: list[str] = arguments.signals.received
-        self.roster = RankRoster(arguments, make_fit_check(experiment))
-        self.words, self.start_time, self.wait_limit = list(arguments.words), time.time(), arguments.wait or HOST_WAIT
+        self.roster = RankRoster(arguments, make_rank_count_check(experiment))
+        self.words, self.start_time = list(arguments.words), time.time()
+        self.wait_limit = arguments.wait or HOST_WAIT_SECONDS
         self.generation = self.restarts = 0
-        self.spares, self.loss_counted = self.roster.spares, False
+        self.spares, self.is_loss_counted = self.roster.spares, False
         self.has_own_checkpoint = bool(arguments.resume)
         if experiment is not None:
             if experiment.checkpoint.keep < restarts.MIN_KEPT_CHECKPOINTS:
@@ -91,21 +100,21 @@ class _SupervisedRun:
             self.generation += 1
             try:
                 ending = self.run_generation(members)
-            except NodesError as error:
+            except UnusableNodesError as error:
                 if self.generation == 1 or not self.may_restart or not self.roster.exclude_hosts(error.nodes):
                     raise
-                self.restarts += not self.loss_counted  # nodes lost together count as one restart
-                self.loss_counted = False
+                self.restarts += not self.is_loss_counted  # nodes lost together count as one restart
+                self.is_loss_counted = False
                 self.report_wait(str(error))
                 continue
-            self.loss_counted = False
-            if ending.loss and not self.received_signals and self.may_restart:
+            self.is_loss_counted = False
+            if ending.loss_text and not self.received_signals and self.may_restart:
                 self.report_loss(members, ending)
             elif ending.stopped_for_hosts:
-                self.report_change(members)
+                self.report_host_change(members)
             else:
-                if ending.loss:
-                    self.log_event("loss", what=ending.loss)
+                if ending.loss_text:
+                    self.log_event("loss", what=ending.loss_text)
                     self.snapshot_keepers.exit_message = ""  # keep the snapshots for --resume
                 return report_loss(ending, self.arguments)
 
@@ -120,30 +129,30 @@ class _SupervisedRun:
         fields |= {"generation": self.generation, "words": self.words, "begun": self.start_time}
         arguments = self.arguments
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
-        self.checkpoints_before = self.find_checkpoints()
+        self.checkpoints_before = self.checkpoint_versions()
         spares = {"spares": members.spares} if self.roster.spares else {}
         self.log_event(
             "start", ranks=members.ranks, grid=self.grid_factors(members.ranks), hosts=members.hosts, **spares
         )
         say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
         self.roster.keep_size_of(members)
-        variables = {GENERATION: str(self.generation), **self.snapshot_keepers.environment}
+        variables = {GENERATION_VARIABLE: str(self.generation), **self.snapshot_keepers.environment}
         with HostWatcher(self.roster, members) as watcher:
-            return self.start(arguments, self.received_signals, variables, watcher.has_changed)
+            return self.start(arguments, self.received_signals, variables, watcher.should_end_generation)
 
     def report_loss(self, members: Members, ending: JobEnding) -> None:
         """Report a loss, and what the next generation resumes from."""
         self.restarts += 1
-        self.loss_counted = True
+        self.is_loss_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
-        self.log_event("loss", what=ending.loss, host=", ".join(hosts) or None)
+        self.log_event("loss", what=ending.loss_text, host=", ".join(hosts) or None)
         number, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cool_down:g} s"
-        say(f"{number}: {ending.loss}{excluded}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
+        say(f"{number}: {ending.loss_text}{excluded}; {self.resume_from_newest()}, on {self.describe_next_ranks()}")
 
-    def report_change(self, members: Members) -> None:
+    def report_host_change(self, members: Members) -> None:
         """Report a change of hosts, and what the next generation resumes from."""
         slots = self.roster.host_pool.usable_hosts() if self.roster.host_pool is not None else {}
         before = members.hosts or {}
@@ -151,7 +160,7 @@ class _SupervisedRun:
         removed = [host for host, count in before.items() if slots.get(host, 0) < count]
         self.log_event("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
-        say(f"hosts changed: {', '.join(texts)}; {self.prepare_restart()}, on {self.describe_next_ranks()}")
+        say(f"hosts changed: {', '.join(texts)}; {self.resume_from_newest()}, on {self.describe_next_ranks()}")
 
     def describe_next_ranks(self) -> str:
         """Describe the ranks of the next generation, as far as known."""
@@ -175,22 +184,22 @@ class _SupervisedRun:
             text += f": none left; the next failure {effect}"
         return text
 
-    def prepare_restart(self) -> str:
+    def resume_from_newest(self) -> str:
         """Make the next generation resume from the newest checkpoint, if any; describe what it resumes from."""
         if self.experiment is None:
             return "restarting the script"
-        checkpoints = self.find_checkpoints()
+        checkpoints = self.checkpoint_versions()
         # ignore checkpoints of the run that is being replaced
         if checkpoints.items() - self.checkpoints_before.items() or (checkpoints and self.has_own_checkpoint):
             self.has_own_checkpoint = True
-            name = restarts.restore_newest(self.arguments.folder).name
+            name = restarts.restore_newest_checkpoint(self.arguments.folder).name
             self.words = restarts.resume_arguments(self.words)
             return f"resuming from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
         return "starting over"
 
-    def find_checkpoints(self) -> dict[Path, tuple[int, int]]:
+    def checkpoint_versions(self) -> dict[Path, tuple[int, int]]:
         """Return the checkpoints of the run; empty for a script."""
-        return {} if self.experiment is None else restarts.find_checkpoints(self.arguments.folder)
+        return {} if self.experiment is None else restarts.checkpoint_versions(self.arguments.folder)
 
     def grid_factors(self, ranks: int) -> dict[str, int] | None:
         """Return the factors of the experiment's grid on a number of ranks."""
@@ -206,7 +215,7 @@ class _SupervisedRun:
             say(f"stopped while waiting for hosts: received {self.received_signals[0]}; continue with --resume")
             return STOPPED_EXIT_CODE
         say(
-            f"error: gave up after {self.wait_limit:g} s: {describe_shortage(self.roster)}; rerun the command"
+            f"error: gave up after {self.wait_limit:g} s: {describe_rank_shortage(self.roster)}; rerun the command"
             f"{'' if self.experiment is None else ' with --resume'} once hosts are available, or lower --elastic or -n",
             sys.stderr,
         )

@@ -13,21 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .. import safe_path
-from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE_TEXT, find_unusable_hosts, host_command, slots_by_node
+from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE_TEXT, command_on_host, find_unusable_hosts, slots_by_node
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .fork_server import ForkServer, Process
 from .launch import require_mpirun
-from .monitor import LOOPBACK
+from .monitor import LOOPBACK_ADDRESS
 from .parent_watch import end_process
-from .placement import NodePlacement, list_addresses, place_job
-from .remote import MODULE, RemoteProcess, remote_side_command
-from .scaling import LOCAL, read_slots
+from .placement import NodePlacement, list_own_addresses, open_job_placement
+from .remote import REMOTE_MODULE, RemoteProcess, remote_side_command
+from .scaling import LOCAL_HOST, read_slots
 
-_KILL_DELAY = 10.0
-"""Seconds between the signal to end a process and SIGKILL."""
+_SIGKILL_AFTER_SECONDS = 10.0
 _SSH_KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """Options of ssh: a lost machine is detected within the lease of a rank."""
 
@@ -49,8 +48,8 @@ class JobNode:
         Environment variables of its processes.
     """
 
-    name: str = LOCAL
-    address: str = LOOPBACK
+    name: str = LOCAL_HOST
+    address: str = LOOPBACK_ADDRESS
     remote_command: Callable[[Sequence[str]], list[str]] | None = None
     remote_program: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +151,9 @@ class JobNodes:
             yield process
         finally:
             if process.poll() is None:
-                end_process(process, _KILL_DELAY, signal.SIGTERM if output == subprocess.PIPE else signal.SIGINT)
+                end_process(
+                    process, _SIGKILL_AFTER_SECONDS, signal.SIGTERM if output == subprocess.PIPE else signal.SIGINT
+                )
             if process.stdout is not None:
                 process.stdout.close()
 
@@ -172,7 +173,7 @@ class JobNodes:
             workers.append(min(self._nodes, key=workers.count))
         self.workers = workers
 
-    def choose_replacement(self, lost_node: str, workers: Sequence[str]) -> str:
+    def choose_replacement_node(self, lost_node: str, workers: Sequence[str]) -> str:
         """Return the machine for a worker of a lost machine: the reachable one with the fewest workers.
 
         `workers` are the machines of the other workers. The lost machine is returned if it is reachable again, or if no
@@ -204,7 +205,7 @@ def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> d
         return assign_workers_to_slots(slots_by_node(arguments.resources), workers, tiles)
     if arguments.source is not None:
         return assign_workers_to_slots(read_slots(arguments.source), workers, tiles)
-    return {LOCAL: workers}
+    return {LOCAL_HOST: workers}
 
 
 def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
@@ -225,7 +226,7 @@ def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) 
 
 
 @contextmanager
-def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) -> Iterator[JobNodes]:
+def checked_job_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) -> Iterator[JobNodes]:
     """Yield the machines of a job: its hosts, or the nodes of its resource file, which are checked and printed.
 
     Parameters
@@ -244,32 +245,33 @@ def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) 
     """
     if arguments.resources is None:
         source = arguments.slots_from or arguments.source
-        listed = [LOCAL] if source is None else list(read_slots(source))
-        is_distributed = (source is not None and source.is_script) or listed != [LOCAL]
-        nodes = [JobNode(address=_own_address([]) if is_distributed else LOOPBACK)]
-        nodes += [_create_ssh_node(name) for name in listed if name != LOCAL]
-        reasons = {} if arguments.slots_from is not None else find_unusable_hosts(set(hosts) - {LOCAL}, os.environ)
+        listed = [LOCAL_HOST] if source is None else list(read_slots(source))
+        is_distributed = (source is not None and source.is_script) or listed != [LOCAL_HOST]
+        nodes = [JobNode(address=_own_address([]) if is_distributed else LOOPBACK_ADDRESS)]
+        nodes += [_create_ssh_node(name) for name in listed if name != LOCAL_HOST]
+        reasons = {} if arguments.slots_from is not None else find_unusable_hosts(set(hosts) - {LOCAL_HOST}, os.environ)
         if reasons:
             unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE_TEXT]
             texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
             texts += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
             test = f", or the error shown by `ssh {unreachable[0]}`" if unreachable else ""
             raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{test}")
-        yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
+        yield JobNodes(nodes if LOCAL_HOST in listed else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
-    with place_job(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
+    with open_job_placement(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
         assert isinstance(placement, NodePlacement)
-        own = _own_address(placement.addresses()) if any(one.node.ssh_config for one in placement.reports) else LOOPBACK
+        has_remote_nodes = any(one.node.ssh_config for one in placement.reports)
+        own = _own_address(placement.supervisor_addresses()) if has_remote_nodes else LOOPBACK_ADDRESS
         nodes = [_create_resource_node(placement, report, own) for report in placement.reports]
         yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
 def _create_resource_node(placement: NodePlacement, report: NodeReport, local_address: str) -> JobNode:
-    variables = placement.variables(report, os.environ)
+    variables = placement.node_variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, local_address, variables=variables)
-    remote_program = report.python, f"{report.node_info['package']}/safe_path.py", MODULE
+    remote_program = report.python, f"{report.node_info['package']}/safe_path.py", REMOTE_MODULE
     # servers write checkpoints to the folder of the run
     address = report.node_info["address"] if report.node_info["shared"] else ""
 
@@ -281,12 +283,13 @@ def _create_resource_node(placement: NodePlacement, report: NodeReport, local_ad
 
 def _create_ssh_node(name: str) -> JobNode:
     def remote_command(words: Sequence[str]) -> list[str]:
-        return host_command(name, words, os.environ, _SSH_KEEP_ALIVE)
+        return command_on_host(name, words, os.environ, _SSH_KEEP_ALIVE)
 
     return JobNode(name, "", remote_command, remote_side_command(name))
 
 
 def _own_address(preferred_addresses: Sequence[str]) -> str:
     """Return the address of this machine for other machines; the loopback address if it has no other."""
-    addresses = [*preferred_addresses, *list_addresses()]
-    return next((one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), LOOPBACK)
+    addresses = [*preferred_addresses, *list_own_addresses()]
+    remote = (one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback)
+    return next(remote, LOOPBACK_ADDRESS)

@@ -13,25 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .. import safe_path
 from ..errors import LaunchError
-from ..io.checkpoint.snapshots import SUPERVISOR_VARIABLE
+from ..io.checkpoint.snapshots import SUPERVISOR_ENV
 from ..system import memory, threads
-from ..system.heartbeat import SUPERVISOR
-from ..system.job import GENERATION, JOB_START_TIME, LAUNCHED_RANKS
+from ..system.heartbeat import SUPERVISOR_VARIABLE
+from ..system.job import GENERATION_VARIABLE, JOB_START_TIME_VARIABLE, LAUNCHED_RANKS_VARIABLE
 from ..terminal.console import say
 from . import pinning
-from .cleanup import job_folders
-from .monitor import LEASE, LOOPBACK, Monitor
+from .cleanup import create_job_folders
+from .monitor import LEASE_SECONDS, LOOPBACK_ADDRESS, Monitor
 from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
-from .placement import list_addresses, place_job
-from .supervise import JobEnding, supervise
+from .placement import list_own_addresses, open_job_placement
+from .supervision import JobEnding, supervise_command
 
 MAX_RANKS_PER_CORE = 16
 """Ranks that may share a core: more than any practical test needs, few enough to keep the machine responsive."""
-MIN_RANK_BYTES = 64 << 20
+MIN_BYTES_PER_RANK = 64 << 20
 """Memory of a rank that has loaded only its libraries, in bytes."""
 FORCE_HINT = "--force starts them anyway"
 _FORWARDED_VARIABLES = (
-    SUPERVISOR, LAUNCHED_RANKS, JOB_START_TIME, GENERATION, SUPERVISOR_VARIABLE, *threads.THREAD_COUNT_VARIABLES,
+    SUPERVISOR_VARIABLE, LAUNCHED_RANKS_VARIABLE, JOB_START_TIME_VARIABLE, GENERATION_VARIABLE, SUPERVISOR_ENV,
+    *threads.THREAD_COUNT_VARIABLES,
     "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES",
 )  # fmt: skip
 _SUPERVISOR_OPTIONS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait", "--spares")
@@ -60,36 +61,37 @@ def launch(
     mpirun, ranks = require_mpirun(os.environ), arguments.ranks
     if arguments.stops and received_signals:
         say(f"stopped before the ranks were started: received {received_signals[0]}; start the same command again")
-    with place_job(arguments, mpirun, ranks) as placement:
+    with open_job_placement(arguments, mpirun, ranks) as placement:
         env = rank_environment(mpirun, ranks, os.environ, pin_ranks=placement is None) | {**(variables or {})}
         if arguments.begun is not None:
-            env[JOB_START_TIME] = str(arguments.begun)
-        addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
-        with job_folders(mpirun, env) as job, Monitor(ranks, addresses, arguments.lease or LEASE) as monitor:
+            env[JOB_START_TIME_VARIABLE] = str(arguments.begun)
+        addresses = monitor_addresses(os.environ) if placement is None else placement.supervisor_addresses()
+        lease = arguments.lease or LEASE_SECONDS
+        with create_job_folders(mpirun, env) as job, Monitor(ranks, addresses, lease) as monitor:
             env |= {**job.environment, **monitor.environment}
             names = [name for name in _FORWARDED_VARIABLES if name in env]
             if placement is None:
-                command = [*mpirun.command(ranks, names), *safe_path.python_command(*rank_command(arguments))]
+                command = [*mpirun.command(ranks, names), *safe_path.python_command(*rank_module_and_args(arguments))]
             else:
-                command = placement.command(mpirun, rank_command(arguments), names, os.environ)
-                env = placement.environment(env)
-            ending = supervise(
+                command = placement.command(mpirun, rank_module_and_args(arguments), names, os.environ)
+                env = placement.mpirun_environment(env)
+            ending = supervise_command(
                 command, env, job.inherited_descriptors, arguments.stops, monitor, received_signals, hosts_changed
             )
-            job.mpirun_exited = ending.code < 128
+            job.mpirun_exited = ending.exit_code < 128
     return ending
 
 
 def report_loss(ending: JobEnding, arguments: argparse.Namespace) -> int:
     """Report the loss that ended the job, if any; return its exit code."""
-    if ending.loss:
+    if ending.loss_text:
         remedy = (
             "continue with --resume, or set --restarts K to restart automatically"
             if arguments.stops
             else "start the command again"
         )
-        say(f"error: {ending.loss}; {remedy}", sys.stderr)
-    return ending.code
+        say(f"error: {ending.loss_text}; {remedy}", sys.stderr)
+    return ending.exit_code
 
 
 def may_span_machines(env: Mapping[str, str]) -> bool:
@@ -100,7 +102,7 @@ def may_span_machines(env: Mapping[str, str]) -> bool:
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
     """Return the addresses of this machine at which ranks reach their supervisor."""
-    return list_addresses() if may_span_machines(env) else [LOOPBACK]
+    return list_own_addresses() if may_span_machines(env) else [LOOPBACK_ADDRESS]
 
 
 def require_mpirun(env: Mapping[str, str]) -> Mpirun:
@@ -121,23 +123,23 @@ def refuse_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
     if ranks > MAX_RANKS_PER_CORE * cores:
         limit = f"at most {MAX_RANKS_PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
         raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {limit}; {FORCE_HINT}")
-    if free is not None and ranks * MIN_RANK_BYTES > free:
+    if free is not None and ranks * MIN_BYTES_PER_RANK > free:
         raise LaunchError(
-            f"-n {ranks}: that many ranks need {memory.format_bytes(ranks * MIN_RANK_BYTES)} before they read any data,"
-            f" but only {memory.format_bytes(free)} are free; give at most {max(1, free // MIN_RANK_BYTES)};"
+            f"-n {ranks}: that many ranks need {memory.format_bytes(ranks * MIN_BYTES_PER_RANK)} before they read any"
+            f" data, but only {memory.format_bytes(free)} are free; give at most {max(1, free // MIN_BYTES_PER_RANK)};"
             f" {FORCE_HINT}"
         )
 
 
 def warn_of_too_many_threads(ranks: int, env: Mapping[str, str]) -> None:
     """Print a warning if the ranks have more threads than this machine can run without loss of time."""
-    thread_count = threads.default_thread_count() if threads.is_set_by_user(env) else 1
+    thread_count = threads.default_thread_count() if threads.is_thread_count_set(env) else 1
     warning = threads.describe_oversubscription(ranks, thread_count, threads.count_cores())
     if warning and not may_span_machines(env):
         say(warning, sys.stderr)
 
 
-def rank_command(arguments: argparse.Namespace) -> list[str]:
+def rank_module_and_args(arguments: argparse.Namespace) -> list[str]:
     """Return the module that every rank runs, followed by its arguments."""
     if arguments.script:
         return ["neondist.launcher.script", os.path.abspath(arguments.file), *arguments.script[1:]]
@@ -158,8 +160,13 @@ def rank_args(arguments: argparse.Namespace) -> list[str]:
 
 def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ranks: bool = True) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads set by the user is kept and determines pinning."""
-    variables = {**mpirun.environment(), **env, LAUNCHED_RANKS: str(ranks), JOB_START_TIME: str(time.time())}
-    if not threads.is_set_by_user(env):
+    variables = {
+        **mpirun.environment(),
+        **env,
+        LAUNCHED_RANKS_VARIABLE: str(ranks),
+        JOB_START_TIME_VARIABLE: str(time.time()),
+    }
+    if not threads.is_thread_count_set(env):
         variables.update(dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(threads.threads_per_rank(ranks))))
     variables |= pinning.pinning_environment(ranks, variables) if pin_ranks else {}
     if sys.stdout.isatty():

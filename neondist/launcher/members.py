@@ -11,19 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import ResourceSpec
-from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, fill_slots, find_unusable_hosts, slots_by_node
+from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, find_unusable_hosts, ranks_per_host, slots_by_node
 from ..errors import LaunchError, UserError
-from ..system.job import LAUNCHED_RANKS, Job
+from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
 from ..terminal.console import counted, say
 
-COOL_DOWN = 60.0
-"""seconds for which a failed host is excluded"""
-HOST_WAIT = 600.0
-"""seconds for which a run waits for hosts"""
+HOST_COOL_DOWN_SECONDS = 60.0
+HOST_WAIT_SECONDS = 600.0
 DEFAULT_RESTARTS = 10
 """default number of restarts of a run that may change its hosts"""
-POLL_INTERVAL = 1.0
-"""seconds between reads of the list of hosts"""
+HOST_LIST_POLL_SECONDS = 1.0
 _HOST_LIST_OPTIONS = {"cool_down": "--cool-down", "wait": "--wait"}
 
 
@@ -64,7 +61,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
     LaunchError
         The options contradict each other or the hosts.
     """
-    if job is not None and LAUNCHED_RANKS in os.environ:
+    if job is not None and LAUNCHED_RANKS_VARIABLE in os.environ:
         return  # a rank: resolved by its supervisor
     elastic, hosts = arguments.elastic, arguments.hosts_from
     if hosts is not None:
@@ -142,7 +139,7 @@ class RankRoster:
     ----------
     arguments : argparse.Namespace
         `ranks`, `elastic`, `spares`, `source`, `resources`, `cool_down`.
-    fits : callable
+    is_valid_rank_count : callable
         Whether the experiment can run on a given number of ranks.
 
     Attributes
@@ -157,26 +154,29 @@ class RankRoster:
         As last read.
     """
 
-    def __init__(self, arguments: argparse.Namespace, fits: Callable[[int], bool]) -> None:
+    def __init__(self, arguments: argparse.Namespace, is_valid_rank_count: Callable[[int], bool]) -> None:
         self.elastic = arguments.elastic is not None
         self.min_ranks, self.max_ranks = arguments.elastic or (arguments.ranks, arguments.ranks)
         self.ranks, self.spares, self._size_to_keep = arguments.ranks, arguments.spares, self.min_ranks
         self.resources: ResourceSpec | None = arguments.resources
-        self._host_source, self._fits, self._fits_by_ranks = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
+        self._host_source: Any = arguments.source
+        self._is_valid_rank_count, self._validity_by_rank_count = is_valid_rank_count, dict[int, bool]()
         self.host_pool = (
-            None if self._host_source is None else HostPool(self._read_slots, arguments.cool_down or COOL_DOWN)
+            None
+            if self._host_source is None
+            else HostPool(self._read_slots, arguments.cool_down or HOST_COOL_DOWN_SECONDS)
         )
         self._read_count = 0
 
     def choose_members(self) -> Members | None:
         """Return the largest possible set of ranks on the usable hosts; None if there are too few."""
         if self.host_pool is None:
-            return self._largest_fitting(self.ranks)
+            return self._largest_members_within(self.ranks)
         usable = self.host_pool.usable_hosts()
         slots = sum(usable.values())
-        members = self._largest_fitting(max(slots - self.spares, min(self._size_to_keep, slots)))
+        members = self._largest_members_within(max(slots - self.spares, min(self._size_to_keep, slots)))
         return members and Members(
-            members.ranks, fill_slots(usable, members.ranks), min(self.spares, slots - members.ranks)
+            members.ranks, ranks_per_host(usable, members.ranks), min(self.spares, slots - members.ranks)
         )
 
     def keep_size_of(self, members: Members) -> None:
@@ -189,7 +189,7 @@ class RankRoster:
         A run of fixed size that cannot continue without a host uses it again at once.
         """
         if self.host_pool is None:
-            fewer = self._largest_fitting(self.ranks - 1)
+            fewer = self._largest_members_within(self.ranks - 1)
             self.ranks = fewer.ranks if fewer is not None else self.ranks
             return []
         hosts = [self.host_pool.listed_host_of(node) for node in lost_nodes] or [
@@ -212,7 +212,7 @@ class RankRoster:
             self.host_pool.record_failure(host)
         return excluded
 
-    def has_changed(self, members: Members) -> bool:
+    def should_end_generation(self, members: Members) -> bool:
         """Whether a generation should end: a host was removed, or more ranks are possible."""
         if self.host_pool is None or members.hosts is None:
             return False
@@ -226,7 +226,7 @@ class RankRoster:
         if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
         return find_unusable_hosts(
-            fill_slots(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
+            ranks_per_host(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
         )
 
     @property
@@ -241,11 +241,11 @@ class RankRoster:
         slots: dict[str, int] = self._host_source.slots_at_start if self._read_count == 1 else self._host_source.read()
         return slots
 
-    def _largest_fitting(self, slots: int) -> Members | None:
+    def _largest_members_within(self, slots: int) -> Members | None:
         for ranks in range(min(self.max_ranks, slots), self.min_ranks - 1, -1):
-            if ranks not in self._fits_by_ranks:
-                self._fits_by_ranks[ranks] = self._fits(ranks)
-            if self._fits_by_ranks[ranks]:
+            if ranks not in self._validity_by_rank_count:
+                self._validity_by_rank_count[ranks] = self._is_valid_rank_count(ranks)
+            if self._validity_by_rank_count[ranks]:
                 return Members(ranks)
         return None
 
@@ -273,9 +273,9 @@ class HostWatcher:
     def __exit__(self, *error: object) -> None:
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join(POLL_INTERVAL)
+            self._thread.join(HOST_LIST_POLL_SECONDS)
 
-    def has_changed(self) -> bool:
+    def should_end_generation(self) -> bool:
         """Whether the generation should end."""
         return self._changed.is_set()
 
@@ -283,12 +283,12 @@ class HostWatcher:
         host_pool, times = self._roster.host_pool, 0
         assert host_pool is not None
         reported = host_pool.refresh_error
-        while not self._end.wait(POLL_INTERVAL):
+        while not self._end.wait(HOST_LIST_POLL_SECONDS):
             host_pool.refresh()
             if host_pool.refresh_error not in ("", reported):
                 say(f"hosts: {host_pool.refresh_error}; keeping the last list")
             reported = host_pool.refresh_error
-            times = times + 1 if self._roster.has_changed(self._members) else 0
+            times = times + 1 if self._roster.should_end_generation(self._members) else 0
             if times >= 2 and not self._exclude_unusable():  # a partially written list has fewer hosts
                 self._changed.set()
                 return
@@ -340,11 +340,11 @@ def wait_for_members(
             return None
         if int(waited / 30) > reports:
             reports = int(waited / 30)
-            report(f"waiting for hosts: {describe_shortage(roster)}; giving up in {limit - waited:.0f} s")
-        sleep(POLL_INTERVAL)
+            report(f"waiting for hosts: {describe_rank_shortage(roster)}; giving up in {limit - waited:.0f} s")
+        sleep(HOST_LIST_POLL_SECONDS)
 
 
-def describe_shortage(roster: RankRoster) -> str:
+def describe_rank_shortage(roster: RankRoster) -> str:
     """Return the number of possible ranks, and the reason why it is too low."""
     if roster.host_pool is None:
         return f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {roster.max_ranks}"
@@ -358,10 +358,10 @@ def describe_shortage(roster: RankRoster) -> str:
     return f"{text} ({roster.host_pool.refresh_error})" if roster.host_pool.refresh_error else text
 
 
-def make_fit_check(experiment: Any) -> Callable[[int], bool]:
+def make_rank_count_check(experiment: Any) -> Callable[[int], bool]:
     """Return a predicate: whether an experiment runs on a number of ranks; a script runs on any."""
 
-    def fits(ranks: int) -> bool:
+    def is_valid_rank_count(ranks: int) -> bool:
         if experiment is None:
             return True
         try:
@@ -370,4 +370,4 @@ def make_fit_check(experiment: Any) -> Callable[[int], bool]:
             return False
         return True
 
-    return fits
+    return is_valid_rank_count

@@ -13,21 +13,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..system.heartbeat import BEAT_INTERVAL, CONNECT_TIMEOUT, NONCE_BYTES, PROOF_BYTES, SUPERVISOR, compute_proof
+from ..system.heartbeat import (
+    CONNECT_TIMEOUT_SECONDS,
+    HEARTBEAT_SECONDS,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SUPERVISOR_VARIABLE,
+    compute_proof,
+)
 
-LEASE = 15.0
+LEASE_SECONDS = 15.0
 """seconds without a heartbeat after which a rank is lost"""
-EXITED_UNREPORTED = "exited without reporting an error: it was killed, crashed, or called os._exit"
-LOOPBACK = "127.0.0.1"
+UNREPORTED_EXIT_TEXT = "exited without reporting an error: it was killed, crashed, or called os._exit"
+LOOPBACK_ADDRESS = "127.0.0.1"
 _SELECT_TIMEOUT = 0.5
 _MAX_LINE_BYTES = 512
-"""bytes of a line"""
-_MISSED_BEATS = 3
+_QUIET_AFTER_MISSED_BEATS = 3
 """missed heartbeats after which a rank counts as lost too, once another rank's lease has expired"""
-_MAX_NAMED_RANKS = 4
-"""ranks listed in a message"""
+_MAX_RANKS_IN_MESSAGE = 4
 _SPARE_CONNECTIONS = 64
-"""connections allowed in addition to those of the ranks"""
 
 
 @dataclass
@@ -85,7 +89,9 @@ class Monitor:
         time.monotonic() at which a rank failed or the last one ended.
     """
 
-    def __init__(self, ranks: int, addresses: Sequence[str] = (LOOPBACK,), lease: float = LEASE) -> None:
+    def __init__(
+        self, ranks: int, addresses: Sequence[str] = (LOOPBACK_ADDRESS,), lease: float = LEASE_SECONDS
+    ) -> None:
         self.ranks, self.lease = ranks, lease
         self.rank_states: dict[int, RankState] = {}
         self.lost_rank, self.loss_text = -1, ""
@@ -95,7 +101,7 @@ class Monitor:
         self._connections: list[_Connection] = []
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._listeners = [listen(address, ranks + _SPARE_CONNECTIONS) for address in addresses]
-        self.environment = {SUPERVISOR: " ".join([self._key, *map(format_address, self._listeners)])}
+        self.environment = {SUPERVISOR_VARIABLE: " ".join([self._key, *map(format_address, self._listeners)])}
         self._thread = threading.Thread(target=self._serve, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -105,9 +111,9 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end_ranks()
+        self.kill_remaining_ranks()
 
-    def end_ranks(self) -> None:
+    def kill_remaining_ranks(self) -> None:
         """Close all connections, which kills the remaining ranks on every node."""
         self._wake_sender.close()
         self._thread.join(10)
@@ -132,7 +138,7 @@ class Monitor:
         """The highest exit code of the ranks."""
         return max((member.exit_code or 0 for member in self.rank_states.values()), default=0)
 
-    def describe(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """Return 'rank 1 of 3 on node A'."""
         member = self.rank_states.get(rank)
         return f"rank {rank} of {self.ranks}" + (f" on {member.node}" if member else "")
@@ -156,7 +162,7 @@ class Monitor:
                     # exclude time when this process was stopped
                     connection.idle_seconds += min(now - last_check, 2 * _SELECT_TIMEOUT)
                 last_check = now
-                self._check_connections(selector)
+                self._remove_dead_connections(selector)
         for listener in (self._wake_receiver, *self._listeners, *(one.socket for one in self._connections)):
             listener.close()
 
@@ -186,7 +192,7 @@ class Monitor:
         connection.socket.sendall(compute_proof(self._key, connection.nonce, "supervisor"))
         return True
 
-    def _check_connections(self, selector: selectors.BaseSelector) -> None:
+    def _remove_dead_connections(self, selector: selectors.BaseSelector) -> None:
         """Remove closed and expired connections, and record a loss."""
         ended = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
         if not ended:
@@ -198,9 +204,10 @@ class Monitor:
             selector.unregister(connection.socket)
             connection.socket.close()
             self._connections.remove(connection)
-            member = connection.member
+            member = connection.rank_state
             if member is not None and member.exit_code is None and not failed and not self.loss_text:
-                self.lost_rank, self.loss_text = member.rank, f"{self.describe(member.rank)} {EXITED_UNREPORTED}"
+                self.lost_rank = member.rank
+                self.loss_text = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
                     self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
         if self.end_time is None and (failed or not self.unreported_ranks()):
@@ -208,17 +215,17 @@ class Monitor:
 
     def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:
         """Record all ranks lost at about the same time."""
-        self.silent_ranks = tuple(sorted(one.member.rank for one in connections if one.member is not None))
-        names = [self.describe(rank) for rank in self.silent_ranks[:_MAX_NAMED_RANKS]]
-        unnamed = len(self.silent_ranks) - _MAX_NAMED_RANKS
+        self.silent_ranks = tuple(sorted(one.rank_state.rank for one in connections if one.rank_state is not None))
+        names = [self.describe_rank(rank) for rank in self.silent_ranks[:_MAX_RANKS_IN_MESSAGE]]
+        unnamed = len(self.silent_ranks) - _MAX_RANKS_IN_MESSAGE
         names += [f"{unnamed} more"] if unnamed > 0 else []
         noun = "node" if len(names) == 1 else "nodes"
         self.loss_text = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""
-        member = connection.member
-        limit = min(self.lease, max(_MISSED_BEATS * BEAT_INTERVAL, self.lease / 2))
+        member = connection.rank_state
+        limit = min(self.lease, max(_QUIET_AFTER_MISSED_BEATS * HEARTBEAT_SECONDS, self.lease / 2))
         return (
             member is not None
             and member.exit_code is None
@@ -227,7 +234,7 @@ class Monitor:
         )
 
     def _timeout_of(self, connection: _Connection) -> float:
-        return CONNECT_TIMEOUT if connection.member is None else self.lease
+        return CONNECT_TIMEOUT_SECONDS if connection.rank_state is None else self.lease
 
 
 @dataclass
@@ -236,7 +243,7 @@ class _Connection:
 
     socket: socket.socket
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    member: RankState | None = None
+    rank_state: RankState | None = None
     closed: bool = False
     idle_seconds: float = 0.0
     _data: bytes = b""
@@ -265,12 +272,12 @@ class _Connection:
             self._authenticated, self._data = True, self._data[PROOF_BYTES:]
         *lines, self._data = self._data.split(b"\n")
         for line in lines:
-            if self.member is None:
-                self.member = monitor.register_rank(line.decode(errors="replace"))
-                if self.member is None:
+            if self.rank_state is None:
+                self.rank_state = monitor.register_rank(line.decode(errors="replace"))
+                if self.rank_state is None:
                     return False
             elif line:
-                self.member.messages.append(line.decode(errors="replace")[:_MAX_LINE_BYTES])
+                self.rank_state.messages.append(line.decode(errors="replace")[:_MAX_LINE_BYTES])
         return len(self._data) < _MAX_LINE_BYTES
 
 

@@ -6,7 +6,7 @@ from ..comm import cuda, shared_memory
 
 if __name__ == "__main__":
     try:
-        with shared_memory.start_in_job_folder():
+        with shared_memory.mpi_start_folder():
             from mpi4py import MPI
         shared_memory.unlink_segments(MPI)
         library = MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")

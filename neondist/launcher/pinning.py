@@ -17,7 +17,7 @@ from ..system.job import Job
 PIN_VARIABLE = "NEONDIST_PIN"
 CPUS_VARIABLE = "NEONDIST_CPUS"
 """Environment variable of the ranks: all CPUs that they share, in order of assignment."""
-TOPOLOGY = Path("/sys/devices/system/cpu")
+CPU_TOPOLOGY_DIR = Path("/sys/devices/system/cpu")
 
 
 def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def sort_cpus(cpus: set[int]) -> list[int]:
     """Return CPUs sorted by socket and core."""
 
     def sort_key(cpu: int) -> tuple[int, ...]:
-        directory = TOPOLOGY / f"cpu{cpu}" / "topology"
+        directory = CPU_TOPOLOGY_DIR / f"cpu{cpu}" / "topology"
         try:
             return *(int((directory / name).read_text()) for name in ("physical_package_id", "core_id")), cpu
         except (OSError, ValueError):

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from .. import safe_path
 from ..cluster import ResourceSpec
-from ..cluster.hosts import fill_slots, slots_by_node
-from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, raise_on_problems
+from ..cluster.hosts import ranks_per_host, slots_by_node
+from ..cluster.preflight import REPORT_COLUMNS, NodeReport, check_nodes, raise_on_problems
 from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
-from .monitor import LOOPBACK
+from .monitor import LOOPBACK_ADDRESS
 from .mpirun import INSTALL_REMEDY, Mpirun
 
-_SSH_ARGS, _HOST_FILE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile"
+_SSH_ARGS_VARIABLE, _HOST_FILE_VARIABLE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile"
 
 
 @dataclass
@@ -51,7 +51,7 @@ class NodePlacement:
         """
         parts: list[str] = []
         for report in self.reports:
-            node_variables = self.variables(report, env)
+            node_variables = self.node_variables(report, env)
             names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
             start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
             start = mpirun.command(report.ranks, names)[1:] if not parts else start
@@ -62,22 +62,22 @@ class NodePlacement:
             parts += [":", *start, report.python, safe_path_file, *words]
         return [mpirun.path, *parts[1:]]
 
-    def variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
+    def node_variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a node; its ranks share its cores unless the user has set threads."""
         shared = ssh_settings_of(self.resources, report.node).shared_envs
-        if threads.is_set_by_user({**env, **shared}):
+        if threads.is_thread_count_set({**env, **shared}):
             return dict(shared)
         return {
             **dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(max(1, report.node_info["cores"] // report.ranks))),
             **shared,
         }
 
-    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+    def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of mpirun, which uses the SSH settings of the check for its daemons."""
-        variables = {name: value for name, value in env.items() if name != _HOST_FILE}
-        return {**variables, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.ssh_config}".strip()}
+        variables = {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
+        return {**variables, _SSH_ARGS_VARIABLE: f"{env.get(_SSH_ARGS_VARIABLE, '')} -F {self.ssh_config}".strip()}
 
-    def addresses(self) -> list[str]:
+    def supervisor_addresses(self) -> list[str]:
         """Return the addresses of the chief that belong to this machine, for ranks on other nodes."""
         addresses: list[str] = []
         try:
@@ -91,7 +91,7 @@ class NodePlacement:
                 except OSError:
                     continue
             addresses.append(str(socket_address[0]))
-        return list(dict.fromkeys([LOOPBACK, *addresses]))
+        return list(dict.fromkeys([LOOPBACK_ADDRESS, *addresses]))
 
 
 @dataclass
@@ -111,7 +111,7 @@ class HostPlacement:
     ) -> list[str]:
         """Return the command that runs `words` on every host."""
         names = [
-            name for name in variables if name not in threads.THREAD_COUNT_VARIABLES or threads.is_set_by_user(env)
+            name for name in variables if name not in threads.THREAD_COUNT_VARIABLES or threads.is_thread_count_set(env)
         ]
         parts: list[str] = []
         for host, ranks in self.hosts.items():
@@ -120,23 +120,23 @@ class HostPlacement:
             parts += [":", *start, "--host", f"{host}:{ranks}", *safe_path.python_command(*words)]
         return [mpirun.path, *parts[1:]]
 
-    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+    def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of mpirun, without a host file."""
-        return {name: value for name, value in env.items() if name != _HOST_FILE}
+        return {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
 
-    def addresses(self) -> list[str]:
+    def supervisor_addresses(self) -> list[str]:
         """Return the addresses of the supervisor on this machine."""
-        return list_addresses()
+        return list_own_addresses()
 
 
-def list_addresses() -> list[str]:
+def list_own_addresses() -> list[str]:
     """Return the addresses of this machine for other machines, and the loopback address."""
     import psutil
 
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     local = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     others = [one for one in local if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
-    return list(dict.fromkeys([LOOPBACK, *others]))
+    return list(dict.fromkeys([LOOPBACK_ADDRESS, *others]))
 
 
 def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
@@ -153,11 +153,11 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
             " ranks, or list"
             " more cpus or gpus"
         )
-    return fill_slots(slots_by_node(resources), ranks)
+    return ranks_per_host(slots_by_node(resources), ranks)
 
 
 @contextmanager
-def place_job(
+def open_job_placement(
     arguments: argparse.Namespace, mpirun: Mpirun, ranks: int
 ) -> Iterator[NodePlacement | HostPlacement | None]:
     """Yield the placement of ranks, None if mpirun decides; nodes of a resource file are checked and printed.
@@ -185,14 +185,14 @@ def place_job(
         files = [Path(arguments.file), *(Path(module) for module in arguments.modules if module.endswith(".py"))]
         reports = check_nodes(resources, counts, ssh_config, mpirun.path, files, os.environ)
         if arguments.generation in (None, 1):
-            print_reports(reports)
+            print_node_reports(reports)
         raise_on_problems(reports)
         yield NodePlacement(resources, ssh_config, reports)
 
 
-def print_reports(reports: Sequence[NodeReport]) -> None:
+def print_node_reports(reports: Sequence[NodeReport]) -> None:
     """Print a table of the reports."""
-    rows = [COLUMNS, *(report.table_row() for report in reports)]
+    rows = [REPORT_COLUMNS, *(report.table_row() for report in reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for table_row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(table_row, widths, strict=True)).rstrip())

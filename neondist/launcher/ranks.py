@@ -32,10 +32,10 @@ Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
 VIRTUAL_RANK_TIMEOUT = 24 * 3600.0
 """seconds for which a virtual rank waits for a message of another that may still wait for a core"""
-_ANNOUNCE_AFTER = 1.5
+_ANNOUNCE_AFTER_SECONDS = 1.5
 """seconds of preparation after which the start of ranks is announced"""
 # runs in a separate process, since in this one only the thread of faulthandler may still run
-_REPORT_STALL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
+_STALL_REPORT_SCRIPT = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
 
 def run_on_ranks(
@@ -73,7 +73,7 @@ def run_on_ranks(
 
     members.resolve_host_options(arguments, detect_job(os.environ))
     if getattr(arguments, "virtual", None) is not None:
-        return _on_virtual_ranks(arguments, run_rank)
+        return _run_on_virtual_ranks(arguments, run_rank)
     from ..comm import SingleTransport, mpi
 
     job = get_mpi_job(arguments)
@@ -87,7 +87,8 @@ def run_on_ranks(
         finally:
             if watchdog is not None:
                 watchdog.stop_watching()
-        if time.monotonic() - start_time > _ANNOUNCE_AFTER:  # ranks need the same time before their first output
+        # ranks need the same time before their first output
+        if time.monotonic() - start_time > _ANNOUNCE_AFTER_SECONDS:
             say("starting the ranks", sys.stderr)
         if (code := run_elsewhere(prepared)) is not None:
             return code
@@ -105,7 +106,7 @@ def run_on_ranks(
     return code
 
 
-def start_script(arguments: argparse.Namespace) -> int:
+def run_script_on_ranks(arguments: argparse.Namespace) -> int:
     """Run a script on all ranks under mpirun, with restarts after failures if enabled; return the exit code."""
     if detect_job(os.environ) is not None:
         raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
@@ -125,7 +126,7 @@ def _run_and_report_errors(
 
     User errors in `prepare` occur on all ranks. An error of one rank ends all of them, and one reports it.
     """
-    from ..comm import end_job
+    from ..comm import abort_with_error
 
     agreed = True
     try:
@@ -150,7 +151,7 @@ def _run_and_report_errors(
             raise
         if isinstance(error, KeyboardInterrupt):
             world.abort(130)
-        end_job(world, error)
+        abort_with_error(world, error)
         return 1
 
 
@@ -171,7 +172,7 @@ def create_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole
     return Watchdog(timeout, whole_process=whole_process, rank=rank, size=size, folder=arguments.folder)
 
 
-def _on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Transport], int]) -> int:
+def _run_on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Transport], int]) -> int:
     """Call run_rank(transport) on every virtual rank, a thread each, and return the highest exit code."""
     if arguments.ranks is not None:
         raise LaunchError("--virtual runs all ranks in this process, and -n starts processes; give one of them")
@@ -240,7 +241,7 @@ def _exit_if_longer_than(seconds: float, text: str) -> Iterator[None]:
     """End this process with exit code 1 and print `text` if the block takes longer than `seconds`."""
     supervisor, null = connection_descriptor(os.environ), subprocess.DEVNULL
     reporter = subprocess.Popen(
-        ["/bin/sh", "-c", _REPORT_STALL, text],
+        ["/bin/sh", "-c", _STALL_REPORT_SCRIPT, text],
         stdin=subprocess.PIPE,
         stdout=null if supervisor is None else supervisor,
         start_new_session=True,

@@ -17,18 +17,15 @@ from contextlib import suppress
 from typing import IO
 
 from .. import safe_path
-from ..system.signals import signal_name
+from ..system.signals import describe_exit_code
 from ..version import __version__
 from .parent_watch import end_process
 
-MODULE = "neondist.launcher.remote"
-"""This module, which is run on the remote side."""
-UNREACHABLE_CODE = 255
+REMOTE_MODULE = "neondist.launcher.remote"
+UNREACHABLE_EXIT_CODE = 255
 """Exit code of ssh without a connection, or after its loss."""
-_KILL_DELAY = 10.0
-"""Seconds between the signal to end the command and SIGKILL."""
-_CLOSE_DELAY = 2.0
-"""Seconds after which the connection of a killed command is closed."""
+_SIGKILL_AFTER_SECONDS = 10.0
+_CLOSE_AFTER_KILL_SECONDS = 2.0
 _MAX_REQUEST_CHARACTERS = 1 << 20
 _REMOTE_SHELL_SCRIPT = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
 echo "error: $0: has no $1 with $2; install neondist there in the same folders, or give the node its python_venv in a \
@@ -38,11 +35,11 @@ exit 2"""
 
 def remote_side_command(host: str) -> list[str]:
     """Return the command that runs the remote side on a host with the same files; it reports missing files."""
-    return ["sh", "-c", _REMOTE_SHELL_SCRIPT, host, *safe_path.python_command(MODULE)]
+    return ["sh", "-c", _REMOTE_SHELL_SCRIPT, host, *safe_path.python_command(REMOTE_MODULE)]
 
 
 class RemoteProcess:
-    """Command on another machine, a `fork_server.Process`; its exit code is UNREACHABLE_CODE if the machine is lost.
+    """Command on another machine, a `fork_server.Process`; with exit code UNREACHABLE_EXIT_CODE if the machine is lost.
 
     Parameters
     ----------
@@ -86,7 +83,7 @@ class RemoteProcess:
         """Send SIGKILL, and close the connection if it does not end."""
         self.send_signal(signal.SIGKILL)
         try:
-            self._process.wait(_CLOSE_DELAY)
+            self._process.wait(_CLOSE_AFTER_KILL_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
@@ -99,10 +96,10 @@ class RemoteProcess:
 
 def describe_exit_cause(code: int, host: str) -> str:
     """Describe the cause of the end of a killed process on a host."""
-    return f"connection to {host} lost" if code == UNREACHABLE_CODE else signal_name(code)
+    return f"connection to {host} lost" if code == UNREACHABLE_EXIT_CODE else describe_exit_code(code)
 
 
-def _run_request(requests: IO[str]) -> int:
+def _run_requested_command(requests: IO[str]) -> int:
     """Run the command in the first line; return its exit code, 128 + n if killed by signal n."""
     request, host = json.loads(requests.readline(_MAX_REQUEST_CHARACTERS)), os.uname().nodename
     if request["version"] != __version__:
@@ -130,8 +127,8 @@ def _forward_signals(requests: IO[str], child: subprocess.Popen[bytes]) -> None:
     """Forward signals; end the command when the connection ends."""
     for line in requests:
         child.send_signal(int(line))
-    end_process(child, _KILL_DELAY)
+    end_process(child, _SIGKILL_AFTER_SECONDS)
 
 
 if __name__ == "__main__":
-    sys.exit(_run_request(sys.stdin))
+    sys.exit(_run_requested_command(sys.stdin))

@@ -13,7 +13,7 @@ MIN_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, as a fallback if the newest is damaged."""
 
 
-def find_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
+def checkpoint_versions(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the checkpoints of a folder, with inodes and times that identify each version."""
     from ..io.output import CHECKPOINT_PATTERNS
 
@@ -21,9 +21,9 @@ def find_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
-def restore_newest(folder: Path) -> Path:
+def restore_newest_checkpoint(folder: Path) -> Path:
     """Return the newest intact checkpoint of a run, after copying it over a damaged newer one."""
-    from ..io.checkpoint import kept_files
+    from ..io.checkpoint import checkpoints_by_step
     from ..io.checkpoint.checksum import verify_checksum
     from ..io.files import atomic_replacement
     from ..io.output import CHECKPOINT
@@ -31,7 +31,7 @@ def restore_newest(folder: Path) -> Path:
 
     stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_stage_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
-    for candidate in (path, *kept_files(path)):
+    for candidate in (path, *checkpoints_by_step(path)):
         with suppress(DataError):
             verify_checksum(candidate)
             if candidate != path:

@@ -13,15 +13,13 @@ from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
-from .members import COOL_DOWN, HOST_WAIT, POLL_INTERVAL
-from .monitor import LOOPBACK
+from .members import HOST_COOL_DOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
+from .monitor import LOOPBACK_ADDRESS
 from .slots import Demand, SlotTable
 
-LOCAL = "localhost"
-CHECK_INTERVAL = 0.25
-"""Seconds between checks of the slots of other jobs."""
-_REPORT_INTERVAL = 30.0
-"""Seconds between messages of a waiting job."""
+LOCAL_HOST = "localhost"
+SLOT_CHECK_SECONDS = 0.25
+_WAIT_REPORT_SECONDS = 30.0
 
 
 def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int]:
@@ -35,16 +33,16 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
         The list of hosts cannot be read.
     """
     if source is None:
-        return {LOCAL: threads.count_cores()}
+        return {LOCAL_HOST: threads.count_cores()}
     node = os.uname().nodename
     slots_by_host: dict[str, int] = {}
     for host, slots in (source.read() if reread else source.slots_at_start).items():
-        name = LOCAL if host in (LOCAL, LOOPBACK, node, node.partition(".")[0]) else host
+        name = LOCAL_HOST if host in (LOCAL_HOST, LOOPBACK_ADDRESS, node, node.partition(".")[0]) else host
         slots_by_host[name] = slots_by_host.get(name, 0) + slots
     return slots_by_host
 
 
-def check_demand(demand: Demand, source: HostSource | None) -> None:
+def reject_unreachable_maximum(demand: Demand, source: HostSource | None) -> None:
     """Raise an error if a job can never reach its maximum; the list of a script may grow."""
     hosts = read_slots(source)
     slots, capacity = sum(hosts.values()), sum(slots // demand.slots_per_worker for slots in hosts.values())
@@ -79,7 +77,7 @@ class ElasticSlots:
         table: SlotTable,
         read_hosts: Callable[[], Mapping[str, int]],
         exclude_host: Callable[[str], None] = lambda host: None,
-        wait_limit: float = HOST_WAIT,
+        wait_limit: float = HOST_WAIT_SECONDS,
         excluded_hosts: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._table, self._read_hosts, self._exclude_host, self.wait_limit, self._excluded_hosts = (
@@ -101,17 +99,17 @@ class ElasticSlots:
             waited = time.monotonic() - start
             if waited >= limit:
                 return None
-            if int(waited / _REPORT_INTERVAL) > reports:
-                reports = int(waited / _REPORT_INTERVAL)
+            if int(waited / _WAIT_REPORT_SECONDS) > reports:
+                reports = int(waited / _WAIT_REPORT_SECONDS)
                 report(f"waiting for slots: {self.describe_slot_users()}; giving up in {limit - waited:.0f} s")
-            sleep(CHECK_INTERVAL)
+            sleep(SLOT_CHECK_SECONDS)
         return None
 
     def is_check_due(self) -> bool:
         """Whether it is time to compare the number of workers with the slots."""
         if time.monotonic() < self._next_check:
             return False
-        self._next_check = time.monotonic() + CHECK_INTERVAL
+        self._next_check = time.monotonic() + SLOT_CHECK_SECONDS
         return True
 
     def has_room(self) -> bool:
@@ -131,14 +129,14 @@ class ElasticSlots:
         used = self._table.workers * self._table.demand.slots_per_worker
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job waits"
 
-    def free_slots(self, host: str, permanently: bool) -> None:
-        """Free the slots of a worker, as `SlotTable.free_slots`."""
-        self._table.free_slots(host, permanently)
+    def free_worker_slots(self, host: str, permanently: bool) -> None:
+        """Free the slots of a worker, as `SlotTable.free_worker_slots`."""
+        self._table.free_worker_slots(host, permanently)
 
-    def free_lost_host(self, host: str) -> None:
+    def free_slots_on_lost_host(self, host: str) -> None:
         """Free the slots of a worker on an unreachable host, and exclude that host for a while."""
         self._exclude_host(host)
-        self._table.free_slots(host)
+        self._table.free_worker_slots(host)
 
     def report_giving_up(self) -> None:
         """Report that the job ends after it waited too long for its minimum."""
@@ -155,13 +153,13 @@ class ElasticSlots:
 
 @contextmanager
 def open_elastic_slots(
-    demand: Demand, source: HostSource | None, wait_limit: float = HOST_WAIT
+    demand: Demand, source: HostSource | None, wait_limit: float = HOST_WAIT_SECONDS
 ) -> Iterator[ElasticSlots]:
     """Yield the slots of a job, which shares them with other jobs; the list of hosts is polled meanwhile.
 
     New hosts are checked first, and are excluded for a while if they cannot run workers.
     """
-    pool, closed = HostPool(lambda: read_slots(source, reread=True), COOL_DOWN), threading.Event()
+    pool, closed = HostPool(lambda: read_slots(source, reread=True), HOST_COOL_DOWN_SECONDS), threading.Event()
     hosts = pool.listed_slots = read_slots(source)
     checked = set(hosts)
 
@@ -170,7 +168,7 @@ def open_elastic_slots(
         return {host: slots for host, slots in hosts.items() if host in checked and host not in excluded}
 
     def check(joined: set[str]) -> None:
-        reasons = find_unusable_hosts(joined - {LOCAL}, os.environ)
+        reasons = find_unusable_hosts(joined - {LOCAL_HOST}, os.environ)
         for message in pool.exclude_unusable(reasons):
             say(message, sys.stderr)
         checked.update(joined - reasons.keys())
@@ -178,7 +176,7 @@ def open_elastic_slots(
     def watch() -> None:
         nonlocal hosts
         reported, shrunk = "", 0
-        while not closed.wait(POLL_INTERVAL):
+        while not closed.wait(HOST_LIST_POLL_SECONDS):
             pool.refresh()
             if pool.refresh_error not in ("", reported):
                 say(f"hosts: {pool.refresh_error}; keeping the last list", sys.stderr)
@@ -203,6 +201,6 @@ def describe_change(before: int, after: int, reason: str) -> str:
     return f"workers: {before} -> {after} ({reason})"
 
 
-def choose_released(indices: Sequence[int], count: int) -> list[int]:
+def choose_workers_to_release(indices: Sequence[int], count: int) -> list[int]:
     """Return the workers to release: the last ones; never worker 0, which writes the run."""
     return sorted((index for index in indices if index > 0), reverse=True)[:count]

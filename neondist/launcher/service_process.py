@@ -9,9 +9,9 @@ from ..errors import LaunchError
 from ..terminal.console import say
 from .fork_server import Process
 from .job_nodes import JobNode, NodeLostError
-from .remote import UNREACHABLE_CODE, describe_exit_cause
+from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
 
-MAX_RESTARTS = 5
+MAX_SERVICE_RESTARTS = 5
 """Maximum number of restarts of a killed service."""
 
 
@@ -68,11 +68,11 @@ class ServiceProcess:
 
     def _handle_exit(self, code: int) -> None:
         if 0 <= code <= 128:
-            raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
-        if code == UNREACHABLE_CODE and not self._node.is_reachable():
+            raise LaunchError(f"{self.name} has ended with exit code {code}; correct the error reported above")
+        if code == UNREACHABLE_EXIT_CODE and not self._node.is_reachable():
             raise NodeLostError(self._node.name)
-        if self.restarts == MAX_RESTARTS:
-            raise LaunchError(f"{self.name} was killed {MAX_RESTARTS + 1} times; continue with --resume auto")
+        if self.restarts == MAX_SERVICE_RESTARTS:
+            raise LaunchError(f"{self.name} was killed {MAX_SERVICE_RESTARTS + 1} times; continue with --resume auto")
         self.restarts += 1
         cause = describe_exit_cause(code, self._node.name)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)

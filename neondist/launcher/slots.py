@@ -27,7 +27,6 @@ except ImportError:  # no POSIX
     fcntl = None  # type: ignore[assignment]
 
 LOCK_TIMEOUT = 2.0
-"""Seconds for which a job waits for the lock on the files."""
 _OPEN_FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MAX_ENTRY_BYTES = 1 << 16
 _MAX_COUNT = 1 << 22
@@ -79,24 +78,24 @@ def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
 
 
 @dataclass
-class _Entry:
+class _JobEntry:
     """Contents of a job's file: its place in the order of jobs, its bounds, and its workers on each host."""
 
     order: int
     demand: Demand
-    held: Counter[str] = field(default_factory=Counter)
+    workers_by_host: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_waiting(self) -> bool:
         """Whether the job has less than its minimum."""
-        return self.held.total() < self.demand.min_workers
+        return self.workers_by_host.total() < self.demand.min_workers
 
     def format(self) -> bytes:
         bounds = dict(zip(("low", "high", "width"), astuple(self.demand), strict=True))
-        return json.dumps({"order": self.order, **bounds, "held": dict(self.held)}).encode()
+        return json.dumps({"order": self.order, **bounds, "held": dict(self.workers_by_host)}).encode()
 
     @classmethod
-    def parse(cls, text: bytes) -> _Entry | None:
+    def parse(cls, text: bytes) -> _JobEntry | None:
         """Return the entry in a file; None if it is invalid."""
         try:
             fields = json.loads(text)
@@ -126,13 +125,13 @@ class SlotTable:
     def __init__(self, demand: Demand, folder: Path | None = None) -> None:
         self._folder = shared_slots_folder() if folder is None else folder
         self._own_path = self._folder / f"job-{os.getpid()}-{secrets.token_hex(4)}.json"
-        self._own_entry, self._own_descriptor = _Entry(0, demand), -1
+        self._own_entry, self._own_descriptor = _JobEntry(0, demand), -1
 
     def __enter__(self) -> SlotTable:
-        with _launch_errors(self._folder), self._hold_lock() as locked:
+        with _translate_os_errors(self._folder), self._hold_lock() as locked:
             if not locked:
                 raise LaunchError(
-                    f"{self._folder}: another job has locked it for {LOCK_TIMEOUT:g} s; end that job if it is stopped"
+                    f"{self._folder}: another job has locked it for {LOCK_TIMEOUT:g} s; try again, or end that job"
                 )
             self._own_entry.order = 1 + max((one.order for one in self._read_other_entries()), default=0)
             self._own_descriptor = os.open(self._own_path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -153,7 +152,7 @@ class SlotTable:
     @property
     def workers(self) -> int:
         """Workers for which this job holds slots."""
-        return self._own_entry.held.total()
+        return self._own_entry.workers_by_host.total()
 
     def take_slots(self, hosts: Mapping[str, int]) -> list[str]:
         """Take slots for as many more workers as the fair share and the hosts allow.
@@ -172,7 +171,7 @@ class SlotTable:
             if others is None:
                 return []
             assigned = self._hosts_of_new_workers(hosts, others)
-            self._own_entry.held.update(assigned)
+            self._own_entry.workers_by_host.update(assigned)
             return assigned
 
     def has_room(self, hosts: Mapping[str, int]) -> bool:
@@ -180,10 +179,10 @@ class SlotTable:
         with self._update_entries() as others:
             return bool(others is not None and self._hosts_of_new_workers(hosts, others))
 
-    def free_slots(self, host: str, permanently: bool = False) -> None:
+    def free_worker_slots(self, host: str, permanently: bool = False) -> None:
         """Free the slots of a worker on a host; `permanently`: the job is about to end and needs no others."""
-        self._own_entry.held[host] -= 1  # first: if the files are locked, the next update records it
-        self._own_entry.held += Counter()
+        self._own_entry.workers_by_host[host] -= 1  # first: if the files are locked, the next update records it
+        self._own_entry.workers_by_host += Counter()
         if permanently:
             low, high = (min(bound, self.workers) for bound in (self.demand.min_workers, self.demand.max_workers))
             self._own_entry.demand = Demand(low, high, self.demand.slots_per_worker)
@@ -200,28 +199,27 @@ class SlotTable:
     def describe_users(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
         with self._update_entries() as others:
-            used = sum(entry.held.total() * entry.demand.slots_per_worker for entry in others or [])
+            used = sum(entry.workers_by_host.total() * entry.demand.slots_per_worker for entry in others or [])
         total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
         needed = self.demand.min_workers * self.demand.slots_per_worker
         return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
-    def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
-        """Return the hosts of the workers that this job may add."""
+    def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> list[str]:
         missing = self._fair_share(hosts, others) - self.workers
         available: list[str] = []
         for host, slots in _count_free_slots(hosts, [self._own_entry, *others]).items():
             available += [host] * max(0, min(slots // self.demand.slots_per_worker, missing - len(available)))
         return available if self.workers + len(available) >= self.demand.min_workers else []
 
-    def _fair_share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
+    def _fair_share(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> int:
         """Return the fair share of this job, in workers; running jobs precede waiting ones."""
         entries = sorted([self._own_entry, *others], key=lambda entry: (entry.is_waiting, entry.order))
         shares = fair_shares(sum(hosts.values()), [entry.demand for entry in entries])
         return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own_entry)
 
     @contextmanager
-    def _update_entries(self) -> Iterator[list[_Entry] | None]:
+    def _update_entries(self) -> Iterator[list[_JobEntry] | None]:
         """Yield the entries of other jobs, and write that of this job on exit.
 
         Yields None while the files are locked or if they were removed: a running job stays as it is.
@@ -229,12 +227,12 @@ class SlotTable:
         if not self._folder.is_dir():
             yield None
             return
-        with _launch_errors(self._folder), self._hold_lock() as locked:
+        with _translate_os_errors(self._folder), self._hold_lock() as locked:
             yield self._read_other_entries() if locked else None
             if locked:
                 self._write_entry()
 
-    def _read_other_entries(self) -> list[_Entry]:
+    def _read_other_entries(self) -> list[_JobEntry]:
         """Return the entries of other jobs; the files of ended jobs are removed."""
         entries = []
         for path in sorted(self._folder.glob("job-*.json")):
@@ -250,7 +248,7 @@ class SlotTable:
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                entry = _Entry.parse(os.pread(descriptor, _MAX_ENTRY_BYTES, 0))
+                entry = _JobEntry.parse(os.pread(descriptor, _MAX_ENTRY_BYTES, 0))
                 entries += [entry] if entry is not None else []
             finally:
                 os.close(descriptor)
@@ -288,7 +286,7 @@ def shared_slots_folder() -> Path:
     path = Path(tempfile.gettempdir(), f"neondist-{user}") / "slots"
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
         path = Path(runtime, "neondist") / "slots"
-    with _launch_errors(path):
+    with _translate_os_errors(path):
         for folder in (path.parent, path):
             with suppress(FileExistsError):
                 folder.mkdir(0o700)
@@ -302,13 +300,12 @@ def shared_slots_folder() -> Path:
 
 
 @contextmanager
-def _launch_errors(folder: Path) -> Iterator[None]:
+def _translate_os_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise LaunchError(
-            f"{folder}: jobs share slots there, but it is unusable ({error.strerror}); set XDG_RUNTIME_DIR to a"
-            " folder of your own"
+            f"{folder}: jobs cannot share slots in it ({error.strerror}); set XDG_RUNTIME_DIR to a folder of your own"
         ) from error
 
 
@@ -324,11 +321,10 @@ def _try_lock(descriptor: int, seconds: float) -> bool:
             time.sleep(0.01)
 
 
-def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> dict[str, int]:
-    """Return the free slots of each host."""
+def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_JobEntry]) -> dict[str, int]:
     used: Counter[str] = Counter()
     for entry in entries:
-        for host, workers in entry.held.items():
+        for host, workers in entry.workers_by_host.items():
             used[host] += workers * entry.demand.slots_per_worker
     return {host: max(0, slots - used[host]) for host, slots in hosts.items()}
 

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from ..io.checkpoint.snapshots import SUPERVISOR_VARIABLE
+from ..io.checkpoint.snapshots import SUPERVISOR_ENV
 from ..system.heartbeat import NONCE_BYTES, PROOF_BYTES, compute_proof, receive_bytes
 from .monitor import format_address, listen
 
-_TIMEOUT = 5.0
+_GREETING_TIMEOUT = 5.0
 """seconds for a greeting, and for all processes to exit"""
 _MAX_GREETING_BYTES = 256
-"""bytes of a greeting"""
 
 
 class SnapshotKeepers:
@@ -43,7 +42,7 @@ class SnapshotKeepers:
         self._connection_by_node: dict[str, socket.socket] = {}
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._listeners = [listen(address, 64) for address in addresses]
-        self.environment = {SUPERVISOR_VARIABLE: " ".join([self._key, *map(format_address, self._listeners)])}
+        self.environment = {SUPERVISOR_ENV: " ".join([self._key, *map(format_address, self._listeners)])}
         self._thread = threading.Thread(target=self._serve, name="keepers", daemon=True)
 
     def __enter__(self) -> SnapshotKeepers:
@@ -54,7 +53,7 @@ class SnapshotKeepers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._wake_sender.close()
-        self._thread.join(2 * _TIMEOUT)
+        self._thread.join(2 * _GREETING_TIMEOUT)
         for connection in list(self._connection_by_node.values()):
             if self.exit_message:
                 _send_exit_message(connection, self.exit_message)
@@ -82,7 +81,7 @@ class SnapshotKeepers:
         """Accept a connection from a rank that proves the key; the process that keeps snapshots inherits it."""
         with suppress(OSError):
             connection = listener.accept()[0]
-            connection.settimeout(_TIMEOUT)
+            connection.settimeout(_GREETING_TIMEOUT)
             nonce, node = secrets.token_bytes(NONCE_BYTES), b""
             connection.sendall(nonce)
             if hmac.compare_digest(receive_bytes(connection, PROOF_BYTES), compute_proof(self._key, nonce, "rank")):

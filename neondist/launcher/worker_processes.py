@@ -14,13 +14,12 @@ from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from .fork_server import Process
 from .job_nodes import JobNodes
-from .remote import UNREACHABLE_CODE, describe_exit_cause
-from .scaling import ElasticSlots, choose_released, describe_change
+from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
+from .scaling import ElasticSlots, choose_workers_to_release, describe_change
 from .service_process import ServiceProcess
 
 T = TypeVar("T")
-MAX_RESTARTS = 5
-"""Maximum number of restarts of a killed worker."""
+MAX_WORKER_RESTARTS = 5
 RELEASE_TIMEOUT = 60.0
 """Seconds for a worker to finish its minibatch and exit before it is killed to free its slots."""
 
@@ -124,14 +123,14 @@ class WorkerProcesses:
             self._unreported_workers = {
                 index for index in self._unreported_workers - self._workers.keys() if not self._report_lost(index)
             }
-            if not self._workers and (ended := self._finish_or_refill()) is not None:
+            if not self._workers and (ended := self._exit_code_or_refill()) is not None:
                 return ended
             if self._elastic_slots is not None and self._elastic_slots.is_check_due():
                 self._adjust_worker_count(self._elastic_slots)
             time.sleep(0.05)
 
-    def retry(self, call: Callable[[], T], patience: float = 120.0) -> T:
-        """Call services, which are restarted as needed, until they are available; return the result."""
+    def call_with_restarts(self, call: Callable[[], T], patience: float = 120.0) -> T:
+        """Call services, restarting them as needed, until the call succeeds; return its result."""
         end = time.monotonic() + patience
         while True:
             self._restart_killed_services()
@@ -142,7 +141,7 @@ class WorkerProcesses:
                     raise
                 time.sleep(0.1)
 
-    def _finish_or_refill(self) -> int | None:
+    def _exit_code_or_refill(self) -> int | None:
         """Return the exit code of a job without workers; None if it obtained other hosts for them."""
         if self._exit_codes or self._elastic_slots is None:
             return max(self._exit_codes.values())
@@ -165,7 +164,7 @@ class WorkerProcesses:
             return self._restart_worker(index, worker, code)
         del self._workers[index]
         if self._elastic_slots is not None:
-            self._elastic_slots.free_slots(worker.host, permanently=not is_released)
+            self._elastic_slots.free_worker_slots(worker.host, permanently=not is_released)
         if is_released:
             return None
         self._exit_codes[index] = (
@@ -175,19 +174,21 @@ class WorkerProcesses:
 
     def _restart_worker(self, index: int, worker: _Worker, code: int) -> int | None:
         restarts = self._restart_counts.get(index, 0)
-        if restarts == MAX_RESTARTS:
-            say(f"error: worker {index} was killed {MAX_RESTARTS + 1} times; start the command again", sys.stderr)
+        if restarts == MAX_WORKER_RESTARTS:
+            say(
+                f"error: worker {index} was killed {MAX_WORKER_RESTARTS + 1} times; start the command again", sys.stderr
+            )
             return 128 - code if code < 0 else code
         self._restart_counts[index] = restarts + 1
-        if code == UNREACHABLE_CODE and self._elastic_slots is not None:
+        if code == UNREACHABLE_EXIT_CODE and self._elastic_slots is not None:
             self._report_change(-1, f"{worker.host} cannot be reached")
             del self._workers[index]
-            self._elastic_slots.free_lost_host(worker.host)
+            self._elastic_slots.free_slots_on_lost_host(worker.host)
             return None
         cause, location = describe_exit_cause(code, worker.host), ""
-        if code == UNREACHABLE_CODE:
+        if code == UNREACHABLE_EXIT_CODE:
             hosts = [other.host for other in self._workers.values() if other is not worker]
-            worker.host = self._nodes.choose_replacement(worker.host, hosts)
+            worker.host = self._nodes.choose_replacement_node(worker.host, hosts)
             location = f" on {worker.host}"
         say(f"worker {index} was killed ({cause}); restarted{location}", sys.stderr)
         self._log_event("restart", worker=index, cause=cause, host=worker.host)
@@ -212,14 +213,14 @@ class WorkerProcesses:
             self._add_workers(elastic_slots)
 
     def _release_workers(self, count: int, reason: str, only_idle: bool = False) -> None:
-        """Release the last workers: after their minibatch, or at once if they have not started a task."""
+        """Release the workers of the highest indices, after their minibatch or at once if they have no task."""
         candidates = [index for index, worker in self._workers.items() if worker.deadline is None]
         progress = self._fetch_progress()
         if only_idle:
             candidates = [
                 index for index in candidates if progress is not None and index not in progress.started_workers
             ]
-        released = choose_released(candidates, count)
+        released = choose_workers_to_release(candidates, count)
         if not released:
             return
         self._report_change(-len(released), reason)

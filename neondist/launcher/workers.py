@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
-from ..io.generation_log import GenerationLog
 from ..io.output import SERVER_FOLDER, has_run, remove_run_files
+from ..io.run_event_log import RunEventLog
 from ..system.collector import freeze_new_objects
 from ..system.job import detect_job
 from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from .fork_server import ForkServer, Process, open_fork_server
-from .job_nodes import JobNode, JobNodes, NodeLostError, assign_workers, open_nodes
+from .job_nodes import JobNode, JobNodes, NodeLostError, assign_workers, checked_job_nodes
 from .launch import rank_args
-from .members import HOST_WAIT
-from .mpirun import YIELDING
+from .members import HOST_WAIT_SECONDS
+from .mpirun import YIELD_WHEN_IDLE_VARIABLES
 from .parent_watch import end_with_parent
 from .scaling import ElasticSlots, open_elastic_slots
 from .service_process import ServiceProcess
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ..services.training import WorkerAssignment
 
 SERVERS_VARIABLE = "NEONDIST_SERVERS"
-"""Environment variable set for workers."""
-MAX_SERVERS = 4
+DEFAULT_MAX_SERVERS = 4
 
 
 def _import_modules() -> None:
@@ -49,9 +48,9 @@ def _import_modules() -> None:
     from .. import train  # noqa: F401
     from ..io import environment  # noqa: F401
     from ..services import master_client, recovery, server, training  # noqa: F401
-    from ..torch.training.definition import load_capture
+    from ..torch.training.definition import preload_capture_imports
 
-    load_capture()
+    preload_capture_imports()
 
 
 def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
@@ -75,7 +74,7 @@ def read_worker_assignment(environ: Mapping[str, str]) -> WorkerAssignment | Non
         return None
     from ..services.training import WorkerAssignment
 
-    return WorkerAssignment.read(environ)
+    return WorkerAssignment.from_environment(environ)
 
 
 def end_with_supervisor(environ: Mapping[str, str]) -> None:
@@ -84,7 +83,7 @@ def end_with_supervisor(environ: Mapping[str, str]) -> None:
         end_with_parent()
 
 
-def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
+def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
     """Raise LaunchError, before anything is written, if an experiment needs servers but cannot have them."""
     if experiment.server_strategy is None or SERVERS_VARIABLE in os.environ:
         return
@@ -95,7 +94,7 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
             raise LaunchError(
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
-    _check_resume(arguments)
+    _check_resumable(arguments)
     if detect_job(os.environ) is not None or ranks == 1:
         raise LaunchError(
             f"strategy: needs servers, which neondist run FILE.yaml -n P starts for P ranks; {remedy[3:]}"
@@ -133,7 +132,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             remove_run_files(folder)
     if not arguments.resume:
         shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
-    log = GenerationLog(arguments.folder, bool(arguments.resume))
+    log = RunEventLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
         places, elastic_slots = assign_workers(arguments, shape.replicas, shape.tiles), None
         hosts = [host for host, count in places.items() for _ in range(count)]
@@ -141,13 +140,13 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
             elastic_slots = stack.enter_context(
-                open_elastic_slots(demand, arguments.slots_from, arguments.slots_wait or HOST_WAIT)
+                open_elastic_slots(demand, arguments.slots_from, arguments.slots_wait or HOST_WAIT_SECONDS)
             )
             slots = _wait_for_slots(arguments, elastic_slots, log)
             if isinstance(slots, int):
                 return slots
             hosts = slots
-        nodes = stack.enter_context(open_nodes(arguments, hosts, shape.tiles))
+        nodes = stack.enter_context(checked_job_nodes(arguments, hosts, shape.tiles))
         code = None
         while code is None:
             try:
@@ -162,7 +161,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     return code
 
 
-def _wait_for_slots(arguments: argparse.Namespace, elastic_slots: ElasticSlots, log: GenerationLog) -> list[str] | int:
+def _wait_for_slots(arguments: argparse.Namespace, elastic_slots: ElasticSlots, log: RunEventLog) -> list[str] | int:
     """Wait for the hosts of the first workers; return them, or the exit code if no slots became free."""
     received = arguments.signals.received
 
@@ -188,49 +187,51 @@ def _run_job(
     stack: ExitStack,
     nodes: JobNodes,
     elastic_slots: ElasticSlots | None,
-    log: GenerationLog,
+    log: RunEventLog,
 ) -> int:
     """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
     from ..services.training import WorkerAssignment
-    from ..services.wire import TOKEN, create_token
+    from ..services.wire import TOKEN_VARIABLE, create_token
 
     shape, token, folder = (
         experiment_grid_shape(experiment, arguments.ranks), create_token(), Path(arguments.folder, SERVER_FOLDER),
     )  # fmt: skip
     if arguments.resume == "auto" and _count_checkpointed_servers(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)
-    secret = {TOKEN: token}
+    secret = {TOKEN_VARIABLE: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
-    count = _count_checkpointed_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, MAX_SERVERS)
+    count = _count_checkpointed_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, DEFAULT_MAX_SERVERS)
 
-    def service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
-        def serve(words: Sequence[str]) -> Process:
+    def create_service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
+        def start_service(words: Sequence[str]) -> Process:
             title = f"serve {words[0]}"
             return stack.enter_context(nodes.run_process(node, ["serve", *words], secret, title, subprocess.PIPE))
 
-        return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, serve)
+        return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, start_service)
 
     servers = []
     for index in range(count):
         node = nodes.service_nodes[index % len(nodes.service_nodes)]
-        servers.append(service(f"parameter server {index}", node, ["ps"]))
+        servers.append(create_service(f"parameter server {index}", node, ["ps"]))
     for server in servers:
         server.wait_until_listening()
     addresses = tuple(server.address for server in servers)
-    master = service("master", nodes.service_nodes[0], ["master", *_master_arguments(arguments, experiment, addresses)])
+    words = ["master", *_master_arguments(arguments, experiment, addresses)]
+    master = create_service("master", nodes.service_nodes[0], words)
     master.wait_until_listening()
 
-    def start(index: int, node: str, is_restart: bool) -> Process:
+    def start_worker(index: int, node: str, is_restart: bool) -> Process:
         place = WorkerAssignment(index, addresses, master.address, token, arguments.update_rule)
         command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
-        output, variables = subprocess.DEVNULL if index else None, secret | place.environment | YIELDING
+        output = subprocess.DEVNULL if index else None
+        variables = secret | place.environment | YIELD_WHEN_IDLE_VARIABLES
         return stack.enter_context(nodes.run_process(node, command, variables, f"worker {index}", output))
 
     workers = WorkerProcesses(
-        start,
+        start_worker,
         nodes,
         [*servers, master],
-        lambda index: _report_lost(master.address, addresses, token, index),
+        lambda index: _report_lost_worker(master.address, addresses, token, index),
         elastic_slots,
         lambda: _fetch_progress(master.address, token),
         log.log_event,
@@ -238,14 +239,14 @@ def _run_job(
     arguments.signals.add_listener(workers.forward_signal)
     code = workers.watch_workers()
     if code == 0:
-        summary = workers.retry(lambda: _check_applied_once(master.address, addresses, token))
+        summary = workers.call_with_restarts(lambda: _check_applied_once(master.address, addresses, token))
         say(f"applied: {summary}; {workers.restart_summary}")
-    elif code == STOPPED_EXIT_CODE and not workers.retry(lambda: _save_checkpoint(master.address, token)):
+    elif code == STOPPED_EXIT_CODE and not workers.call_with_restarts(lambda: _save_checkpoint(master.address, token)):
         say("servers had not applied the same gradients; continue from their last checkpoint with --resume", sys.stderr)
     return code
 
 
-def _report_lost(master: str, servers: Sequence[str], token: str, index: int) -> bool:
+def _report_lost_worker(master: str, servers: Sequence[str], token: str, index: int) -> bool:
     """Requeue the task of a lost worker and remove it from the servers; return False if a service is unavailable."""
     from ..services.training import worker_name
 
@@ -299,13 +300,13 @@ def _count_checkpointed_servers(folder: Path) -> int | None:
     if not folder.is_dir():
         return None
     from ..services.checkpoint import count_servers
-    from ..services.recovery import complete_checkpoints
+    from ..services.recovery import list_complete_checkpoints
 
-    checkpoints = complete_checkpoints(folder)
+    checkpoints = list_complete_checkpoints(folder)
     return count_servers(checkpoints[-1]) if checkpoints else None
 
 
-def _check_resume(arguments: argparse.Namespace) -> None:
+def _check_resumable(arguments: argparse.Namespace) -> None:
     """Raise an error if there is no checkpoint to resume, its number of servers differs, or a run would be lost."""
     folder = Path(arguments.folder, SERVER_FOLDER)
     count = _count_checkpointed_servers(folder)

@@ -123,7 +123,11 @@ class LayerDescription(Node):
 
     def receptive_window_for(self, input_shape: Shape) -> Window | None:
         """Return the window of all dependencies of an output, the same for every cell; None if there is none."""
-        return None if self.recompute_blocker else self.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
+        return (
+            None
+            if self.recompute_blocker
+            else self.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
+        )
 
     def channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
@@ -322,7 +326,7 @@ class Layer(LayerDescription):
 
     def lower(self, builder: Any, value: int) -> int:
         """Append this layer to the graph."""
-        result: int = builder.layer(self, value)
+        result: int = builder.append_layer(self, value)
         return result
 
     def assign_names(self, prefix: str, counts: dict[str, int]) -> None:

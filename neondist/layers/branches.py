@@ -31,7 +31,7 @@ class Branches(Container):
     def lower(self, builder: Any, value: int) -> int:
         """Append all branches, and the operation that joins them."""
         values = [layer.lower(builder, value) for layer in self.layers]
-        result: int = builder.join(self, values, self.output_shape_for(builder.shapes[value]))
+        result: int = builder.append_join(self, values, self.output_shape_for(builder.shapes[value]))
         return result
 
     def can_fuse_activation(self, activation: Activation) -> bool:

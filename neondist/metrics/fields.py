@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError, ShapeError
-from ..formats.cell_weights import cell_weights, check_weights
+from ..formats.cell_weights import cell_weights, check_cell_weights
 from ..formats.fields import FieldMetadata
 from .base import Meter, Metric, MetricValue
 from .output_layout import OutputLayout
@@ -60,7 +60,7 @@ class FieldMetric(Metric):
                 f"{type(self).__name__} compares fields, but the last layer returns a vector; leave it out"
             )
         if self.weights is not None:
-            check_weights(self.weights, y_shape[:-1], fields)
+            check_cell_weights(self.weights, y_shape[:-1], fields)
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""

@@ -12,7 +12,7 @@ from ..arrays.namespace import to_host
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..optim import FlatLayout, Optimizer
-from ..parallel import Flag, ParameterShard, is_finite
+from ..parallel import Flag, ParameterShard, are_all_finite
 from ..plan import LayerPlan, micro_batch_ranges
 from .model import Model
 from .reconstruction import Reconstruction, ReconstructionCost
@@ -48,7 +48,7 @@ class Autoencoder:
         self.pool: Any = following[0] if following and following[0].pools_squares else NoPooling()
         self.residual_array = self.layer.register_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync, self.leaves = model.built_parameters, model.sync, model.leaves
-        shards = (shard for shard in self.parameters.trained if shard.layer == self.layer.name)
+        shards = (shard for shard in self.parameters.trained_shards if shard.layer_name == self.layer.name)
         self.weights_shard = next(shard for shard in shards if shard.name == "weights")
         self.cost, self.optimizer, self.orthonormal = cost, optimizer, orthonormal
         self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
@@ -174,7 +174,7 @@ class PretrainingStep(LayerStep):
         stage, xp, flags = self.trainable, self.model.context.backend.xp, self.parameters.sync.flags
         value = stage.cost_and_gradient(x, 1.0 / batch)
         cost_and_flags = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
-        cost_and_flags[1 + Flag.NON_FINITE] = xp.logical_not(is_finite(stage.layer.grads["weights"]))
+        cost_and_flags[1 + Flag.NON_FINITE] = xp.logical_not(are_all_finite(stage.layer.grads["weights"]))
         cost = to_host(stage.output.reductions.allreduce("world", cost_and_flags))
         flags.rank_counts[...] = cost[1:]
         return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.rank_counts[Flag.NON_FINITE]

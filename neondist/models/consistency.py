@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arrays.namespace import to_host
-from ..comm.agree import checksum_of
+from ..comm.agreement import checksum_of
 from ..comm.argument_text import describe_object
 from ..halo import scheme_text
 from ..parallel import LayerParameters

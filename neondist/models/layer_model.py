@@ -84,7 +84,7 @@ class LayerModel(TrainableModel):
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         average = self.slots.get(AVERAGE_SLOT)
         has_average = average is not None and self.step != self.steps_without_optimizer
-        return self.built_parameters.temporarily_replaced(average) if has_average else nullcontext()
+        return self.built_parameters.replace_values_temporarily(average) if has_average else nullcontext()
 
     def wait_for_messages(self) -> None:
         """Finish pending messages of the layers; collective."""

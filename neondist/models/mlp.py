@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..geometry import GridShape
-from ..plan import Plan, name_layer_error
+from ..plan import Plan, prefix_error_with_layer
 from .model import Model
 
 
@@ -22,5 +22,5 @@ class MLP(Model):
         for index, layer in enumerate(plan):
             if layer.window is not None:
                 error = ConfigError("an MLP has no layers with windows; use Convnet")
-                raise name_layer_error(error, index, layer.layer)
+                raise prefix_error_with_layer(error, index, layer.layer)
         return plan

@@ -19,7 +19,7 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in_precision, scheme_text
 from ..layers import Context, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
-from ..parallel import SYNC_CLASSES, GradientSync, LayerParameters, ParameterShard, TrainedSubset
+from ..parallel import SYNC_CLASSES_BY_NAME, GradientSync, LayerParameters, ParameterShard, TrainedSubset
 from ..parallel.parameters import gather_arrays, load_arrays
 from ..plan import Plan, Training, compile_plan, max_micro_batch_size, micro_batch_ranges
 from ..plan.choices import set_schemes
@@ -28,7 +28,7 @@ from ..registry.ranges import Count, Index, require_integer, require_shape
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..system.memory import PROCESS_OVERHEAD_BYTES, network_bytes_per_rank, parse_bytes
+from ..system.memory import PROCESS_OVERHEAD_BYTES, model_bytes_per_rank, parse_bytes
 from ..terminal.console import counted
 from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
@@ -162,7 +162,7 @@ class Model(LayerModel):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNC_CLASSES[sync]
+        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNC_CLASSES_BY_NAME[sync]
         self.strips: int | Literal["auto"] | None = None
         self.memory: int | None = None
         self.strategy: StrategyBuilder | Strategy | None = None
@@ -191,13 +191,13 @@ class Model(LayerModel):
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
         self.memory = self.memory if memory is None else parse_bytes("memory", memory)
-        self._sync = self._sync if sync is None else SYNC_CLASSES[sync]
+        self._sync = self._sync if sync is None else SYNC_CLASSES_BY_NAME[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if isinstance(self.strategy, Strategy) and self.strategy.schemes:
             try:
                 set_schemes(self.leaves, self.strategy.schemes)
             except ConfigError as error:
-                raise self.strategy.error(str(error), "schemes") from None
+                raise self.strategy.create_error(str(error), "schemes") from None
         for enabled, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
             for layer in self.leaves if enabled else ():
                 if layer.scheme is not None and layer.scheme.has_memory:
@@ -219,11 +219,11 @@ class Model(LayerModel):
         grid = grid or GridShape()
         if self.vector_parallel:
             alternate_divisions(self.layers, tuple(input_shape))
-        self.precision.check_dtype(self.dtype)
+        self.precision.check_parameter_dtype(self.dtype)
         for layer in self.leaves:
             rounds = declared_with(layer, "tolerates_rounded_view", "forward")
             layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
-        memory = None if self.memory is None else network_bytes_per_rank(self.memory, grid.size)
+        memory = None if self.memory is None else model_bytes_per_rank(self.memory, grid.size)
         execution = self.accumulate, self.recompute, self.strips, memory
         options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
         training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)
@@ -438,18 +438,18 @@ class Model(LayerModel):
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
-        slots = self.built_parameters.slot_shards(self.slots)
+        slots = self.built_parameters.slot_arrays(self.slots)
         self._compare_call("optimizer_state", {})
         return gather_arrays(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `optimizer_state`."""
-        load_arrays(self.built_parameters.slot_shards(self.slots), state, "optimiser state")
+        load_arrays(self.built_parameters.slot_arrays(self.slots), state, "optimiser state")
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'."""
         parameters = self.built_parameters
-        return {"model": parameters.arrays(), "optimizer": parameters.slot_shards(self.slots)}
+        return {"model": parameters.arrays(), "optimizer": parameters.slot_arrays(self.slots)}
 
     @property
     def whole_model(self) -> Model:

@@ -97,7 +97,7 @@ def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
 
     They differ only if tiles of the image overlap.
     """
-    if not images.tiles.overlaps:
+    if not images.tiles.may_overlap:
         return dx
     shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
     shared.repartition(outputs=images.tiles)

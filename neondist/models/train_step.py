@@ -10,7 +10,7 @@ import numpy as np
 
 from ..costs.mean import factors_and_denominators, local_denominators, parts_of
 from ..halo import Phase
-from ..parallel import is_finite
+from ..parallel import are_all_finite
 from ..plan import micro_batch_ranges
 from ..runtime import Pass, PassGraphs
 from ..runtime.observers.nonfinite import SavedSchemeState, find_first_nonfinite
@@ -71,7 +71,7 @@ class TrainStep(ABC):
         if not finite:
             restore()
         if not finite and self.loss_scaler is not None and np.isfinite(loss):
-            model.nonfinite_monitor.record_overflow(trainable.step, self.loss_scaler)
+            model.nonfinite_monitor.record_skip_by_overflow(trainable.step, self.loss_scaler)
         else:
             if not finite:
                 location = self.locate_nonfinite(x, targets, batch)
@@ -127,13 +127,13 @@ class ModelStep(LayerStep):
         else:
             value, dy = self._cost_and_gradient(graphs.forward(x), local, scales)
             graphs.backward(dy)
-            self.parameters.mark_all_written()
+            self.parameters.mark_all_gradients_written()
         with context.grid.observers.observe("cost"):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
             loss = model.output.sum_over_ranks(value, replicas=True)
-        self.parameters.sync.record_finiteness(is_finite(loss))
+        self.parameters.sync.record_finiteness(are_all_finite(loss))
         model.trained_parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
-        return self.parameters.read_flags(loss)
+        return self.parameters.fetch_loss_and_flags(loss)
 
     def _run_micro_batches(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
         """Return this rank's share of the mean cost, and fill its shares of the gradients, in micro-batches."""
@@ -151,9 +151,9 @@ class ModelStep(LayerStep):
                         part_value, dy = self._cost_and_gradient(run.output, targets[lo:hi], scales)
                         value += part_value
                         dys.append(dy)
-                last = batches is rounds[-1] and not trained.first
+                last = batches is rounds[-1] and not trained.first_node
                 done = self.parameters.mark_gradients_ready if last else None
-                model.executor.backward_together(runs, dys, trained.first, on_layer_done=done)
+                model.executor.backward_together(runs, dys, trained.first_node, on_layer_done=done)
             finally:
                 for run in runs:
                     run.close()
@@ -162,7 +162,7 @@ class ModelStep(LayerStep):
     def _captured_graphs(self, x: Any) -> PassGraphs | None:
         """Return captured graphs of the passes for images of this shape; None if the step is not captured."""
         model, parameters = self.model, self.parameters
-        executor, first = model.executor, model.trained_parameters.first
+        executor, first = model.executor, model.trained_parameters.first_node
         if len(micro_batch_ranges(len(x), model.accumulate)) > 1:
             return None
 

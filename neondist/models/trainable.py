@@ -188,7 +188,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     def array_backend(self) -> Backend:
         """Return the backend for the model's precision; ConfigError if it is not supported."""
-        self.precision.check_dtype(self.dtype)
+        self.precision.check_parameter_dtype(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
     def averaged_weights(self) -> AbstractContextManager[None]:

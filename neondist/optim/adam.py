@@ -59,10 +59,10 @@ class Adam(Optimizer):
         step: int,
     ) -> None:
         """Update one block in place by the bias-corrected mean over the bias-corrected root mean square."""
-        params -= self.direction(grads, slots, scratch, rate, step)
+        params -= self.compute_update(grads, slots, scratch, rate, step)
 
-    def direction(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
-        """Return the update direction, in `scratch`, and update the slots of one block."""
+    def compute_update(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
+        """Return the update of the parameters, in `scratch`, and update the slots of one block."""
         xp, mean, square = namespace(grads), slots["mean"], slots["square"]
         update_running_mean(mean, grads, self.beta1, scratch)
         square *= self.beta2
@@ -134,13 +134,13 @@ class LAMB(Adam):
         rate: float,
         step: int,
     ) -> None:
-        """Replace the gradients by Adam's direction."""
-        grads[...] = self.direction(grads, slots, scratch, 1.0, step)
+        """Replace the gradients by Adam's update without the learning rate."""
+        grads[...] = self.compute_update(grads, slots, scratch, 1.0, step)
 
     def update_whole_parameters(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
-        """Apply the scaled directions."""
+        """Subtract the updates, scaled by learning rate and trust ratio."""
         xp = namespace(params)
-        param_norms, update_norms = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
+        param_norms, update_norms = (xp.sqrt(layout.global_square_norms(array)) for array in (params, grads))
         both = (param_norms > 0) & (update_norms > 0)
         trust = xp.where(both, param_norms / xp.where(both, update_norms, 1.0), 1.0)
         factors = (rate * trust).astype(params.dtype)

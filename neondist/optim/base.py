@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.arguments import type_checked
 from ..registry.ranges import NotNegative, Positive, UnitInterval
-from .flat import FlatLayout, block_size
+from .flat import FlatLayout, cells_per_block
 from .schedule import Schedule
 
 AVERAGE_SLOT = "average"
@@ -21,34 +21,34 @@ AVERAGE_SLOT = "average"
 
 
 class Scheduled:
-    """Base of objects with a schedule."""
+    """Base of optimisers with a schedule of the learning rate."""
 
     schedule: Schedule | None
     #: whether there is a momentum that a schedule can change
     has_momentum = False
 
-    def schedule_factor(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
+    def rate_factor_at(self, epoch: float, validation_losses: Sequence[float | None] = ()) -> float:
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `rate_factor`.
 
-        `losses` are those of the validation split after each epoch so far.
+        `validation_losses` has one entry per epoch so far.
         """
         if isinstance(self.schedule, Schedule):  # other objects only need `factor`
-            return float(self.schedule.factor_after(epoch, losses))
+            return float(self.schedule.factor_given_losses(epoch, validation_losses))
         return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
 
     def momentum_at(self, epoch: float) -> float | None:
         """Return the scheduled momentum at `epoch`; None if it is not scheduled."""
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
-    def check_epochs(self, epochs: int) -> None:
+    def check_run_length(self, epochs: int) -> None:
         """Raise ConfigError about the schedule if a run of `epochs` epochs would continue at rate 0."""
         if isinstance(self.schedule, Schedule):
             try:
-                self.schedule.check_epochs(epochs)
+                self.schedule.check_run_length(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
-                        f"momentum: {type(self).__name__} has no momentum to schedule; give it momentum: 0.9, or"
-                        " leave it out here"
+                        f"momentum: {type(self).__name__} has no momentum to schedule; set momentum: 0.9 in the"
+                        " optimiser or remove momentum from the schedule"
                     )
             except ConfigError as error:
                 error.subject = self.schedule
@@ -98,13 +98,13 @@ class Optimizer(Scheduled, Registered, ABC):
         self.schedule = schedule
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of all state arrays."""
+    def all_slot_names(self) -> tuple[str, ...]:
+        """Names of all slots, including the running mean of the parameters."""
         return self.slot_names if self.ema is None else (*self.slot_names, AVERAGE_SLOT)
 
     def create_slots(self, params: Any) -> dict[str, Any]:
         """Return new zeroed slots for parameters; the caller keeps them and passes them to `update`."""
-        return {name: namespace(params).zeros_like(params) for name in self.state_names}
+        return {name: namespace(params).zeros_like(params) for name in self.all_slot_names}
 
     def update(
         self,
@@ -134,9 +134,9 @@ class Optimizer(Scheduled, Registered, ABC):
         rate = self.learning_rate * rate_factor
         xp = namespace(params)
         if self.clip_norm is not None:
-            norm = xp.sqrt(layout.square_norms(grads).sum())
-            self._multiply(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
-        scratch = xp.empty(min(block_size(params), params.size), params.dtype)
+            norm = xp.sqrt(layout.global_square_norms(grads).sum())
+            self._multiply_in_place(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
+        scratch = xp.empty(min(cells_per_block(params), params.size), params.dtype)
         for block, decays in layout.parameter_blocks(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             buffer = scratch[: p.size]
@@ -153,7 +153,7 @@ class Optimizer(Scheduled, Registered, ABC):
                 g += buffer
         self.update_whole_parameters(params, grads, rate, layout)
         if self.ema is not None:
-            self._update_average(params, slots[AVERAGE_SLOT], scratch, step, layout)
+            self._update_parameter_average(params, slots[AVERAGE_SLOT], scratch, step, layout)
 
     def with_momentum(self, momentum: float | None) -> Optimizer:
         """Return the same optimiser with another momentum, None: its own; slots remain valid."""
@@ -190,19 +190,19 @@ class Optimizer(Scheduled, Registered, ABC):
         """Return the number of float64 values that a step reduces over the tiles."""
         return num_partitioned * (self.clip_norm is not None)
 
-    def _multiply(self, array: Any, layout: FlatLayout, factor: Any) -> None:
+    def _multiply_in_place(self, array: Any, layout: FlatLayout, factor: Any) -> None:
         factor = factor.astype(array.dtype)
         for block, _ in layout.parameter_blocks(array, decay_all=True):
             array[block] *= factor
 
-    def _update_average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
-        keep = self.ema if step else 0.0
+    def _update_parameter_average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
+        decay_rate = self.ema if step else 0.0
         for block, _ in layout.parameter_blocks(params, decay_all=True):
-            update_running_mean(average[block], params[block], keep or 0.0, scratch[: params[block].size])
+            update_running_mean(average[block], params[block], decay_rate or 0.0, scratch[: params[block].size])
 
 
-def update_running_mean(mean: Any, values: Any, keep: float, scratch: Any) -> None:
-    """Update a running mean in place: mean = keep * mean + (1 - keep) * values."""
-    mean *= keep
-    namespace(values).multiply(values, 1.0 - keep, out=scratch)
+def update_running_mean(mean: Any, values: Any, decay_rate: float, scratch: Any) -> None:
+    """Update a running mean in place: mean = decay_rate * mean + (1 - decay_rate) * values."""
+    mean *= decay_rate
+    namespace(values).multiply(values, 1.0 - decay_rate, out=scratch)
     mean += scratch

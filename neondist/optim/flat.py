@@ -27,7 +27,7 @@ class FlatLayout:
     num_replicated : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional
-        Returns the sum over the ranks with the other parts; collective. None: there are no others.
+        Sums values over the ranks with the other parts. Collective. None: there are no others.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -58,8 +58,8 @@ class FlatLayout:
             for block in block_slices(array, start, stop):
                 yield block, decays
 
-    def square_norms(self, array: Any) -> Any:
-        """Return the sum of the squares of each parameter, over all its parts, in float64; collective."""
+    def global_square_norms(self, array: Any) -> Any:
+        """Return the sum of the squares of each parameter over all its parts, in float64. Collective."""
         xp = namespace(array)
         norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
         sums = xp.stack(norms) if norms else xp.zeros(0)
@@ -79,11 +79,11 @@ def _sum_of_squares(array: Any) -> Any:
 
 def block_slices(array: Any, start: int, stop: int) -> Iterator[slice]:
     """Yield the blocks of an array from start to stop."""
-    cells = block_size(array)
+    cells = cells_per_block(array)
     for at in range(start, stop, cells):
         yield slice(at, min(at + cells, stop))
 
 
-def block_size(array: Any) -> int:
+def cells_per_block(array: Any) -> int:
     """Return the number of cells per block of an array."""
     return HOST_BLOCK_CELLS if isinstance(array, np.ndarray) else DEVICE_BLOCK_CELLS

@@ -19,7 +19,7 @@ class Schedule(Registered, ABC):
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`, counted from 0; 2.5 is the middle of the third epoch."""
 
-    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+    def factor_given_losses(self, epoch: float, losses: Sequence[float | None]) -> float:
         """Return the factor at `epoch`, given the losses of the validation split after the epochs so far."""
         return self.factor(epoch)
 
@@ -27,7 +27,7 @@ class Schedule(Registered, ABC):
         """Return the momentum at `epoch`; None: the optimiser's own."""
         return None
 
-    def check_epochs(self, epochs: int) -> None:
+    def check_run_length(self, epochs: int) -> None:
         """Raise ConfigError if a run of `epochs` epochs would continue at rate 0."""
 
 
@@ -64,7 +64,7 @@ class CosineDecay(Schedule):
     def __init__(self, epochs: Count, floor: UnitInterval = 0.0) -> None:
         self.epochs, self.floor = int(epochs), float(floor)
 
-    def check_epochs(self, epochs: int) -> None:
+    def check_run_length(self, epochs: int) -> None:
         """Raise ConfigError if the rate reaches 0 before a run of `epochs` epochs ends."""
         if not self.floor:
             _check_schedule_length(self.epochs, epochs)
@@ -90,20 +90,20 @@ class Warmup(Schedule):
     def __init__(self, epochs: Positive, start: UnitInterval = 0.01, then: Schedule | None = None) -> None:
         self.epochs, self.start, self.then = float(epochs), float(start), then
 
-    def check_epochs(self, epochs: int) -> None:
+    def check_run_length(self, epochs: int) -> None:
         """Raise ConfigError if the following schedule ends too early."""
         if self.then is not None:
-            self.then.check_epochs(math.ceil(epochs - self.epochs))
+            self.then.check_run_length(math.ceil(epochs - self.epochs))
 
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`."""
-        return self.factor_after(epoch, ())
+        return self.factor_given_losses(epoch, ())
 
-    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+    def factor_given_losses(self, epoch: float, losses: Sequence[float | None]) -> float:
         """Return the factor at `epoch`, given the losses that the following schedule may need."""
         if epoch < self.epochs:
             return self.start + (1.0 - self.start) * epoch / self.epochs
-        return 1.0 if self.then is None else self.then.factor_after(epoch - self.epochs, losses)
+        return 1.0 if self.then is None else self.then.factor_given_losses(epoch - self.epochs, losses)
 
     def momentum_at(self, epoch: float) -> float | None:
         """Return the momentum of the following schedule after the warmup."""
@@ -139,7 +139,7 @@ class OneCycle(Schedule):
         self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
         self.momentum = momentum
 
-    def check_epochs(self, epochs: int) -> None:
+    def check_run_length(self, epochs: int) -> None:
         """Raise ConfigError if the cycle ends before a run of `epochs` epochs does."""
         _check_schedule_length(self.epochs, epochs)
 
@@ -194,7 +194,7 @@ class Plateau(Schedule):
         """Return 1, since no loss is known."""
         return 1.0
 
-    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+    def factor_given_losses(self, epoch: float, losses: Sequence[float | None]) -> float:
         """Return the factor after the drops so far."""
         factor, best, stale_epochs, cooldown = 1.0, math.inf, 0, 0
         for loss in losses:
@@ -215,5 +215,5 @@ def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
     if run_epochs > schedule_epochs:
         raise ConfigError(
             f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but {run_epochs} are trained;"
-            f" set this to {run_epochs} as well"
+            f" set epochs of the schedule to {run_epochs} as well"
         )

@@ -5,17 +5,17 @@ part on a rank. subset: some of the parameters. sync: sums over ranks. flags: co
 compressors: sums in fewer bytes; rows: sums of sparse parameters; compressed: the gradients that use either.
 """
 
-from .compressors import SyncState, compressed_bytes
-from .flags import HEADER_SIZE, ControlFlags, Flag
+from .compressors import SyncState, smaller_compressed_bytes
+from .flags import FLAG_HEADER_LENGTH, ControlFlags, Flag
 from .layer_parameters import LayerParameters
 from .parameters import Parameters, gather_arrays, load_arrays
 from .rows import ROWS_COMPRESSOR, row_message_bytes
 from .shard import ParameterShard
 from .subset import TrainedSubset
-from .sync import SYNC_CLASSES, AllReduce, Bucketed, GradientSync, is_finite
+from .sync import SYNC_CLASSES_BY_NAME, AllReduce, Bucketed, GradientSync, are_all_finite
 
 __all__ = [
-    "HEADER_SIZE", "ROWS_COMPRESSOR", "SYNC_CLASSES", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync",
-    "LayerParameters", "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "compressed_bytes",
-    "gather_arrays", "is_finite", "load_arrays", "row_message_bytes",
+    "FLAG_HEADER_LENGTH", "ROWS_COMPRESSOR", "SYNC_CLASSES_BY_NAME", "AllReduce", "Bucketed", "ControlFlags", "Flag",
+    "GradientSync", "LayerParameters", "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "are_all_finite",
+    "gather_arrays", "load_arrays", "row_message_bytes", "smaller_compressed_bytes",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
 from .compressors import Compressor, Shape, SyncState, create_compressor
 from .rows import ROWS_COMPRESSOR, RowExchange, SparseTable
-from .sync import is_finite
+from .sync import are_all_finite
 
 
 class CompressedGradients:
@@ -23,51 +23,51 @@ class CompressedGradients:
     ----------
     reductions : Reductions
     gradients : flat array
-        Those of these parameters.
+        Gradients of these parameters.
     parameters : iterable of (str, tuple, str)
         Name, shape and compressor of each, in their order; those of one compressor lie side by side.
 
     Attributes
     ----------
-    compressors : list of (int, Compressor)
-        Each with the start of its gradients.
+    compressors_with_start : list of (int, Compressor)
+        The start of its gradients, and each compressor.
     """
 
     def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
         self.reductions, self.gradients = reductions, gradients
-        self.compressors: list[tuple[int, Compressor]] = []
+        self.compressors_with_start: list[tuple[int, Compressor]] = []
         tables, start, ranks = [], 0, reductions.grid.size
         for text, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
             if text != ROWS_COMPRESSOR:
-                self.compressors.append((start, create_compressor(text, shapes, np.dtype(gradients.dtype))))
+                self.compressors_with_start.append((start, create_compressor(text, shapes, np.dtype(gradients.dtype))))
             for shape in shapes.values():
                 if text == ROWS_COMPRESSOR:
                     tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * ranks))
                 start += prod(shape)
         self.row_exchange = RowExchange(reductions, tables if ranks > 1 else [])
 
-    def is_finite(self) -> Any:
+    def are_all_finite(self) -> Any:
         """Return whether this rank's gradients are finite."""
-        return is_finite(self.gradients)
+        return are_all_finite(self.gradients)
 
     def sum_over_ranks(self) -> None:
-        """Replace the gradients by their sums, and keep the residuals for the next step; collective.
+        """Replace the gradients by their sums, and keep the residuals for the next step. Collective.
 
         On one rank there are none. If a sum is not finite, nothing else changes.
         """
         self.row_exchange.reduce_rows(self.gradients)
-        for start, compressor in self.compressors:
+        for start, compressor in self.compressors_with_start:
             part = self.gradients[start : start + compressor.residual.size]
             send = to_host(part) + compressor.residual
             alone = self.reductions.grid.size == 1
             total, residual = (send, np.zeros_like(send)) if alone else compressor.sum_over_ranks(self.reductions, send)
             part[...] = namespace(part).asarray(total)
-            if is_finite(total):
+            if are_all_finite(total):
                 compressor.residual[...] = residual
                 if not alone:
-                    compressor.accept_last_sum()
+                    compressor.store_state_for_next_step()
 
     def sync_states(self) -> list[SyncState]:
         """Return the state kept from step to step, as views."""
-        return [state for _, compressor in self.compressors for state in compressor.sync_states()]
+        return [state for _, compressor in self.compressors_with_start for state in compressor.sync_states()]

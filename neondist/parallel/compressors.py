@@ -45,7 +45,8 @@ class Compressor(ABC):
     ----------
     shapes : mapping of str to tuple
         Shapes of the parameters, which are contiguous.
-    setting : float
+    share_or_rank : float
+        Share of the numbers that TopK sends, or rank of PowerSGD's matrices.
     dtype : dtype of gradients
 
     Attributes
@@ -54,22 +55,22 @@ class Compressor(ABC):
         Error feedback: the part that this rank has not sent yet.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], setting: float, dtype: np.dtype) -> None:
-        self.shapes, self.setting, self.dtype = dict(shapes), setting, dtype
+    def __init__(self, shapes: Mapping[str, Shape], share_or_rank: float, dtype: np.dtype) -> None:
+        self.shapes, self.share_or_rank, self.dtype = dict(shapes), share_or_rank, dtype
         self.spans = list(pairwise(accumulate(map(prod, self.shapes.values()), initial=0)))
         self.residual = np.zeros(self.spans[-1][1], dtype)
 
     @staticmethod
     @abstractmethod
-    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
         """Return the bytes that a rank contributes to the sum of one parameter's gradient."""
 
     @abstractmethod
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum over all ranks, and the residual of this rank's gradients; collective."""
+        """Return the sum over all ranks, and the residual of this rank's gradients. Collective."""
 
-    def accept_last_sum(self) -> None:
-        """Accept the last sum."""
+    def store_state_for_next_step(self) -> None:
+        """Keep what the next step needs, once the last sum is known to be finite."""
         return
 
     def split_by_parameter(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -85,11 +86,11 @@ class Compressor(ABC):
 
 
 class HalfPrecision(Compressor):
-    """Numbers of 16 bits; each rank adds up a slice in full precision. Rounding errors are in its residual."""
+    """Base of compressors to 16-bit numbers; each rank sums a slice in full precision."""
 
     @staticmethod
-    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
-        """Return two bytes a number."""
+    def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
+        """Return two bytes per number."""
         return 2 * prod(shape)
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +107,7 @@ class HalfPrecision(Compressor):
 
     @abstractmethod
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Return the numbers."""
+        """Return 16-bit codes as numbers of the gradients' dtype."""
 
 
 class Float16(HalfPrecision):
@@ -137,14 +138,14 @@ class TopK(Compressor):
     """The largest share of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
 
     @staticmethod
-    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
         """Return the bytes of indices and values."""
-        return ceil(setting * prod(shape)) * (np.dtype(_index_dtype(prod(shape))).itemsize + itemsize)
+        return ceil(share_or_rank * prod(shape)) * (np.dtype(_index_dtype(prod(shape))).itemsize + itemsize)
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of all ranks' largest entries, in rank order, and the other entries of this rank."""
         index = _index_dtype(gradients.size)
-        chosen = [start + self._largest_indices(gradients[start:stop]) for start, stop in self.spans]
+        chosen = [start + self._indices_of_largest_magnitudes(gradients[start:stop]) for start, stop in self.spans]
         places = np.concatenate(chosen).astype(index)
         sent = np.concatenate([places.view(np.uint8), gradients[places].view(np.uint8)])
         total = np.zeros_like(gradients)
@@ -153,8 +154,8 @@ class TopK(Compressor):
         gradients[places] = 0
         return total, gradients
 
-    def _largest_indices(self, gradient: np.ndarray) -> np.ndarray:
-        least = gradient.size - ceil(self.setting * gradient.size)
+    def _indices_of_largest_magnitudes(self, gradient: np.ndarray) -> np.ndarray:
+        least = gradient.size - ceil(self.share_or_rank * gradient.size)
         return np.sort(np.argpartition(np.abs(gradient), least)[least:]) if least else np.arange(gradient.size)
 
 
@@ -167,39 +168,39 @@ class PowerSGD(Compressor):
         The right factor of each parameter's last sum, the start of the next step.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], setting: float, dtype: np.dtype) -> None:
-        super().__init__(shapes, setting, dtype)
-        sizes = {name: (cols, min(int(setting), rows, cols)) for name, (rows, cols) in self._matrix_shapes()}
+    def __init__(self, shapes: Mapping[str, Shape], share_or_rank: float, dtype: np.dtype) -> None:
+        super().__init__(shapes, share_or_rank, dtype)
+        sizes = {name: (cols, min(int(share_or_rank), rows, cols)) for name, (rows, cols) in self._matrix_shapes()}
         self.right_factors = {
             name: rng.normal(rng.key("powersgd", name), np.arange(prod(size))).reshape(size).astype(dtype)
             for name, size in sizes.items()
         }
 
     @staticmethod
-    def contribution_bytes(shape: Shape, setting: float, itemsize: int) -> int:
+    def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
         """Return the bytes of both factors."""
         rows, cols = _matrix_shape(shape)
-        return min(int(setting), rows, cols) * (rows + cols) * itemsize
+        return min(int(share_or_rank), rows, cols) * (rows + cols) * itemsize
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of the projections on the common left factor, and this rank's residual."""
         shares = {
             name: gradients[slice(*span)].reshape(_matrix_shape(self.shapes[name]))
-            for name, span in self._spans_by_name()
+            for name, span in self._named_spans()
         }
-        lefts = self._sum_factors(
+        lefts = self._sum_factors_over_ranks(
             reductions, {name: share @ self.right_factors[name] for name, share in shares.items()}
         )
         lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
         rights = {name: shares[name].T @ left for name, left in lefts.items()}
         for name, share in shares.items():
             share -= lefts[name] @ rights[name].T
-        self._last_right_factors = self._sum_factors(reductions, rights)
+        self._last_right_factors = self._sum_factors_over_ranks(reductions, rights)
         return np.concatenate(
             [(lefts[name] @ right.T).ravel() for name, right in self._last_right_factors.items()]
         ), gradients
 
-    def accept_last_sum(self) -> None:
+    def store_state_for_next_step(self) -> None:
         """Keep the last right factors for the next step."""
         for name, right in self._last_right_factors.items():
             self.right_factors[name][...] = right
@@ -212,17 +213,17 @@ class PowerSGD(Compressor):
     def _matrix_shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
         return ((name, _matrix_shape(shape)) for name, shape in self.shapes.items())
 
-    def _spans_by_name(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _named_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
         return zip(self.shapes, self.spans, strict=True)
 
     @staticmethod
-    def _sum_factors(reductions: Reductions, right_factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the sums over all ranks, in one message."""
-        flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in right_factors.values()]))
-        ends = pairwise(accumulate((factor.size for factor in right_factors.values()), initial=0))
+    def _sum_factors_over_ranks(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the sum of each factor over all ranks, in one message."""
+        flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
+        ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
         return {
             name: flat[start:stop].reshape(factor.shape)
-            for (name, factor), (start, stop) in zip(right_factors.items(), ends, strict=True)
+            for (name, factor), (start, stop) in zip(factors.items(), ends, strict=True)
         }
 
 
@@ -233,20 +234,20 @@ COMPRESSORS_BY_NAME: dict[str, type[Compressor]] = {
 
 def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
     """Return the compressor for a canonical text, such as 'topk(0.01)', and some parameters."""
-    kind, setting = _parse_compressor(text)
-    return kind(shapes, setting, dtype)
+    kind, share_or_rank = _parse_compressor(text)
+    return kind(shapes, share_or_rank, dtype)
 
 
-def compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
+def smaller_compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
     """Return the bytes of a parameter's compressed gradient; None if it has fewer uncompressed."""
-    kind, setting = _parse_compressor(text)
-    nbytes = kind.contribution_bytes(shape, setting, itemsize)
+    kind, share_or_rank = _parse_compressor(text)
+    nbytes = kind.contribution_bytes(shape, share_or_rank, itemsize)
     return nbytes if nbytes < prod(shape) * itemsize else None
 
 
 def _parse_compressor(text: str) -> tuple[type[Compressor], float]:
-    name, _, setting = text.rstrip(")").partition("(")
-    return COMPRESSORS_BY_NAME[name], float(setting or 0)
+    name, _, share_or_rank = text.rstrip(")").partition("(")
+    return COMPRESSORS_BY_NAME[name], float(share_or_rank or 0)
 
 
 def _index_dtype(size: int) -> type[np.integer]:

@@ -6,8 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 
-HEADER_SIZE = 16
-"""Numbers sent: a multiple that keeps the gradients after them aligned."""
+FLAG_HEADER_LENGTH = 16
+"""Number of array elements for flags, in front of the gradients; keeps the gradients aligned."""
 
 
 class Flag(IntEnum):
@@ -16,7 +16,7 @@ class Flag(IntEnum):
     NON_FINITE = 0
     SIGTERM = 1
     SIGUSR1 = 2
-    TIME = 3
+    TIME_LIMIT = 3
     STOP = 4
     SNAPSHOT = 5
 
@@ -28,14 +28,14 @@ class ControlFlags:
 
     Attributes
     ----------
-    own_flags : array (HEADER_SIZE,)
+    own_flags : array (FLAG_HEADER_LENGTH,)
         1 where this rank raises the flag, until it is reset to 0. A signal handler may set it.
-    rank_counts : array (HEADER_SIZE,)
+    rank_counts : array (FLAG_HEADER_LENGTH,)
         Sums over all ranks in the last training step.
     """
 
     def __init__(self) -> None:
-        self.own_flags, self.rank_counts = np.zeros(HEADER_SIZE), np.zeros(HEADER_SIZE)
+        self.own_flags, self.rank_counts = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
 
     def count_ranks(self, flag: Flag) -> int:
         """Return how many ranks raised the flag in the last step."""

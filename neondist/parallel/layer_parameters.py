@@ -10,7 +10,7 @@ from ..arrays import rng
 from ..arrays.namespace import namespace
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
-from ..strategies.shares import ParameterShare
+from ..strategies.shares import OwnerBoxes
 from .parameters import Parameters
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync
@@ -20,14 +20,14 @@ class BufferViews(dict[str, Any]):
     """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
 
     def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._match_array_and_values(name, values)
+        array, values = self._find_array_and_convert_values(name, values)
         if values is not array:  # it is the same array after params[name] += values
             array[...] = values
 
-    def _match_array_and_values(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return the array of a name and values of its shape, of the same kind; else KeyError or ShapeError."""
+    def _find_array_and_convert_values(self, name: str, values: Any) -> tuple[Any, Any]:
+        """Return the array of a name and values as an array of its namespace and shape; KeyError or ShapeError."""
         if name not in self:
-            raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
+            raise KeyError(f"no array '{name}'; use one of this layer's: {', '.join(self) or 'none'}")
         array = super().__getitem__(name)
         values = namespace(array).asarray(values)
         if values.shape != array.shape:
@@ -40,30 +40,30 @@ class AccumulatedGradients(BufferViews):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending_zero: set[str] = set()
+        self.names_to_zero: set[str] = set()
 
     def reset(self) -> None:
         """Set all gradients to zero; the zeros are written only when an array is read without an assignment."""
-        self.pending_zero.update(self)
+        self.names_to_zero.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._match_array_and_values(name, values)
-        if name in self.pending_zero:
-            self.pending_zero.discard(name)
+        array, values = self._find_array_and_convert_values(name, values)
+        if name in self.names_to_zero:
+            self.names_to_zero.discard(name)
             array[...] = values
         elif values is not array:  # it is the same array after grads[name] += values
             array += values
 
     def __getitem__(self, name: str) -> Any:
         array = super().__getitem__(name)
-        if name in self.pending_zero:
-            self.pending_zero.discard(name)
+        if name in self.names_to_zero:
+            self.names_to_zero.discard(name)
             array[...] = 0
         return array
 
     def zero_unassigned(self) -> None:
         """Set the arrays without an assignment to zero."""
-        for name in list(self.pending_zero):
+        for name in list(self.names_to_zero):
             self[name]
 
 
@@ -85,7 +85,7 @@ class LayerParameters(Parameters):
         layers: Iterable[Layer],
         context: Context,
         sync: type[GradientSync] = AllReduce,
-        shares: Mapping[str, ParameterShare] | None = None,
+        shares: Mapping[str, OwnerBoxes] | None = None,
         compressors: Mapping[str, str] | None = None,
     ) -> None:
         self.context = context
@@ -100,21 +100,21 @@ class LayerParameters(Parameters):
             self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept)),
         )
         self._spans_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
-        for shard, span in zip(self.trained[: self.first_owned_index], self.spans, strict=False):
-            self._spans_by_layer[shard.layer].append(span)
+        for shard, span in zip(self.trained_shards[: self.first_owned_index], self.spans, strict=False):
+            self._spans_by_layer[shard.layer_name].append(span)
         for layer in self.layers.values():
             layer.params, layer.grads, layer.state = BufferViews(), AccumulatedGradients(), BufferViews()
         for shard, value, gradient in zip(
-            self.trained, self.split_flat(self.values), self.split_flat(self.grads), strict=True
+            self.trained_shards, self.split_flat(self.values), self.split_flat(self.grads), strict=True
         ):
-            dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
-            dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
+            dict.__setitem__(self.layers[shard.layer_name].params, shard.name, value)
+            dict.__setitem__(self.layers[shard.layer_name].grads, shard.name, gradient)
         for shard, value in zip(
             self.untrained_shards, self.split_flat(self.untrained_values, self.untrained_shards), strict=True
         ):
-            dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
+            dict.__setitem__(self.layers[shard.layer_name].state, shard.name, value)
         for shard, value in self.arrays():
-            self._initialise(shard, value)
+            self._fill_initial_values(shard, value)
 
     def reset_gradients(self) -> None:
         """Set all gradients to zero."""
@@ -133,24 +133,24 @@ class LayerParameters(Parameters):
         for layer in self.layers.values():
             layer.grads.zero_unassigned()
 
-    def mark_all_written(self) -> None:
-        """Mark all gradients as written, by a device and without assignments here."""
+    def mark_all_gradients_written(self) -> None:
+        """Mark all gradients as written: a replayed device graph writes them without assignments."""
         for layer in self.layers.values():
-            layer.grads.pending_zero.clear()
+            layer.grads.names_to_zero.clear()
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the shares of all ranks; those of parameters cut over the tiles, over the replicas."""
+        """Sum the gradients of all ranks; those of parameters partitioned over tiles, over replicas only."""
         self.zero_unassigned()
         super().sum_gradients(for_update, loss_scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
-        """Return all arrays, trained and kept: views of this rank's part."""
-        trained = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
-        return trained + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.untrained_shards]
+        """Return all trained arrays and all layer state: views of this rank's parts."""
+        trained = [(shard, self.layers[shard.layer_name].params[shard.name]) for shard in self.trained_shards]
+        return trained + [(shard, self.layers[shard.layer_name].state[shard.name]) for shard in self.untrained_shards]
 
     def gradients(self) -> list[tuple[ParameterShard, Any]]:
-        """Return the gradients of all trained arrays: views of this rank's part."""
-        return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
+        """Return the gradients of all trained arrays: views of this rank's parts."""
+        return [(shard, self.layers[shard.layer_name].grads[shard.name]) for shard in self.trained_shards]
 
     def _create_shards(self, parameters_by_layer: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
         return [
@@ -162,10 +162,10 @@ class LayerParameters(Parameters):
     def _allocate_zeros(self, size: int) -> Any:
         return self.context.backend.xp.zeros((size,), self.context.dtype)
 
-    def _initialise(self, shard: ParameterShard, array: Any) -> None:
+    def _fill_initial_values(self, shard: ParameterShard, array: Any) -> None:
         """Fill in the initial values of a shard."""
-        stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
+        stream = rng.key(self.context.seed, "weights", shard.layer_name, shard.name)
         parameter = shard.parameter
-        index = rng.row_major_indices(shard.unfolded_shape, shard.box.slices).reshape(array.shape)
+        index = rng.row_major_indices(shard.unflattened_shape, shard.box.slices).reshape(array.shape)
         values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
         array[...] = self.context.backend.from_host(values, array.dtype)

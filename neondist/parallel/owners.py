@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 
 from ..arrays.namespace import namespace
 from ..comm import Reductions
-from ..strategies.shares import ParameterShare
+from ..strategies.shares import OwnerBoxes
 from .rows import RowExchange, SparseTable
 
-CHUNK_SIZE = 1 << 20
-"""Numbers of each owner in one message: packed copies take a few times as much memory."""
+CHUNK_ELEMENTS = 1 << 20
+"""Approximate number of elements of each owner in one message: packed copies take a few times as much memory."""
 
 
 class _OwnedPart(NamedTuple):
     """One rank's part of one parameter: the parameter's span in the flat arrays, and the part in it."""
 
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    box: tuple[slice, ...]
-    size: int
+    parameter_start: int
+    parameter_stop: int
+    parameter_shape: tuple[int, ...]
+    part_slices: tuple[slice, ...]
+    part_size: int
 
     def view(self, flat: Any) -> Any:
         """Return the part of a flat array, as a view."""
-        return flat[self.start : self.stop].reshape(self.shape)[self.box]
+        return flat[self.parameter_start : self.parameter_stop].reshape(self.parameter_shape)[self.part_slices]
 
 
 class OwnedParts:
@@ -37,20 +37,22 @@ class OwnedParts:
     ----------
     reductions : Reductions
         Over the grid's ranks.
-    shares : sequence of ParameterShare
+    shares : sequence of OwnerBoxes
         Of the parameters, which are contiguous in the flat arrays.
-    widths : sequence of int, optional
+    sparse_row_lengths : sequence of int, optional
         Row length of each sparse parameter, else 0. Only rows that are not 0, or have changed, are sent.
 
     Attributes
     ----------
-    sizes : list of int
+    sizes_by_rank : list of int
         Numbers that each rank owns.
-    spans : list of (start, stop)
+    own_spans : list of (start, stop)
         This rank's part of each parameter, in an array of only what it owns.
     """
 
-    def __init__(self, reductions: Reductions, shares: Sequence[ParameterShare], widths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, reductions: Reductions, shares: Sequence[OwnerBoxes], sparse_row_lengths: Sequence[int] = ()
+    ) -> None:
         self.reductions, self.rank = reductions, reductions.grid.rank
         ends = list(accumulate((prod(share.shape) for share in shares), initial=0))
         self._parts = [
@@ -62,31 +64,32 @@ class OwnedParts:
             ]
             for rank in range(reductions.grid.size)
         ]
-        self.sizes = [sum(part.size for part in parts) for parts in self._parts]
-        own = list(accumulate((part.size for part in self._parts[self.rank]), initial=0))
-        self.spans = list(pairwise(own))
+        self.sizes_by_rank = [sum(part.part_size for part in parts) for parts in self._parts]
+        own = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
+        self.own_spans = list(pairwise(own))
         ranks = range(reductions.grid.size)
-        tables = {at: (width, [_flat_range(shares[at], rank) for rank in ranks]) for at, width in enumerate(widths)}
+        flat_ranges_of = [[_contiguous_flat_range(share, rank) for rank in ranks] for share in shares]
+        tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))
         self._row_exchange = RowExchange(
             reductions,
             [
-                SparseTable(ends[at], width, flat_ranges)
-                for at, (width, ranges) in tables.items()
-                if width
+                SparseTable(ends[at], row_length, flat_ranges)
+                for at, (row_length, ranges) in tables.items()
+                if row_length
                 if len(flat_ranges := [flat_range for flat_range in ranges if flat_range is not None]) == len(ranges)
             ],
         )
         sparse = {table.start for table in self._row_exchange.tables}
         self._chunks = [
-            _group_into_chunks([part for part in parts if part.start not in sparse]) for parts in self._parts
+            _group_into_chunks([part for part in parts if part.parameter_start not in sparse]) for parts in self._parts
         ]
 
     @property
-    def size(self) -> int:
-        """Numbers that this rank owns."""
-        return self.sizes[self.rank]
+    def own_size(self) -> int:
+        """Number of elements that this rank owns."""
+        return self.sizes_by_rank[self.rank]
 
-    def own_part(self, flat: Any) -> Any:
+    def copy_own_part(self, flat: Any) -> Any:
         """Return a new flat array of what this rank owns."""
         return _concatenate_parts(flat, self._parts[self.rank])
 
@@ -95,9 +98,9 @@ class OwnedParts:
         _copy_into_parts(own, flat, self._parts[self.rank])
 
     def reduce_to_owners(self, gradients: Any) -> None:
-        """Replace this rank's parts of the gradients by their sums over all ranks, in the order of ranks; collective.
+        """Replace this rank's parts of the gradients by their sums over all ranks, in rank order. Collective.
 
-        The other parts stay this rank's shares.
+        The other parts keep this rank's own gradients.
         """
         self._row_exchange.reduce_rows(gradients)
         for chunks in self._parts_by_round():
@@ -109,22 +112,22 @@ class OwnedParts:
                 total += share
             _copy_into_parts(total, gradients, own_parts)
 
-    def copy_sparse_rows(self, values: Any) -> list[Any]:
-        """Return copies of what this rank owns of sparse parameters."""
+    def copy_own_sparse_parts(self, values: Any) -> list[Any]:
+        """Return copies of this rank's parts of sparse parameters."""
         return self._row_exchange.copy_own_ranges(values)
 
-    def broadcast_from_owners(self, values: Any, before: Sequence[Any] | None = None) -> None:
-        """Receive the parts of a flat array that other ranks own; collective.
+    def broadcast_from_owners(self, values: Any, previous_sparse_parts: Sequence[Any] | None = None) -> None:
+        """Receive the parts of a flat array that other ranks own. Collective.
 
         Parameters
         ----------
-        before : sequence of array, optional
-            Result of `copy_sparse_rows` for the values that all ranks had. Default: all rows are sent.
+        previous_sparse_parts : sequence of array, optional
+            Result of `copy_own_sparse_parts` for the values that all ranks had. Default: all rows are sent.
         """
-        self._row_exchange.broadcast_rows(values, before)
+        self._row_exchange.broadcast_rows(values, previous_sparse_parts)
         for chunks in self._parts_by_round():
             own_values = _concatenate_parts(values, chunks[self.rank])
-            shapes = [(sum(part.size for part in parts),) for parts in chunks]
+            shapes = [(sum(part.part_size for part in parts),) for parts in chunks]
             messages = self.reductions.all_to_all("world", [own_values] * len(chunks), shapes)
             for rank, (part, parts) in enumerate(zip(messages, chunks, strict=True)):
                 if rank != self.rank:
@@ -136,7 +139,7 @@ class OwnedParts:
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
 
 
-def _flat_range(share: ParameterShare, rank: int) -> tuple[int, int] | None:
+def _contiguous_flat_range(share: OwnerBoxes, rank: int) -> tuple[int, int] | None:
     """Return a rank's part as a range of the flat parameter; None if it is not contiguous."""
     box, rest = share.boxes[rank], share.shape[1:]
     if not box.size:
@@ -147,22 +150,22 @@ def _flat_range(share: ParameterShare, rank: int) -> tuple[int, int] | None:
 
 
 def _group_into_chunks(parts: Sequence[_OwnedPart]) -> list[list[_OwnedPart]]:
-    """Return the parts of a rank in groups of about CHUNK_SIZE numbers."""
-    non_empty = [part for part in parts if part.size]
-    before = accumulate((part.size for part in non_empty), initial=0)
+    """Return the parts of a rank in groups of about CHUNK_ELEMENTS elements."""
+    non_empty = [part for part in parts if part.part_size]
+    before = accumulate((part.part_size for part in non_empty), initial=0)
     numbered = zip(before, non_empty, strict=False)
-    return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK_SIZE)]
+    return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK_ELEMENTS)]
 
 
 def _concatenate_parts(flat: Any, parts: Sequence[_OwnedPart]) -> Any:
-    arrays = [part.view(flat).reshape(-1) for part in parts if part.size]
+    arrays = [part.view(flat).reshape(-1) for part in parts if part.part_size]
     return namespace(flat).concatenate(arrays) if arrays else flat[:0].copy()
 
 
 def _copy_into_parts(own: Any, flat: Any, parts: Sequence[_OwnedPart]) -> None:
     start = 0
     for part in parts:
-        if part.size:
+        if part.part_size:
             place = part.view(flat)
-            place[...] = own[start : start + part.size].reshape(place.shape)
-            start += part.size
+            place[...] = own[start : start + part.part_size].reshape(place.shape)
+            start += part.part_size

@@ -18,7 +18,7 @@ ROWS_COMPRESSOR = "rows"
 """Compressor text of sparse gradients: they are sent as ids and rows."""
 FlatRange = tuple[int, int]
 RowMessage = list[tuple[np.ndarray, np.ndarray]]
-"""Ids of rows and their numbers, for each table."""
+"""For each table, the ids of rows and their values."""
 
 
 class SparseTable(NamedTuple):
@@ -27,40 +27,40 @@ class SparseTable(NamedTuple):
     Attributes
     ----------
     start : int
-        Of the parameter.
-    width : int
-        Numbers of a row.
-    ranges : sequence of (start, stop)
+        Start of the parameter.
+    row_length : int
+        Number of elements of a row.
+    ranges_by_rank : sequence of (start, stop)
         For each rank, the range of the parameter whose sums it gets.
     """
 
     start: int
-    width: int
-    ranges: Sequence[FlatRange]
+    row_length: int
+    ranges_by_rank: Sequence[FlatRange]
 
     def rank_view(self, flat: Any, rank: int) -> Any:
         """Return a rank's range of a flat array, as a view."""
-        lo, hi = self.ranges[rank]
+        lo, hi = self.ranges_by_rank[rank]
         return flat[self.start + lo : self.start + hi]
 
     def nonzero_or_changed_rows(
-        self, part: np.ndarray, rank: int, before: np.ndarray | None = None
+        self, part: np.ndarray, rank: int, previous_part: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and numbers of the rows of a rank's range that are not 0, or differ from `before`."""
-        lo, _ = self.ranges[rank]
-        ids = (np.flatnonzero(part if before is None else part != before) + lo) // self.width
+        """Return ids and values of the rows of a rank's range that are not 0, or differ from `previous_part`."""
+        lo, _ = self.ranges_by_rank[rank]
+        ids = (np.flatnonzero(part if previous_part is None else part != previous_part) + lo) // self.row_length
         ids = ids[np.diff(ids, prepend=-1) > 0]
-        return ids, part[self.number_indices(ids, rank)]
+        return ids, part[self.element_indices(ids, rank)]
 
-    def number_indices(self, ids: np.ndarray, rank: int) -> np.ndarray:
-        """Return the indices of the numbers of rows in a rank's range."""
-        lo, hi = self.ranges[rank]
-        places = (ids[:, None] * self.width + np.arange(self.width)).reshape(-1) - lo
+    def element_indices(self, row_ids: np.ndarray, rank: int) -> np.ndarray:
+        """Return the indices, in a rank's range, of the elements of some rows."""
+        lo, hi = self.ranges_by_rank[rank]
+        places = (row_ids[:, None] * self.row_length + np.arange(self.row_length)).reshape(-1) - lo
         return places[(places >= 0) & (places < hi - lo)]
 
 
 class RowExchange:
-    """Sums and values of the rows of some tables.
+    """Exchange of non-zero gradient rows and changed value rows of sparse tables between ranks.
 
     Parameters
     ----------
@@ -70,43 +70,46 @@ class RowExchange:
 
     def __init__(self, reductions: Reductions, tables: Sequence[SparseTable]) -> None:
         self.reductions, self.tables = reductions, list(tables)
-        self.rank, self.size = reductions.grid.rank, reductions.grid.size
+        self.rank, self.num_ranks = reductions.grid.rank, reductions.grid.size
 
     def reduce_rows(self, gradients: Any) -> None:
-        """Replace this rank's ranges of the gradients by their sums over all ranks, in their order; collective."""
+        """Replace this rank's ranges of the gradients by their sums over all ranks, in rank order. Collective."""
         cache: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
         def rows_for_rank(at: int, table: SparseTable, rank: int) -> tuple[np.ndarray, np.ndarray]:
-            key = at, table.ranges[rank]  # ranks may have the same range
+            key = at, table.ranges_by_rank[rank]  # ranks may have the same range
             if key not in cache:
                 cache[key] = table.nonzero_or_changed_rows(to_host(table.rank_view(gradients, rank)), rank)
             return cache[key]
 
-        sends = [[rows_for_rank(at, table, rank) for at, table in enumerate(self.tables)] for rank in range(self.size)]
+        tables = list(enumerate(self.tables))
+        sends = [[rows_for_rank(at, table, rank) for at, table in tables] for rank in range(self.num_ranks)]
         totals = [to_host(table.rank_view(gradients, self.rank)) for table in self.tables]
         for table, total, (ids, _) in zip(self.tables, totals, sends[self.rank], strict=True):
-            total[table.number_indices(ids, self.rank)] = 0
+            total[table.element_indices(ids, self.rank)] = 0
         for message in self._exchange_messages(sends, gradients):
             for table, total, (ids, row_values) in zip(self.tables, totals, message, strict=True):
-                total[table.number_indices(ids, self.rank)] += row_values
+                total[table.element_indices(ids, self.rank)] += row_values
         self._copy_to_device(totals, gradients)
 
     def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
         """Return copies of this rank's ranges."""
         return [np.array(to_host(table.rank_view(values, self.rank))) for table in self.tables]
 
-    def broadcast_rows(self, values: Any, before: Sequence[np.ndarray] | None) -> None:
-        """Receive the rows of other ranks' ranges that changed since `before`, or all; collective."""
-        before = [np.full(1, np.nan)] * len(self.tables) if before is None else before  # nothing equals NaN
+    def broadcast_rows(self, values: Any, previous_parts: Sequence[np.ndarray] | None) -> None:
+        """Receive the rows of other ranks' ranges that differ from `previous_parts`, or all rows. Collective."""
+        if previous_parts is None:
+            previous_parts = [np.full(1, np.nan)] * len(self.tables)  # nothing equals NaN
         own_rows = [
             table.nonzero_or_changed_rows(to_host(table.rank_view(values, self.rank)), self.rank, old)
-            for table, old in zip(self.tables, before, strict=True)
+            for table, old in zip(self.tables, previous_parts, strict=True)
         ]
-        for rank, message in enumerate(self._exchange_messages([own_rows] * self.size, values)):
+        for rank, message in enumerate(self._exchange_messages([own_rows] * self.num_ranks, values)):
             for table, (ids, row_values) in zip(self.tables, message, strict=True):
                 if rank != self.rank and ids.size:
                     part = table.rank_view(values, rank)
-                    part[namespace(part).asarray(table.number_indices(ids, rank))] = namespace(part).asarray(row_values)
+                    places = namespace(part).asarray(table.element_indices(ids, rank))
+                    part[places] = namespace(part).asarray(row_values)
 
     def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
         """Yield the message of each rank to this one, in rank order, given this rank's message to each."""
@@ -114,7 +117,7 @@ class RowExchange:
             return
         dtype = np.dtype(flat.dtype)
         counts = [np.array([(ids.size, row_values.size) for ids, row_values in send]) for send in sends]
-        counts_received = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.size)
+        counts_received = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.num_ranks)
         packed = [np.concatenate([array.view(np.uint8) for pair in send for array in pair]) for send in sends]
         lengths = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
         messages = self.reductions.all_to_all("world", packed, [(length,) for length in lengths])
@@ -134,6 +137,6 @@ class RowExchange:
                 part[...] = namespace(part).asarray(total)
 
 
-def row_message_bytes(rows: int, width: int, itemsize: int) -> int:
-    """Return the bytes of a number of rows."""
-    return rows * (8 + width * itemsize)
+def row_message_bytes(num_rows: int, row_length: int, itemsize: int) -> int:
+    """Return the bytes of a message with some rows and their ids."""
+    return num_rows * (8 + row_length * itemsize)

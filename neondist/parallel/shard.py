@@ -11,34 +11,34 @@ from ..arrays.namespace import to_host
 from ..comm import ProcessGrid
 from ..geometry import Box
 from ..layers import Parameter
-from ..strategies.shares import ParameterShare
+from ..strategies.shares import OwnerBoxes
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter: whole on every rank, cut over the tiles as its layout says, or divided among owners.
+    """A parameter: whole on every rank, partitioned over tiles as its layout says, or divided among owners.
 
     Attributes
     ----------
-    layer : str
+    layer_name : str
         The name of the layer, or of the module.
     name : str
     parameter : Parameter
     grid : ProcessGrid
-    share : ParameterShare, optional
+    share : OwnerBoxes, optional
         The parts of owners, if it has owners.
     """
 
-    layer: str
+    layer_name: str
     name: str
     parameter: Parameter
     grid: ProcessGrid
-    share: ParameterShare | None = None
+    share: OwnerBoxes | None = None
 
     @property
     def full_name(self) -> str:
-        """The layer's name, and the array's."""
-        return f"{self.layer}/{self.name}"
+        """'<layer name>/<array name>'."""
+        return f"{self.layer_name}/{self.name}"
 
     @property
     def is_tiled(self) -> bool:
@@ -59,13 +59,13 @@ class ParameterShard:
         return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     @property
-    def unfolded_shape(self) -> tuple[int, ...]:
+    def unflattened_shape(self) -> tuple[int, ...]:
         """The whole array's shape, in which the ranks' parts are boxes."""
         return self.parameter.layout.unflattened_shape(self.parameter.shape) if self.share is None else self.share.shape
 
     @property
     def boxes(self) -> list[Box]:
-        """The part of each rank; a single box if every rank has the whole array."""
+        """Box of each rank's part; a single box if every rank has the whole array."""
         if self.share is not None:
             return list(self.share.boxes)
         shape, tiles = self.grid.shape, self.grid.shape.tiles
@@ -74,25 +74,25 @@ class ParameterShard:
 
     @property
     def box(self) -> Box:
-        """The part of this rank."""
+        """Box of this rank's part."""
         if self.share is not None:
             return self.share.boxes[self.grid.rank]
         return self.parameter.layout.box(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     def own_part_of(self, whole: Any) -> Any:
         """Return this rank's part of the whole array."""
-        return whole.reshape(self.unfolded_shape)[self.box.slices].reshape(self.local_shape)
+        return whole.reshape(self.unflattened_shape)[self.box.slices].reshape(self.local_shape)
 
-    def slot_shard(self, name: str, share: ParameterShare | None = None) -> ParameterShard:
+    def slot_shard(self, slot_name: str, share: OwnerBoxes | None = None) -> ParameterShard:
         """Return the shard of an optimiser's array for this parameter, which owners may hold."""
-        return ParameterShard(self.layer, f"{self.name}/{name}", self.parameter, self.grid, share)
+        return ParameterShard(self.layer_name, f"{self.name}/{slot_name}", self.parameter, self.grid, share)
 
     def gather(self, array: Any) -> Any:
-        """Return a copy of the whole array, NumPy's; collective if ranks have different parts."""
+        """Return a copy of the whole array as a NumPy array. Collective if ranks have different parts."""
         own_part, boxes = to_host(array), self.boxes
         if len(boxes) == 1:
             return own_part.reshape(self.parameter.shape).copy()
-        whole = np.empty(self.unfolded_shape, own_part.dtype)
+        whole = np.empty(self.unflattened_shape, own_part.dtype)
         group = self.grid.tile_comm if self.share is None else self.grid.world
         for box, part in zip(boxes, group.allgather(own_part), strict=False):  # replicas have the same tiles
             whole[box.slices] = part.reshape(box.shape)

@@ -8,7 +8,7 @@ from typing import Any
 from ..layers import Layer
 from ..optim import Optimizer
 from .parameters import Parameters
-from .sync import is_finite
+from .sync import are_all_finite
 
 
 class TrainedSubset:
@@ -16,32 +16,33 @@ class TrainedSubset:
 
     Parameters
     ----------
-    first : int
+    first_node : int
         The model's first node of the subset.
     """
 
-    def __init__(self, parameters: Parameters, layers: Sequence[Layer], first: int) -> None:
-        self.parameters, self.first = parameters, first
+    def __init__(self, parameters: Parameters, layers: Sequence[Layer], first_node: int) -> None:
+        self.parameters, self.first_node = parameters, first_node
         names = {str(layer.name) for layer in layers}
-        self.is_chosen = [shard.layer in names for shard in parameters.trained]
+        self.update_mask = [shard.layer_name in names for shard in parameters.trained_shards]
 
     def split_flat(self, flat: Any) -> list[Any]:
-        """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
-        pairs = zip(self.parameters.split_flat(flat), self.is_chosen, strict=True)
+        """Return flat views of this subset's arrays in a buffer of the size of all parameters."""
+        pairs = zip(self.parameters.split_flat(flat), self.update_mask, strict=True)
         return [array.reshape(-1) for array, selected in pairs if selected]
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the shares of all ranks, divided by `loss_scale`; shares cut over the tiles, over the replicas."""
+        """Sum the gradients of all ranks, divided by `loss_scale`; those partitioned over tiles, over replicas only."""
         sync = self.parameters.sync
-        shards = [shard for shard, selected in zip(self.parameters.trained, self.is_chosen, strict=True) if selected]
+        pairs = zip(self.parameters.trained_shards, self.update_mask, strict=True)
+        shards = [shard for shard, selected in pairs if selected]
         for gradient, shard in zip(self.split_flat(self.parameters.grads), shards, strict=True):
             if loss_scale != 1:
                 gradient /= loss_scale
             sync.reductions.allreduce(shard.parameter.layout.group, gradient)
             if shard.is_tiled or shard.full_name in self.parameters.owned_names:
-                sync.record_finiteness(is_finite(gradient))
+                sync.record_finiteness(are_all_finite(gradient))
         sync.publish_flags()
 
-    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
-        """Update these parameters by their gradients; `slots` are those of all parameters."""
-        self.parameters.update(optimizer, slots, step, scale, self.is_chosen)
+    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, rate_factor: float) -> None:
+        """Update these parameters using their gradients; `slots` are those of all parameters."""
+        self.parameters.update(optimizer, slots, step, rate_factor, self.update_mask)

@@ -9,23 +9,24 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..comm import ProcessGrid, Reductions, Request
-from .flags import HEADER_SIZE, ControlFlags, Flag
+from .flags import FLAG_HEADER_LENGTH, ControlFlags, Flag
 
 FlatRange = tuple[int, int]
 """Start and stop of a parameter among the gradients."""
 
-_CHECK_LENGTH = 1 << 20  # cells along the first axis at a time: a mask of all gradients would be a quarter of them
+_FINITE_CHECK_ELEMENTS = 1 << 20
+"""Entries along the first axis at a time: a mask of all would take a quarter of their memory."""
 
 
-def is_finite(array: Any) -> Any:
-    """Return whether all numbers of an array are finite, as a scalar of its namespace.
+def are_all_finite(array: Any) -> Any:
+    """Return whether all elements of an array are finite, as a scalar of its namespace.
 
     On a device, converting it to bool waits for the result.
     """
     xp = namespace(array)
-    result = xp.isfinite(array[:_CHECK_LENGTH]).all()
-    for start in range(_CHECK_LENGTH, len(array), _CHECK_LENGTH):
-        result &= xp.isfinite(array[start : start + _CHECK_LENGTH]).all()
+    result = xp.isfinite(array[:_FINITE_CHECK_ELEMENTS]).all()
+    for start in range(_FINITE_CHECK_ELEMENTS, len(array), _FINITE_CHECK_ELEMENTS):
+        result &= xp.isfinite(array[start : start + _FINITE_CHECK_ELEMENTS]).all()
     return result
 
 
@@ -38,12 +39,12 @@ class GradientSync(ABC):
     buffer : flat array
         Room for the control flags, and the gradients.
     spans : sequence of FlatRange
-        Of all parameters, in order; contiguous.
-    shared_size : int
+        Ranges of all parameters, in order; contiguous.
+    num_world_gradients : int
         Number of leading gradients that are summed over all ranks; the others, which belong to a tile, are summed over
         the replicas.
-    uncompressed_size : int, optional
-        Number of leading gradients summed here; the rest of `shared_size` is sent compressed. Default: all.
+    num_uncompressed : int, optional
+        Number of leading gradients summed here; the rest of `num_world_gradients` is sent compressed. Default: all.
 
     Attributes
     ----------
@@ -57,62 +58,63 @@ class GradientSync(ABC):
         grid: ProcessGrid,
         buffer: Any,
         spans: Sequence[FlatRange],
-        shared_size: int,
-        uncompressed_size: int | None = None,
+        num_world_gradients: int,
+        num_uncompressed: int | None = None,
     ) -> None:
         self.flags, self.reductions = ControlFlags(), Reductions(grid)
         self.reductions.direction = "backward"
-        self.header, self.grads, self.shared_size = buffer[:HEADER_SIZE], buffer[HEADER_SIZE:], shared_size
-        self.uncompressed_size = shared_size if uncompressed_size is None else uncompressed_size
+        self.flag_header, self.grads = buffer[:FLAG_HEADER_LENGTH], buffer[FLAG_HEADER_LENGTH:]
+        self.num_world_gradients = num_world_gradients
+        self.num_uncompressed = num_world_gradients if num_uncompressed is None else num_uncompressed
         #: the flags and the shared gradients
-        self.world_message = buffer[: HEADER_SIZE + self.uncompressed_size]
-        self.all_finite: Any = True
+        self.world_message = buffer[: FLAG_HEADER_LENGTH + self.num_uncompressed]
+        self.own_gradients_finite: Any = True
 
     def begin_step(self) -> None:
         """Begin a step, which overwrites the gradients."""
-        self.all_finite = True
+        self.own_gradients_finite = True
 
     def record_finiteness(self, are_finite: Any) -> None:
-        """Record whether some gradients of this rank are finite; all ranks learn if they are not."""
-        self.all_finite = self.all_finite & are_finite
+        """Record whether a subset of this rank's gradients is finite; non-finite ones are reported to all ranks."""
+        self.own_gradients_finite = self.own_gradients_finite & are_finite
 
     @abstractmethod
     def mark_ready(self, span: FlatRange) -> None:
-        """Mark this rank's share of a parameter's gradient as complete; in the same order on all ranks."""
+        """Mark this rank's gradient of a parameter as complete. Must be called in the same order on all ranks."""
 
     @abstractmethod
     def finish_sums(self) -> None:
-        """Return when all gradients are summed, and the flags in front of them; collective."""
+        """Wait until all gradients and the flags in front of them have been summed. Collective."""
 
     def publish_flags(self) -> None:
-        """Sum the flags alone, if no gradients are summed over all ranks; collective."""
-        self._write_flags()
-        self.reductions.allreduce("world", self.header)
+        """Sum only the flags, when no gradients need a reduction over all ranks. Collective."""
+        self._write_flag_header()
+        self.reductions.allreduce("world", self.flag_header)
 
-    def _write_flags(self) -> None:
+    def _write_flag_header(self) -> None:
         """Put this rank's flags in front of the gradients."""
-        xp = namespace(self.header)
-        self.header[...] = xp.asarray(self.flags.own_flags)
-        self.header[Flag.NON_FINITE] += xp.logical_not(self.all_finite)
+        xp = namespace(self.flag_header)
+        self.flag_header[...] = xp.asarray(self.flags.own_flags)
+        self.flag_header[Flag.NON_FINITE] += xp.logical_not(self.own_gradients_finite)
 
-    def _check_tile_gradients(self) -> None:
-        """Check the gradients of this tile's own parameters, which other ranks do not have."""
-        if self.shared_size < len(self.grads):
-            self.record_finiteness(is_finite(self.grads[self.shared_size :]))
+    def _record_tile_gradient_finiteness(self) -> None:
+        """Record whether the gradients of this tile's own parameters, which other tiles do not have, are finite."""
+        if self.num_world_gradients < len(self.grads):
+            self.record_finiteness(are_all_finite(self.grads[self.num_world_gradients :]))
 
 
 class AllReduce(GradientSync):
-    """One sum over all ranks, when all gradients are complete."""
+    """Reduce all gradients in a single allreduce after the backward pass."""
 
     def mark_ready(self, span: FlatRange) -> None:
-        """Wait for the others."""
+        """Do nothing: the reduction starts in `finish_sums`."""
 
     def finish_sums(self) -> None:
         """Sum the gradients of a tile over the replicas, then the rest, with the flags, over all ranks."""
-        if self.shared_size < len(self.grads):
-            self.reductions.allreduce("replicas", self.grads[self.shared_size :])
-        self._check_tile_gradients()
-        self._write_flags()
+        if self.num_world_gradients < len(self.grads):
+            self.reductions.allreduce("replicas", self.grads[self.num_world_gradients :])
+        self._record_tile_gradient_finiteness()
+        self._write_flag_header()
         self.reductions.allreduce("world", self.world_message)
 
 
@@ -126,7 +128,7 @@ class Bucket:
     group : str
     start, stop : int
         Range among all gradients.
-    missing_numbers : int
+    num_incomplete_gradients : int
         Number of gradients that are not complete yet.
     request : Request or None
         None: not sent.
@@ -136,32 +138,32 @@ class Bucket:
     group: str
     start: int
     stop: int
-    missing_numbers: int = 0
+    num_incomplete_gradients: int = 0
     request: Request | None = None
 
 
 class Bucketed(GradientSync):
-    """One sum per bucket, started as soon as its gradients are complete, while others are computed.
+    """Start one allreduce per bucket as soon as its gradients are complete, overlapping the backward pass.
 
     The first gradients, which are complete last, are sent with the flags.
     """
 
     #: Bytes of a full bucket
-    full_bytes = 1 << 20
+    full_bucket_bytes = 1 << 20
 
     def __init__(
         self,
         grid: ProcessGrid,
         buffer: Any,
         spans: Sequence[FlatRange],
-        shared_size: int,
-        uncompressed_size: int | None = None,
+        num_world_gradients: int,
+        num_uncompressed: int | None = None,
     ) -> None:
-        super().__init__(grid, buffer, spans, shared_size, uncompressed_size)
-        own = self._create_buckets([span for span in spans if span[0] >= shared_size], "replicas")
-        common = self._create_buckets([span for span in spans if span[1] <= self.uncompressed_size], "world")
+        super().__init__(grid, buffer, spans, num_world_gradients, num_uncompressed)
+        own = self._create_buckets([span for span in spans if span[0] >= num_world_gradients], "replicas")
+        common = self._create_buckets([span for span in spans if span[1] <= self.num_uncompressed], "world")
         first = common.pop() if common else Bucket(self.world_message, "world", 0, 0)
-        self.last_bucket = Bucket(buffer[: HEADER_SIZE + first.stop], "world", first.start, first.stop)
+        self.last_bucket = Bucket(buffer[: FLAG_HEADER_LENGTH + first.stop], "world", first.start, first.stop)
         self.early_buckets = [*own, *common]
         self.begin_step()
 
@@ -170,23 +172,23 @@ class Bucketed(GradientSync):
         super().begin_step()
         self.sent_buckets: list[Bucket] = []
         for bucket in (*self.early_buckets, self.last_bucket):
-            bucket.missing_numbers, bucket.request = bucket.stop - bucket.start, None
+            bucket.num_incomplete_gradients, bucket.request = bucket.stop - bucket.start, None
 
     def mark_ready(self, span: FlatRange) -> None:
-        """Send the bucket whose gradients are all complete now."""
+        """Start the sum of the bucket whose gradients are all complete now."""
         for bucket in self.early_buckets:
             if bucket.start <= span[0] < bucket.stop:
-                bucket.missing_numbers -= span[1] - span[0]
-                if not bucket.missing_numbers:
+                bucket.num_incomplete_gradients -= span[1] - span[0]
+                if not bucket.num_incomplete_gradients:
                     self._start_sum(bucket)
 
     def finish_sums(self) -> None:
-        """Send the remaining buckets, the flags last; wait for all."""
+        """Start the sums of the remaining buckets, the flags last, and wait for all sums."""
         for bucket in self.early_buckets:
             self._start_sum(bucket)
         self._wait_for_sums("replicas")
-        self._check_tile_gradients()
-        self._write_flags()
+        self._record_tile_gradient_finiteness()
+        self._write_flag_header()
         self._start_sum(self.last_bucket)
         self._wait_for_sums("world")
         self.begin_step()
@@ -204,16 +206,16 @@ class Bucketed(GradientSync):
                 self.reductions.wait(group, bucket.request)
 
     def _create_buckets(self, spans: Sequence[FlatRange], group: str) -> list[Bucket]:
-        """Return buckets of parameters, the last ones first."""
+        """Return buckets of parameters in reverse order."""
         buckets: list[Bucket] = []
         end: int | None = None
         for start, stop in reversed(spans):
             end = stop if end is None else end
-            if (end - start) * self.grads.itemsize >= self.full_bytes or start == spans[0][0]:
+            if (end - start) * self.grads.itemsize >= self.full_bucket_bytes or start == spans[0][0]:
                 buckets.append(Bucket(self.grads[start:end], group, start, end))
                 end = None
         return buckets
 
 
-SYNC_CLASSES: dict[str, type[GradientSync]] = {"allreduce": AllReduce, "bucketed": Bucketed}
-"""By the values of `sync`."""
+SYNC_CLASSES_BY_NAME: dict[str, type[GradientSync]] = {"allreduce": AllReduce, "bucketed": Bucketed}
+"""Gradient synchronisation classes, keyed by the value of `sync`."""

@@ -9,7 +9,7 @@ model_plan: the protocol of both kinds of plan.
 """
 
 from .fit import compile_plan
-from .graph import Graph, Step, name_layer_error
+from .graph import Graph, Step, prefix_error_with_layer
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .model_plan import ModelPlan
@@ -35,6 +35,6 @@ __all__ = [
     "compile_plan",
     "max_micro_batch_size",
     "micro_batch_ranges",
-    "name_layer_error",
     "plan_memory",
+    "prefix_error_with_layer",
 ]

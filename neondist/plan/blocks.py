@@ -10,20 +10,18 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import Box, GridShape, Overlapping
+from ..geometry import Box, GridShape, OverlappingPartition
 from ..system.memory import format_bytes
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .section import PlannedSection
 
 Extent = tuple[int, ...]
 Ratio = tuple[int, int]
-IMAGE_COPIES = 4
-"""copies of an image and an output: being computed, read ahead, and being written"""
-_CHUNK_CELLS = 256
+IMAGE_COPIES = 4  # copies of an image and an output: being computed, read ahead, and being written
+_FILE_CHUNK_EXTENT = 256
 """cells; extents of large blocks are multiples of it, so that each chunk of a file is in one block"""
 
-MAX_CACHED_BLOCK_KINDS = 4
-"""kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn"""
+MAX_CACHED_BLOCK_KINDS = 4  # kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn
 
 
 class OutputBlocks(ABC):
@@ -61,11 +59,11 @@ class OutputBlocks(ABC):
     @property
     def largest_input_box(self) -> Box:
         """The largest `input_box` of a block."""
-        return max(map(self.input_box, self.candidate_blocks), key=lambda box: box.size)
+        return max(map(self.input_box, self.largest_block_candidates), key=lambda box: box.size)
 
     @cached_property
-    def candidate_blocks(self) -> list[int]:
-        """Numbers of blocks of which one needs most: along each axis, at the ends, and inside."""
+    def largest_block_candidates(self) -> list[int]:
+        """Numbers of the candidates for the largest block: along each axis, those at the ends and one inside."""
         ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
         return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
 
@@ -82,7 +80,7 @@ class BlockPlan(OutputBlocks):
     Parameters
     ----------
     graph : Graph
-        Graph for which `find_obstacles` yields nothing.
+        Graph for which `find_blockwise_obstacles` yields nothing.
     size, overlap : see OutputBlocks
 
     Attributes
@@ -117,20 +115,20 @@ class BlockPlan(OutputBlocks):
         return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
-    def largest_block_size(self) -> int:
+    def max_block_elements(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._block_elements(number) for number in self.candidate_blocks)
+        return max(self._block_elements(number) for number in self.largest_block_candidates)
 
     @cached_property
-    def max_network_elements(self) -> int:
+    def max_network_array_elements(self) -> int:
         """Elements that the network's arrays of the largest block need."""
-        return max(self.section.memory_plan(number).num_elements for number in self.candidate_blocks)
+        return max(self.section.memory_plan(number).num_elements for number in self.largest_block_candidates)
 
     def largest_block_index(self, axis: int) -> int:
         """Return the block that needs most along an axis."""
-        return max(range(self.blocks.parts[axis]), key=lambda part: self._total_extent(axis, part))
+        return max(range(self.blocks.parts[axis]), key=lambda part: self._sum_of_value_extents(axis, part))
 
-    def _total_extent(self, axis: int, part: int) -> int:
+    def _sum_of_value_extents(self, axis: int, part: int) -> int:
         ranges = (cells.range(axis, part) for cells in self.cells)
         return sum(hi - lo for lo, hi in ranges)
 
@@ -143,7 +141,7 @@ class BlockPlan(OutputBlocks):
     def _block_elements(self, number: int) -> int:
         added = [
             (cells.need.size + cells.buffer.size) * channels
-            for cells, channels in self.section.output_halo_plan(number)
+            for cells, channels in self.section.output_halo_plans(number)
             if not cells.trivial
         ]
         # kept; and scratch of the kernels for the largest
@@ -168,11 +166,11 @@ class BlockPlan(OutputBlocks):
             number_of_key: dict[tuple[object, ...], int] = {}
             periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
-            ranges = [self._relative_ranges(axis, part, ratios) if periodic else (part,) for part in parts]
+            ranges = [self._position_independent_ranges(axis, part, ratios) if periodic else (part,) for part in parts]
             kinds.append([number_of_key.setdefault(key, len(number_of_key)) for key in ranges])
         return kinds
 
-    def _relative_ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
+    def _position_independent_ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
         """Return the start, relative to the block, and the number of the cells of every value."""
         first, _ = self.cells[self.graph.output_value].range(axis, part)
         ranges = []
@@ -183,13 +181,13 @@ class BlockPlan(OutputBlocks):
         return tuple(ranges)
 
 
-def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> Overlapping:
+def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> OverlappingPartition:
     """Return blocks of a size, overlapping by `overlap` cells; those at the end of an axis may be smaller."""
     cuts = tuple(
         tuple((lo, min(lo + own + overlap, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
     )
     counts = tuple(len(axis) for axis in cuts)
-    return Overlapping(extent, counts, prod(counts), cuts)
+    return OverlappingPartition(extent, counts, prod(counts), cuts)
 
 
 def scale_factors(graph: Graph) -> list[list[Ratio | None]]:
@@ -228,7 +226,7 @@ def block_number(place: Sequence[int], parts: Sequence[int]) -> int:
     return number
 
 
-def find_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
+def find_blockwise_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
     """Yield the name of each layer that cannot be computed block-wise, and the reason."""
     for step in graph.steps:
         layer, shape = step.layer, graph.shapes[step.inputs[0]]
@@ -279,14 +277,14 @@ def shrink_to_fit(
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
         plan = blocks(size)
-        if plan.largest_block_size <= max_elements:
+        if plan.max_block_elements <= max_elements:
             return plan
         halves = [_round_down((n + 1) // 2, *bounds) for n, *bounds in zip(size, extent, periods, strict=True)]
         axis = max(range(len(size)), key=lambda axis: (size[axis] - halves[axis], -axis))
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
-                f" {format_bytes(plan.largest_block_size * itemsize)}, but only"
+                f" {format_bytes(plan.max_block_elements * itemsize)}, but only"
                 f" {format_bytes(max(0, max_elements) * itemsize)} are available, most of it for layer"
                 f" '{plan.layer_with_largest_arrays()}'; give more memory, or use fewer ranks"
             )
@@ -297,5 +295,5 @@ def _round_down(size: int, extent: int, period: int) -> int:
     """Return the nearest smaller multiple of the network's period and, if large, of a file's chunks."""
     if size >= extent:
         return extent
-    steps = (lcm(period, chunk) for chunk in (_CHUNK_CELLS, 1))
+    steps = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))
     return next((size // step * step for step in steps if step <= size), min(period, extent))

@@ -13,7 +13,7 @@ from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Machine, MachineProfile
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, gather_seconds, tiling_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, gradient_gather_seconds, overhead_seconds
 from .segments import Chain, is_pointwise, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
@@ -47,8 +47,8 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
     return [
         choice
         for number, links in chains
-        for places in _joinable_layers(links, grid)
-        for choice in _SegmentSearch(links, places, grid, profile, first=number == 0).choices()
+        for places in _runs_of_joinable_layers(links, grid)
+        for choice in _SegmentSearch(links, places, grid, profile, first=number == 0).choose_layer_schemes()
     ]
 
 
@@ -86,7 +86,7 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     return changed
 
 
-def _joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
+def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
     """Yield the indices of layers with halos that may be in one segment."""
     places: list[int] = []
     for at, (node, shape) in enumerate(links):
@@ -107,44 +107,44 @@ class _SegmentSearch:
     ) -> None:
         self.links, self.places, self.grid, self.profile, self.first = links, places, grid, profile, first
         self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
-        self.from_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: places[0]])
+        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: places[0]])
 
-    def choices(self) -> list[SchemeChoice]:
+    def choose_layer_schemes(self) -> list[SchemeChoice]:
         """Return the choice of each layer."""
         choices = []
-        for first, last in cheapest_ranges(lambda a, b: sum(self._best_scheme(a, b)[1]), len(self.places)):
-            text, seconds = self._best_scheme(first, last)
+        for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), len(self.places)):
+            text, seconds = self._best_segment_scheme(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
                 alone = [PlacedLayer(node.leaves[0], shape)]
-                halo_seconds = sum(tiling_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
+                halo_seconds = sum(overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
                 choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
         return choices
 
-    def _best_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
+    def _best_segment_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment and the cost of each of its layers with a halo."""
         begin, end = self.places[first], self.places[last] + 1
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
-            options.append(("halo", tiling_seconds(self.profile, alone, self.grid, backward)))
+            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
             if backward:
-                options.append(("halo(backward=gather)", [gather_seconds(self.profile, alone[0], self.grid)]))
+                options.append(("halo(backward=gather)", [gradient_gather_seconds(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
-            costs = tiling_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
-            options.append((f"deep_halo(layers={last - first + 1})", self._costs_by_halo(costs, begin, first, last)))
-        if self.from_image and first == 0 and all(self.can_join[:end]):
+            costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
+            options.append((f"deep_halo(layers={last - first + 1})", self._merge_costs(costs, begin, first, last)))
+        if self.reads_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
-            costs = tiling_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
-            options.append((text, self._costs_by_halo(costs, 0, first, last)))
+            costs = overhead_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            options.append((text, self._merge_costs(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _needs_input_gradient(self, at: int) -> bool:
         """Return whether the input of a layer needs a gradient: all but the images do."""
         return not self.first or at > 0
 
-    def _costs_by_halo(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+    def _merge_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]

@@ -51,9 +51,9 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
     """
     axes: dict[tuple[int, ...], list[list[list[Hashable]]]] = {}
     for entry in kinds:
-        if entry.axes:
+        if entry.by_axis:
             keys_of = axes.setdefault(entry.parts, [[[] for _ in range(parts)] for parts in entry.parts])
-            for parts_of_axis, kinds_of_axis in zip(keys_of, entry.axes, strict=True):
+            for parts_of_axis, kinds_of_axis in zip(keys_of, entry.by_axis, strict=True):
                 for part, kind in zip(parts_of_axis, kinds_of_axis, strict=True):
                     part.append(kind)
     codes = np.zeros(tiles, np.int64)
@@ -76,8 +76,8 @@ def axis_part_keys(cells: Partition) -> PartKinds:
 
 
 def kinds_of_tiles(kinds: PartKinds, strips: int) -> PartKinds:
-    """Return the kinds of tiles given those of their strips, `strips` per tile along the first axis."""
-    first, *others = kinds.axes
+    """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
+    first, *others = kinds.by_axis
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]
     return PartKinds((len(tiles), *kinds.parts[1:]), [tiles, *others])
 

@@ -11,19 +11,17 @@ from ..errors import ConfigError, UserError
 from ..geometry import GridShape, part_range
 from ..layers import Layer, Sequential
 from ..system.memory import format_bytes
-from .graph import Graph, GraphBuilder, Step, name_layer_error
+from .graph import Graph, GraphBuilder, Step, prefix_error_with_layer
 from .layer import LayerPlan
 from .plan import Plan, Training
 from .section import Rows
 from .segments import LayerRegions, find_regions
-from .stream import Stream, training_work
+from .stream import Stream, work_per_sample
 
 Shape = tuple[int, ...]
 StreamCompiler = Callable[[Stream], Plan]
-MIN_HALVED_BYTES = 64 << 20
-"""bytes of a step from which on its memory is halved"""
-MAX_WORK_FACTOR = 1.3
-"""maximum factor of additional work for that"""
+MIN_STEP_BYTES_TO_HALVE = 64 << 20  # smallest memory of a step that is halved
+MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor of work for halving the memory of a step
 
 
 def compile_plan(
@@ -43,7 +41,7 @@ def compile_plan(
     """
     graph = GraphBuilder(chain.layers, input_shape).graph
     samples = None if batch_size is None else max(1, part_range(batch_size, grid.replicas, 0)[1])
-    with _name_layer(chain):
+    with _prefix_errors_with_layer(chain):
         regions = find_regions(chain, graph, grid, samples)
 
     def compile_stream(stream: Stream | None = None) -> Plan:
@@ -51,7 +49,7 @@ def compile_plan(
         if stream is not None:
             whole, layer_regions = stream.with_replicated_output(graph), regions | stream.regions
         plans, unsplit = [], stream is None and training.strips is None and not training.recompute
-        idle = _leading_parameterless_nodes(chain, whole) if unsplit else 0
+        idle = _count_leading_parameterless_nodes(chain, whole) if unsplit else 0
         _, stop = whole.node_ends[idle]
         for step in whole.steps:
             if (layer := step.layer) is not None:
@@ -60,7 +58,7 @@ def compile_plan(
                 tiles = layer_regions.get(id(layer), (None, None))
                 cuts = whole.redistributions(step, gradient)
                 cuts = [cut for cut in cuts if step.output_value > stop or cut.direction == "forward"]
-                with _name_layer(chain, layer):
+                with _prefix_errors_with_layer(chain, layer):
                     if layer.splits_outputs and step.output_value not in whole.sharded_vectors:
                         raise ConfigError(
                             "split: outputs must be followed by fully connected layers with split: inputs, and"
@@ -71,21 +69,21 @@ def compile_plan(
 
     plan = compile_stream()
     if training.memory is not None:
-        return fit_memory(plan, compile_stream, regions)
-    return halve_memory(plan, compile_stream, regions) if training.may_halve_memory else plan
+        return fit_plan_in_memory(plan, compile_stream, regions)
+    return halve_memory_if_cheap(plan, compile_stream, regions) if training.may_halve_memory else plan
 
 
-def _leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:
+def _count_leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:
     """Return the number of leading nodes without parameters, whose output gradients are not needed."""
     for at, step in enumerate(graph.steps):
         if step.layer is not None:
-            with _name_layer(chain, step.layer):
+            with _prefix_errors_with_layer(chain, step.layer):
                 if step.layer.parameters_for(graph.shapes[step.inputs[0]]):
                     return max(node for node, (steps, _) in enumerate(graph.node_ends) if steps <= at)
     return 0
 
 
-def fit_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
+def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
     """Return the plan, or that of the fastest stream that fits in memory; with given rows per strip, the longest one.
 
     Parameters
@@ -103,7 +101,7 @@ def fit_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions
     assert limit is not None
     if plan.needed_bytes <= limit and rows is None:
         return plan
-    best, tried = _fastest_stream(plan, compile_stream, regions, limit, rows)
+    best, tried = _find_fastest_stream_plan(plan, compile_stream, regions, limit, rows)
     if best is not None:
         return best
     needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
@@ -115,7 +113,7 @@ def fit_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions
     )
 
 
-def halve_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
+def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
     """Return the plan of a stream with half of the memory if that costs little, else the plan.
 
     Only on one tile: on several, strips would read more of the image than a tile's halo.
@@ -124,15 +122,15 @@ def halve_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegio
         plan.grid.tiles > 1
         or plan.training.strips is not None
         or plan.training.recompute
-        or plan.needed_bytes < MIN_HALVED_BYTES
+        or plan.needed_bytes < MIN_STEP_BYTES_TO_HALVE
     ):
         return plan
-    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR * training_work(plan.graph, None)
-    best, _ = _fastest_stream(plan, compile_stream, regions, limit, None, most)
+    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * work_per_sample(plan.graph, None)
+    best, _ = _find_fastest_stream_plan(plan, compile_stream, regions, limit, None, most)
     return best or plan
 
 
-def _fastest_stream(
+def _find_fastest_stream_plan(
     plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions, limit: int, rows: Rows | None, most: float = inf
 ) -> tuple[Plan | None, list[tuple[Plan, Stream]]]:
     """Return the plan of the fastest stream within the limit, and the plans and streams that were tried.
@@ -147,7 +145,7 @@ def _fastest_stream(
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
     ends = [nodes for nodes in range(len(graph.node_ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
     whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
-    least = {nodes: training_work(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
+    least = {nodes: work_per_sample(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
         if least[nodes] >= most:
             continue
@@ -157,7 +155,7 @@ def _fastest_stream(
         if streamed.needed_bytes_with(None) < limit:
             stream = _stream_with_fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows)
         tried.append((streamed, stream))
-        for work, filled in _filling_streams(streamed, stream, limit, most, fixed):
+        for work, filled in _fitting_streams(streamed, stream, limit, most, fixed):
             if (streamed := compile_stream(filled)).needed_bytes <= limit:
                 best, most = streamed, work
                 break
@@ -201,7 +199,7 @@ def _with_all_checkpoints(stream: Stream) -> Stream:
     return stream.with_checkpoints(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
-def _filling_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
+def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
     """Return (work, stream) for at least as many strips, keeping as much as fits to avoid recomputation; best first.
 
     Parameters
@@ -221,15 +219,15 @@ def _filling_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
     options: list[tuple[float, Stream]] = []
 
     def add(stream: Stream) -> None:
-        if (work := training_work(plan.graph, stream)) < most:
+        if (work := work_per_sample(plan.graph, stream)) < most:
             options.append((work, stream))
 
-    while training_work(plan.graph, _with_all_checkpoints(stream)) < most:
+    while work_per_sample(plan.graph, _with_all_checkpoints(stream)) < most:
         strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_bytes_with(stream)
         if left < 0:
             break
         saved = samples * max(stream.with_checkpoints(strips).saved_bytes(tile, itemsize) for tile in tiles)
-        checkpointed_strips = _strips_that_fit(strips, saved, left)
+        checkpointed_strips = _count_strips_that_fit(strips, saved, left)
         add(stream.with_checkpoints(checkpointed_strips))
         left -= saved * checkpointed_strips // strips
         for largest in sorted(set(cuts.values())):
@@ -237,7 +235,7 @@ def _filling_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
             cutting = strips
             while cutting:  # less than proportional: strips also keep cells around their own
                 cut = stream.with_checkpoints(checkpointed_strips, nodes_kept, cutting)
-                kept = samples * itemsize * max(cut.kept_elements(tile) for tile in tiles)
+                kept = samples * itemsize * max(cut.kept_gradient_elements(tile) for tile in tiles)
                 if kept <= left:
                     add(cut)
                     break
@@ -249,7 +247,7 @@ def _filling_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
     return sorted(options, key=lambda pair: pair[0])
 
 
-def _strips_that_fit(strips: int, needed: int, room: int) -> int:
+def _count_strips_that_fit(strips: int, needed: int, room: int) -> int:
     """Return the number of strips that fit, if all of them together need `needed`."""
     return strips if needed <= room else strips * max(0, room) // needed
 
@@ -269,7 +267,7 @@ def _stream_with_fewest_strips(plan: Plan, stream: Stream, limit: int, most: int
 
 
 @contextmanager
-def _name_layer(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
+def _prefix_errors_with_layer(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
     """Prefix errors with the layer that they concern, by default their subject."""
     try:
         yield
@@ -278,4 +276,4 @@ def _name_layer(chain: Sequential, layer: Layer | None = None) -> Iterator[None]
         if subject is None:
             raise
         index = next(i for i, node in enumerate(chain.layers) if subject in node.leaves)
-        raise name_layer_error(error, index, subject) from error
+        raise prefix_error_with_layer(error, index, subject) from error

@@ -7,16 +7,15 @@ from math import prod
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import ROWS_COMPRESSOR, compressed_bytes, row_message_bytes
+from ..parallel import ROWS_COMPRESSOR, row_message_bytes, smaller_compressed_bytes
 from ..strategies import Strategy
-from ..strategies.shares import ParameterShare
+from ..strategies.shares import OwnerBoxes
 
-HEADER_BYTES = 16
-"""Bytes per rank of the header with the numbers of rows and elements that follow."""
+SPARSE_HEADER_BYTES = 16  # bytes per rank of the header with the numbers of rows and elements that follow
 
 
-def compressors_of(strategy: Strategy, parameters: Mapping[str, Parameter], itemsize: int) -> dict[str, str]:
-    """Return the encodings of gradients that are not sent as they are, for parameters without owners."""
+def gradient_encodings(strategy: Strategy, parameters: Mapping[str, Parameter], itemsize: int) -> dict[str, str]:
+    """Return the encodings of gradients sent compressed or sparse, for parameters that no rank owns (`Strategy`)."""
     compressors = {}
     for name, parameter in parameters.items():
         rule = strategy.parameters[name]
@@ -24,7 +23,7 @@ def compressors_of(strategy: Strategy, parameters: Mapping[str, Parameter], item
             continue
         if parameter.max_rows_per_sample:
             compressors[name] = ROWS_COMPRESSOR
-        elif rule.compressor and compressed_bytes(rule.compressor, parameter.shape, itemsize) is not None:
+        elif rule.compressor and smaller_compressed_bytes(rule.compressor, parameter.shape, itemsize) is not None:
             compressors[name] = rule.compressor
     return compressors
 
@@ -34,17 +33,17 @@ def compressed_reduction_bytes(
 ) -> int:
     """Return the bytes that a rank contributes to reductions of compressed gradients."""
     chosen = [(kind, parameters[name].shape) for name, kind in compressors.items() if kind != ROWS_COMPRESSOR]
-    return sum(compressed_bytes(kind, shape, itemsize) or 0 for kind, shape in chosen)
+    return sum(smaller_compressed_bytes(kind, shape, itemsize) or 0 for kind, shape in chosen)
 
 
 def max_sparse_bytes_sent(
-    parameter: Parameter, share: ParameterShare | None, rank: int, grid: GridShape, samples: int, itemsize: int
+    parameter: Parameter, share: OwnerBoxes | None, rank: int, grid: GridShape, samples: int, itemsize: int
 ) -> int:
     """Return an upper bound of the bytes that a rank sends in a step for a sparse parameter.
 
     Parameters
     ----------
-    share : ParameterShare or None
+    share : OwnerBoxes or None
         Parts of the owners; None: all ranks receive all rows.
     samples : int
         Samples of the rank's replica.
@@ -54,10 +53,10 @@ def max_sparse_bytes_sent(
     if not others:
         return 0
     if share is None:
-        return others * (HEADER_BYTES + row_message_bytes(used, width, itemsize))
+        return others * (SPARSE_HEADER_BYTES + row_message_bytes(used, width, itemsize))
     own = min(rows, -(-share.boxes[rank].size // width) + 1)  # an end may lie within a row
     gradients, values = (
         row_message_bytes(used + others, width, itemsize),
         others * row_message_bytes(own, width, itemsize),
     )
-    return 2 * others * HEADER_BYTES + gradients + values
+    return 2 * others * SPARSE_HEADER_BYTES + gradients + values

@@ -138,9 +138,9 @@ class Graph:
         readers = self.readers[step.output_value]
         vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.replicated_vector
         gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
-        return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
+        return gives and bool(readers) and all(self.reads_only_own_shard(self.steps[at]) for at in readers)
 
-    def wants_shard(self, step: Step) -> bool:
+    def reads_only_own_shard(self, step: Step) -> bool:
         """Return whether a step reads only this rank's range of a vector."""
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
@@ -157,7 +157,7 @@ class Graph:
             (features,) = self.shapes[step.output_value]
             cuts.append(VectorRedistribution("forward", features, is_reduce_scatter=True))
             cuts.append(VectorRedistribution("backward", features))
-        if needed and self.wants_shard(step) and first not in self.sharded_vectors:
+        if needed and self.reads_only_own_shard(step) and first not in self.sharded_vectors:
             cuts.append(VectorRedistribution("backward", self.shapes[first][0]))
         return cuts
 
@@ -240,7 +240,7 @@ class GraphBuilder:
             try:
                 value = node.lower(self, self.node_ends[-1][1])
             except UserError as error:
-                raise name_layer_error(error, index, self._current) from error
+                raise prefix_error_with_layer(error, index, self._current) from error
             self.node_ends.append((len(self.steps), value))
 
     @property
@@ -248,7 +248,7 @@ class GraphBuilder:
         """The complete graph."""
         return Graph(self.steps, self.shapes, self.node_ends)
 
-    def layer(self, layer: Layer, value: int) -> int:
+    def append_layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""
         outer, self._current, shape = self._current, layer, self.shapes[value]
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
@@ -260,7 +260,7 @@ class GraphBuilder:
         self._current = outer
         return output
 
-    def join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
+    def append_join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
         """Append a join of several values, and return its output value."""
         return self._append(None, join, tuple(values), shape)
 
@@ -270,7 +270,7 @@ class GraphBuilder:
         return len(self.shapes) - 1
 
 
-def name_layer_error(error: UserError, index: int, layer: Node) -> UserError:
+def prefix_error_with_layer(error: UserError, index: int, layer: Node) -> UserError:
     """Return the error prefixed with the layer's index and name, with the layer as `subject`."""
     named = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
     named.subject = layer

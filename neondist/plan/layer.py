@@ -18,7 +18,7 @@ from .classes import TileClasses, axis_part_keys, tile_classes
 from .graph import VectorRedistribution
 
 Shape = tuple[int, ...]
-_MAX_ELEMENTS = 1 << 48  # far beyond any machine; larger products could overflow an index
+_MAX_ARRAY_ELEMENTS = 1 << 48  # far beyond any machine; larger products could overflow an index
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class LayerPlan:
         gathers = layer.gradient_gather_for(input_shape, grid)
         wide = layer.views_receptive_window_in_strips and regions[1] is not None
         seen = layer.receptive_window_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
-        self._view = self._planned_exchange(input_shape, seen or Window.of_one(len(input_shape) - 1))
+        self._view = self._planned_exchange(input_shape, seen or Window.for_pointwise(len(input_shape) - 1))
         inputs, outputs = regions
         adds = self.reverse_halos and inputs is not None and outputs is not None
         self._output_halo = (
@@ -136,9 +136,9 @@ class LayerPlan:
         )
         # strips and blocks keep their own additions
         self._exchanges = [] if adds else [self._planned_exchange(shape, window) for shape, window in self._halos]
-        self._gathers = gathers and PlannedExchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
+        self._gather = gathers and PlannedExchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
-        if largest > _MAX_ELEMENTS:
+        if largest > _MAX_ARRAY_ELEMENTS:
             raise ShapeError(f"would have {largest} elements, more than any machine can hold; make the layer smaller")
 
     def view(self, tile: int) -> HaloPlan:
@@ -169,8 +169,8 @@ class LayerPlan:
             )
             for shape, window in self._halos
         ]
-        if self._gathers is not None:
-            declared.append(((self._gathers.channels,), self._gathers.plan(tile)))
+        if self._gather is not None:
+            declared.append(((self._gather.channels,), self._gather.plan(tile)))
         planned = sorted(piece.source.size * shape[-1] for shape, plan in declared for piece in plan.sends)
         actual = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if actual != planned:
@@ -180,7 +180,7 @@ class LayerPlan:
                 " register_array returns"
             )
 
-    def multiplications(self, tile: int) -> int:
+    def forward_multiplications(self, tile: int) -> int:
         """Return the multiplications per sample of a tile's forward pass, from its own cells or weights."""
         weights = self.trained_parameters.get("weights")
         if weights is None:
@@ -190,14 +190,14 @@ class LayerPlan:
         box = self.view(tile).own if self.reverse_halos else self.tile(tile)
         return box.size * prod(weights.shape)
 
-    def parameters_on(self, tile: int) -> int:
+    def num_parameters_on(self, tile: int) -> int:
         """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
         return sum(p.size_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
-        arrays += [*self._exchanges, *filter(None, [self._gathers])] if level != "extents" else []
+        arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
         cells = [self.output_partition, *map(self.grid.partition, extents)]
         return [*(exchange.tile_class_keys(level) for exchange in arrays), *map(axis_part_keys, cells)]
@@ -208,9 +208,9 @@ class LayerPlan:
         return tile_classes(self.grid.tiles, self.tile_class_keys("messages"))
 
     @cached_property
-    def parameters_by_tile(self) -> list[int]:
-        """Result of `parameters_on` for every tile."""
-        return self.classes.per_tile(self.parameters_on)
+    def num_parameters_by_tile(self) -> list[int]:
+        """Result of `num_parameters_on` for every tile."""
+        return self.classes.per_tile(self.num_parameters_on)
 
     @property
     def output_partition(self) -> Partition:
@@ -245,18 +245,18 @@ class LayerPlan:
 
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
-        gathered, returned = self._gather_messages_of(tile), self._return_messages_of(tile)
+        gathered, returned = self._gather_message_sizes_of(tile), self._return_message_sizes_of(tile)
         return (returned, gathered) if self.reverse_halos else (gathered, returned)
 
     @property
     def forward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact forward pass."""
-        return self._return_messages if self.reverse_halos else self._gather_messages
+        return self._return_message_sizes if self.reverse_halos else self._gather_message_sizes
 
     @property
     def backward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact backward pass."""
-        return self._gather_messages if self.reverse_halos else self._return_messages
+        return self._gather_message_sizes if self.reverse_halos else self._return_message_sizes
 
     @property
     def forward_elements_sent(self) -> list[int]:
@@ -289,7 +289,7 @@ class LayerPlan:
         backward = self.scheme.mean_bytes(returned, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(gathered, itemsize, "forward") + backward
 
-    def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int], calls: int = 1) -> int:
+    def reduction_bytes_per_rank(self, samples: int, itemsize: int, ranks: dict[str, int], calls: int = 1) -> int:
         """Return the bytes that a rank contributes to the layer's reductions in a training step.
 
         Parameters
@@ -306,21 +306,21 @@ class LayerPlan:
         )
 
     @cached_property
-    def _gather_messages(self) -> list[list[int]]:
-        return self.classes.per_tile(self._gather_messages_of)
+    def _gather_message_sizes(self) -> list[list[int]]:
+        return self.classes.per_tile(self._gather_message_sizes_of)
 
     @cached_property
-    def _return_messages(self) -> list[list[int]]:
-        return self.classes.per_tile(self._return_messages_of)
+    def _return_message_sizes(self) -> list[list[int]]:
+        return self.classes.per_tile(self._return_message_sizes_of)
 
-    def _gather_messages_of(self, tile: int) -> list[int]:
+    def _gather_message_sizes_of(self, tile: int) -> list[int]:
         """Return the message sizes of a tile's cells sent to the tiles that see them."""
         return _message_sizes((exchange.plan(tile).sends, exchange.channels) for exchange in self._exchanges)
 
-    def _return_messages_of(self, tile: int) -> list[int]:
+    def _return_message_sizes_of(self, tile: int) -> list[int]:
         """Return the message sizes of the adjoint: gradients of the cells that a tile sees, or of its outputs."""
-        if self._gathers is not None:
-            return _message_sizes([(self._gathers.plan(tile).sends, self._gathers.channels)])
+        if self._gather is not None:
+            return _message_sizes([(self._gather.plan(tile).sends, self._gather.channels)])
         return _message_sizes((exchange.plan(tile).receives, exchange.channels) for exchange in self._exchanges)
 
     def _input_partition(self, shape: Shape) -> Partition:

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 from .graph import Graph
 
-_ALIGNMENT = 16  # elements: a cache line of float32
+_ALIGNMENT_ELEMENTS = 16  # elements: a cache line of float32
 
 
 class LiveRange(NamedTuple):
     """Lifetime of an array: its elements, and its first and last time, both included."""
 
     elements_per_sample: int
-    first: int
-    last: int
+    first_time: int
+    last_time: int
 
     def overlaps(self, other: LiveRange) -> bool:
         """Return whether two lifetimes overlap."""
-        return self.first <= other.last and other.first <= self.last
+        return self.first_time <= other.last_time and other.first_time <= self.last_time
 
 
 def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
@@ -33,13 +33,14 @@ def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
     First-fit in several orders; the shortest layout is returned. It rarely needs more than the peak of live elements.
     """
     orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
-        lambda live: (live.first - live.last, -live.elements_per_sample),
+        lambda live: (live.first_time - live.last_time, -live.elements_per_sample),
         lambda live: (-live.elements_per_sample,),
-        lambda live: (live.first, -live.last),
-        lambda live: (-live.last, live.first),
+        lambda live: (live.first_time, -live.last_time),
+        lambda live: (-live.last_time, live.first_time),
     ]
-    times = {live.first for live in ranges}
-    least = max((sum(r.elements_per_sample for r in ranges if r.first <= at <= r.last) for at in times), default=0)
+    times = {live.first_time for live in ranges}
+    live = (sum(r.elements_per_sample for r in ranges if r.first_time <= at <= r.last_time) for at in times)
+    least = max(live, default=0)
     layouts: list[tuple[list[int], int]] = []
     for order in orders:
         layouts.append(_place_in_order(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))))
@@ -69,16 +70,16 @@ class MemoryPlan:
     Attributes
     ----------
     ranges : list of LiveRange
-    views, gradients : dict of step to int
+    view_ranges, gradient_ranges : dict of step to int
         Ranges of a step's view of its input (where that is more than the value itself) and of the view's gradient: the
         same one where the gradient overwrites the view.
-    values, gradient_sums : dict of value to int
+    value_ranges, sum_ranges : dict of value to int
         Ranges of values outside all views, and of sums of the gradients from several readers.
     summed_in_place : set of value
         Values whose sum is accumulated in the first of these gradients.
     view_of_value : dict of value to step
         Step whose view contains the value in its interior.
-    rebuilt_views, borders : dict of step to int
+    rebuilt_view_ranges, border_ranges : dict of step to int
         Ranges of views that are rebuilt for the backward pass, and of their kept part: the cells around the tile.
     backward_start : int
         First time of the backward pass.
@@ -86,13 +87,13 @@ class MemoryPlan:
 
     backward_start: int
     ranges: list[LiveRange] = field(default_factory=list)
-    views: dict[int, int] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
-    values: dict[int, int] = field(default_factory=dict)
-    gradient_sums: dict[int, int] = field(default_factory=dict)
+    view_ranges: dict[int, int] = field(default_factory=dict)
+    gradient_ranges: dict[int, int] = field(default_factory=dict)
+    value_ranges: dict[int, int] = field(default_factory=dict)
+    sum_ranges: dict[int, int] = field(default_factory=dict)
     view_of_value: dict[int, int] = field(default_factory=dict)
-    rebuilt_views: dict[int, int] = field(default_factory=dict)
-    borders: dict[int, int] = field(default_factory=dict)
+    rebuilt_view_ranges: dict[int, int] = field(default_factory=dict)
+    border_ranges: dict[int, int] = field(default_factory=dict)
     summed_in_place: set[int] = field(default_factory=set)
 
     @cached_property
@@ -114,7 +115,7 @@ class MemoryPlan:
 
 def align_range(live: LiveRange) -> LiveRange:
     """Return a range padded to whole cache lines."""
-    return live._replace(elements_per_sample=-(-live.elements_per_sample // _ALIGNMENT) * _ALIGNMENT)
+    return live._replace(elements_per_sample=-(-live.elements_per_sample // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS)
 
 
 def plan_memory(
@@ -196,12 +197,12 @@ def plan_memory(
             first = producers[value]
             saved = [end - at for at in readers if not has_window[at] and saves[at]]
             kept = [*saved, *rereads(value)] if backward else []
-            plan.values[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
+            plan.value_ranges[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
         if backward and (value or needs_input_gradient) and len(readers) > 1:
             if can_accumulate_in_first(value):
                 plan.summed_in_place.add(value)
             else:
-                plan.gradient_sums[value] = plan.add(value_elements[value], end - max(readers), gradient_end(value))
+                plan.sum_ranges[value] = plan.add(value_elements[value], end - max(readers), gradient_end(value))
     for at, step in enumerate(steps):
         host = graph.fused_activations.get(at)
         in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
@@ -214,16 +215,16 @@ def plan_memory(
             readers = graph.readers[value] if holds_value else [at]
             kept = [end - reader for reader in readers if saves[reader] and (reader == at or not has_window[reader])]
             kept += rereads(value) if holds_value else []
-            plan.views[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
+            plan.view_ranges[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
         if at in restored:
-            plan.rebuilt_views[at] = plan.add(view_elements[at], back, back)
+            plan.rebuilt_view_ranges[at] = plan.add(view_elements[at], back, back)
             if has_window[at]:
-                plan.borders[at] = plan.add(view_elements[at] - value_elements[value], at, back)
+                plan.border_ranges[at] = plan.add(view_elements[at] - value_elements[value], at, back)
         if backward and (value or needs_input_gradient):
             last = gradient_end(value) if remains_in_place(value, at) else back
-            view = plan.rebuilt_views.get(at, plan.views.get(at, plan.values.get(value)))
-            if view is not None and can_overwrite[at] and plan.ranges[view].last == back:
-                plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)
+            view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
+            if view is not None and can_overwrite[at] and plan.ranges[view].last_time == back:
+                plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)
             else:
-                plan.gradients[at] = plan.add(view_elements[at], back, last)
+                plan.gradient_ranges[at] = plan.add(view_elements[at], back, last)
     return plan

@@ -97,10 +97,10 @@ class ModelPlan(Protocol):
         """Maximum bytes of a rank in training, if all ranks hold the whole optimiser state."""
 
     @property
-    def rows(self) -> Mapping[str, str]:
+    def benchmark_rows(self) -> Mapping[str, str]:
         """Rows of a benchmark's table, and the class of each."""
 
-    def row_of(self, name: str) -> str:
+    def benchmark_row_of(self, name: str) -> str:
         """Return the table row of a layer or step; other names have their own rows."""
 
     def settings_equal_on_all_ranks(self) -> list[str]:

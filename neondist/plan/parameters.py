@@ -11,10 +11,10 @@ import numpy as np
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import HEADER_SIZE, ROWS_COMPRESSOR
+from ..parallel import FLAG_HEADER_LENGTH, ROWS_COMPRESSOR
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
-from ..strategies.shares import ParameterShare, parameter_shares
-from .gradient_costs import compressed_reduction_bytes, compressors_of, max_sparse_bytes_sent
+from ..strategies.shares import OwnerBoxes, compute_owner_boxes
+from .gradient_costs import compressed_reduction_bytes, gradient_encodings, max_sparse_bytes_sent
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ParameterPlan:
     parameters: Mapping[str, Parameter]
     grid: GridShape
     dtype: np.dtype
-    slots: int
+    slots_per_parameter: int
     requested_strategy: StrategyBuilder | Strategy | None = None
 
     @cached_property
@@ -50,8 +50,8 @@ class ParameterPlan:
         """
         chosen = self.requested_strategy or AllReduce()
         strategy = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
-        strategy.check_model(self.specs)
-        strategy.check_synchronous()
+        strategy.check_parameters_match(self.specs)
+        strategy.check_needs_no_servers()
         return strategy
 
     @cached_property
@@ -61,14 +61,14 @@ class ParameterPlan:
         return tuple(ParameterSpec(name, item.shape, dtype, bool(item.max_rows_per_sample)) for name, item in items)
 
     @cached_property
-    def shares(self) -> dict[str, ParameterShare]:
+    def shares(self) -> dict[str, OwnerBoxes]:
         """Parts of parameters that ranks own, by full name, without those partitioned over the tiles."""
-        return parameter_shares(self.strategy, self.grid.size, self.untiled)
+        return compute_owner_boxes(self.strategy, self.grid.size, self.untiled)
 
     @cached_property
     def compressors(self) -> dict[str, str]:
         """Compressors of gradients by full parameter name; those of tiled parameters are not compressed."""
-        return compressors_of(self.strategy, self.untiled, self.dtype.itemsize)
+        return gradient_encodings(self.strategy, self.untiled, self.dtype.itemsize)
 
     @cached_property
     def untiled(self) -> dict[str, Parameter]:
@@ -81,7 +81,7 @@ class ParameterPlan:
 
     @cached_property
     def partly_updated_count(self) -> int:
-        """Number of parameters of which ranks update different parts."""
+        """Number of parameters that several ranks update in parts."""
         return sum(map(self.is_tiled, self.parameters.values())) + len(self.shares)
 
     def elements_owned_by(self, rank: int) -> int:
@@ -98,7 +98,7 @@ class ParameterPlan:
         """Whether several ranks own parts of one parameter."""
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
-    def parameters_on(self, rank: int) -> int:
+    def num_parameters_on(self, rank: int) -> int:
         """Return the number of parameter elements on a rank: all, or those of its tile."""
         return sum(item.size_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
@@ -117,7 +117,9 @@ class ParameterPlan:
         )
         shared -= sum(self.untiled[name].size_on(self.grid, tile) for name in self.compressors)
         packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
-        summed = (HEADER_SIZE + shared - self.owned_elements) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
+        summed = (FLAG_HEADER_LENGTH + shared - self.owned_elements) * (self.grid.size > 1) + own * (
+            self.grid.replicas > 1
+        )
         several = (self.grid.size if self.shares else self.grid.tiles) > 1
         return self.dtype.itemsize * summed + packed + 8 * norms * several
 
@@ -139,7 +141,9 @@ class ParameterPlan:
         feedback = sum(
             prod(self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR
         )
-        return self.dtype.itemsize * (self.parameters_on(rank) * (2 + self.slots) - remote * self.slots + feedback)
+        return self.dtype.itemsize * (
+            self.num_parameters_on(rank) * (2 + self.slots_per_parameter) - remote * self.slots_per_parameter + feedback
+        )
 
     def max_memory_of(self, tile: int) -> int:
         """Return the maximum of `memory` over the ranks of a tile in all replicas."""
@@ -148,4 +152,4 @@ class ParameterPlan:
 
     def memory_traffic(self, rank: int) -> int:
         """Return a lower bound of the bytes that an update reads and writes on a rank."""
-        return self.dtype.itemsize * (3 + 2 * self.slots) * self.parameters_on(rank)
+        return self.dtype.itemsize * (3 + 2 * self.slots_per_parameter) * self.num_parameters_on(rank)

@@ -28,7 +28,7 @@ from .model_plan import Workload
 from .parameters import ParameterPlan
 from .planner import recompute_cuts
 from .section import PlannedSection, Rows, Segment, group_into_segments
-from .stream import Stream, training_work
+from .stream import Stream, work_per_sample
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -116,7 +116,7 @@ class Plan(Sequence[LayerPlan]):
     def wide_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
         if self.stream is not None:
-            return self.stream.tiles[0]
+            return self.stream.tile_cells[0]
         return self.layers[0].regions[0] if self.layers else None
 
     @property
@@ -150,7 +150,7 @@ class Plan(Sequence[LayerPlan]):
         return units
 
     @property
-    def rows(self) -> dict[str, str]:
+    def benchmark_rows(self) -> dict[str, str]:
         """Rows of a benchmark's table: the class of each, or the number of layers of a segment."""
         kinds = (
             (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.layer_groups.items()
@@ -166,7 +166,7 @@ class Plan(Sequence[LayerPlan]):
         )
         return [*(plan.settings_equal_on_all_ranks() for plan in self), *arrays]
 
-    def row_of(self, name: str) -> str:
+    def benchmark_row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""
         return next((row for row, plans in self.layer_groups.items() if name in [plan.name for plan in plans]), name)
 
@@ -182,7 +182,7 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        return round(sum(plan.halo_bytes_of(tile, samples, *self._sent_args(plan)) for plan in self))
+        return round(sum(plan.halo_bytes_of(tile, samples, *self._halo_bytes_args(plan)) for plan in self))
 
     def reduction_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions over ranks in a training step.
@@ -192,7 +192,7 @@ class Plan(Sequence[LayerPlan]):
         size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         calls = len(micro_batch_ranges(samples, self.training.accumulate))
-        nbytes = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
+        nbytes = {plan.name: plan.reduction_bytes_per_rank(samples, size, ranks, calls) for plan in self}
         norms = self.training.optimizer.num_reduced_norms(self.parameters.partly_updated_count)
         nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, norms)
         tiled = len(self.output_shape) > 1
@@ -226,19 +226,23 @@ class Plan(Sequence[LayerPlan]):
             f"{plan.name}/{name}": parameter for plan in self for name, parameter in plan.trained_parameters.items()
         }
         training = self.training
-        return ParameterPlan(named, self.grid, training.dtype, len(training.optimizer.state_names), training.strategy)
+        return ParameterPlan(
+            named, self.grid, training.dtype, len(training.optimizer.all_slot_names), training.strategy
+        )
 
     @cached_property
     def workload(self) -> Workload:
         """Workload of the busiest rank in a step: the maximum of cells and messages in each layer."""
         samples = self.samples(0)
-        flops = sum(2 * samples * (3 if plan.needs_input_gradient else 2) * plan.multiplications(0) for plan in self)
+        flops = sum(
+            2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
+        )
         overhead = (
-            1.0 if self.stream is None else training_work(self.graph, self.stream) / training_work(self.graph, None)
+            1.0 if self.stream is None else work_per_sample(self.graph, self.stream) / work_per_sample(self.graph, None)
         )
         moved = self.memory_traffic(0) - self.parameters.memory_traffic(0)
         sent = sum(
-            max(plan.halo_bytes_of(t, samples, *self._sent_args(plan)) for t in plan.classes.representatives)
+            max(plan.halo_bytes_of(t, samples, *self._halo_bytes_args(plan)) for t in plan.classes.representatives)
             for plan in self
         )
         messages = sum(
@@ -385,14 +389,14 @@ class Plan(Sequence[LayerPlan]):
         shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
             view = plan.max_view_cells * plan.input_shape[-1] * size
-            sent = {samples: plan.halo_bytes_by_tile(samples, *self._sent_args(plan)) for samples in shares}
+            sent = {samples: plan.halo_bytes_by_tile(samples, *self._halo_bytes_args(plan)) for samples in shares}
             costs.append(
                 LayerCosts(
                     max_sent_bytes=round(max(sent[self.samples(0, batch_size)])),
                     total_sent_bytes=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self.max_live_samples(0)
-                    + max(plan.parameters_by_tile) * self._bytes_per_parameter,
+                    + max(plan.num_parameters_by_tile) * self._bytes_per_parameter,
                 )
             )
         return costs
@@ -422,27 +426,27 @@ class Plan(Sequence[LayerPlan]):
     def describe(self) -> str:
         """Return the table as plain text below a headline, as `neondist check` prints it."""
         head = report.plan_headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.render_text(head, self.table())
+        return report.render_plain_text(head, self.table())
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self.training.dtype.itemsize
 
-    def _sent_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
+    def _halo_bytes_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
         """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward passes."""
-        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._ids_of_recomputed_layers)
+        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._ids_of_layers_run_twice)
 
     @cached_property
-    def _ids_of_recomputed_layers(self) -> set[int]:
+    def _ids_of_layers_run_twice(self) -> set[int]:
         """Layers whose forward pass, with its halo exchange, is run twice: all but those of the last section."""
-        steps, _ = self.graph.node_ends[self.sections[-1].first if self.sections else 0]
+        steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
     def _bytes_per_parameter(self) -> int:
         """Bytes of a parameter element, its gradient, and its optimiser state."""
-        return self.itemsize * (2 + len(self.training.optimizer.state_names))
+        return self.itemsize * (2 + len(self.training.optimizer.all_slot_names))
 
     def max_live_samples(self, replica: int) -> int:
         """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""

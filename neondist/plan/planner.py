@@ -12,10 +12,8 @@ from ..system.machine import MachineProfile
 
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
-MAX_SEGMENT_LAYERS = 12
-"""maximum number of layers with windows in a segment"""
-TRAINING_COST_FACTOR = 3
-"""cost of a training step, in units of fprop"""
+MAX_SEGMENT_LAYERS = 12  # maximum number of layers with windows in a segment
+TRAINING_COST_FACTOR = 3  # cost of a training step, in units of fprop
 
 
 class PlacedLayer(NamedTuple):
@@ -61,7 +59,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
     return [*(at for at in cuts if not at or costs[at] < inf), total]
 
 
-def tiling_seconds(
+def overhead_seconds(
     profile: MachineProfile, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
@@ -75,7 +73,7 @@ def tiling_seconds(
         Whether the segment's input needs a gradient.
     """
     tile, (first, shape, (inputs, outputs)) = _central_tile(grid, len(segment[0].input_shape) - 1), segment[0]
-    seconds = [_redundant_seconds(profile, placed, grid) for placed in segment]
+    seconds = [_redundant_computation_seconds(profile, placed, grid) for placed in segment]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
@@ -84,7 +82,7 @@ def tiling_seconds(
     return seconds
 
 
-def gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
+def gradient_gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
     layer, shape, _ = placed
     gathers = layer.supported_gradient_gather(shape)
@@ -104,21 +102,21 @@ def can_recompute(layer: Layer, input_shape: Shape) -> bool:
     return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
-def _redundant_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
+def _redundant_computation_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
     layer, shape, (_, outputs) = placed
     if outputs is None:
         return 0.0
-    extra = outputs.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
+    extra = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size
     cell_seconds = profile.cell_seconds.get(
-        str(layer.name), TRAINING_COST_FACTOR * operations_per_cell(layer, shape) / profile.speed
+        str(layer.name), TRAINING_COST_FACTOR * forward_operations_per_cell(layer, shape) / profile.speed
     )
     return extra * cell_seconds * profile.samples
 
 
-def operations_per_cell(layer: Layer, input_shape: Shape) -> float:
+def forward_operations_per_cell(layer: Layer, input_shape: Shape) -> float:
     """Return the floating-point operations of one output cell in fprop."""
-    window = layer.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
+    window = layer.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
     weights = layer.parameters_for(input_shape).get("weights")
     return 2 * prod(weights.shape) if weights else prod(window.kernel) * input_shape[-1]
 

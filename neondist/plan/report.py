@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-LEGEND = """\
+TABLE_LEGEND = """\
 tile: output cells of a rank; view: input cells that they depend on, with padding
 halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
 memory: view, its gradient, parameters and optimiser state on the rank using most memory;
 a layer writes its outputs into the view of the next one"""
 _BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "summed"}
-LOCAL_HEAD = "parameters/rank (max)"
-LOCAL_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the parameters of its own tile"
+PER_RANK_HEAD = "parameters/rank (max)"
+PER_RANK_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the parameters of its own tile"
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Column:
     head: str
     cells: list[str]
     foot: str = ""
-    right: bool = True
+    align_right: bool = True
 
 
 class LayerTable:
     """A table that is never truncated; on a terminal too narrow for all columns it is split into two."""
 
-    def __init__(self, columns: Sequence[Column], left: int) -> None:
-        self.columns, self.left = columns, left
+    def __init__(self, columns: Sequence[Column], split_at: int) -> None:
+        self.columns, self.split_at = columns, split_at
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unlimited = options.update(width=10_000)
-        halves = [self.columns[: self.left], [self.columns[0], *self.columns[self.left :]]]
+        halves = [self.columns[: self.split_at], [self.columns[0], *self.columns[self.split_at :]]]
         fits = console.measure(self._table(self.columns), options=unlimited).maximum <= options.max_width
         for at, columns in enumerate([self.columns] if fits or not console.is_terminal else halves):
             yield from [""] * bool(at)
@@ -59,7 +59,7 @@ class LayerTable:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", footer_style="bold")
         table.show_footer = any(column.foot for column in columns[1:])
         for column in columns:
-            table.add_column(column.head, column.foot, justify="right" if column.right else "left", no_wrap=True)
+            table.add_column(column.head, column.foot, justify="right" if column.align_right else "left", no_wrap=True)
         for row in zip(*(column.cells for column in columns), strict=True):
             table.add_row(*row)
         return table
@@ -89,21 +89,21 @@ def layer_table(
     from rich.console import Group
     from rich.text import Text
 
-    shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], left=5)
+    shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
     notes = [
         f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using most memory",
         *filter(None, [streamed]),
-        *(f"{heading} {_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
+        *(f"{heading} {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
             f"a step of pretraining '{name}' sends {format_size(most)} (the busiest rank), {format_size(total)} (all)"
             for name, most, total in pretraining
         ),
     ]
-    legend = LEGEND + (LOCAL_LEGEND if any(column.head == LOCAL_HEAD for column in shown.columns) else "")
+    legend = TABLE_LEGEND + (PER_RANK_LEGEND if any(column.head == PER_RANK_HEAD for column in shown.columns) else "")
     return Group(shown, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequence[str], legend: str) -> Any:
+def module_costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequence[str], legend: str) -> Any:
     """Return a table of the costs of modules, notes, and a legend.
 
     Parameters
@@ -118,9 +118,9 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
 
     costs = [cost for _, cost, _ in rows]
     columns = [
-        Column("module", [name for name, _, _ in rows], "total", right=False),
-        Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], right=False),
-        Column("output", [shape for _, _, shape in rows], right=False),
+        Column("module", [name for name, _, _ in rows], "total", align_right=False),
+        Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], align_right=False),
+        Column("output", [shape for _, _, shape in rows], align_right=False),
         *(
             Column(head, [format_size(getattr(c, name)) for c in costs], format_size(getattr(total, name)))
             for head, name in _BYTE_COLUMNS.items()
@@ -129,10 +129,10 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
         Column("parameters", [f"{cost.parameters:,}" for cost in costs], f"{total.parameters:,}"),
         Column("memory", [format_size(cost.memory) for cost in costs], format_size(total.memory)),
     ]
-    return Group(LayerTable(columns, left=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+    return Group(LayerTable(columns, split_at=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def render_text(head: str, content: Any) -> str:
+def render_plain_text(head: str, content: Any) -> str:
     """Return the output of a rich console as plain text, below a headline."""
     from ..terminal.rich_console import Console
 
@@ -163,16 +163,16 @@ def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
         "-" if p.window is None else _format_extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)
     ]
     return [
-        Column("layer", [p.name for p in plans], "total", right=False),
-        Column("class", [p.class_name for p in plans], right=False),
-        Column("output", [join_extents(p.output_shape) for p in plans], right=False),
+        Column("layer", [p.name for p in plans], "total", align_right=False),
+        Column("class", [p.class_name for p in plans], align_right=False),
+        Column("output", [join_extents(p.output_shape) for p in plans], align_right=False),
         Column(
             "tile",
             [_format_extents(map(p.tile, p.representative_tiles), p.output_shape[-1]) for p in plans],
-            right=False,
+            align_right=False,
         ),
-        Column("view", views, right=False),
-        *([] if plain else [Column("scheme", schemes, right=False)]),
+        Column("view", views, align_right=False),
+        *([] if plain else [Column("scheme", schemes, align_right=False)]),
     ]
 
 
@@ -180,21 +180,21 @@ def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> li
     total = sum(costs, LayerCosts())
     halo = [f"{max(p.halo_cells_by_tile):,}" if any(p.halo_cells_by_tile) else "-" for p in plans]
     kept = Column(
-        LOCAL_HEAD,
-        [f"{max(p.parameters_by_tile):,}" for p in plans],
-        f"{sum(max(p.parameters_by_tile) for p in plans):,}",
+        PER_RANK_HEAD,
+        [f"{max(p.num_parameters_by_tile):,}" for p in plans],
+        f"{sum(max(p.num_parameters_by_tile) for p in plans):,}",
     )
     return [
         Column("halo", halo),
         Column("sent (max)", [format_size(c.max_sent_bytes) for c in costs], format_size(total.max_sent_bytes)),
         Column("sent (total)", [format_size(c.total_sent_bytes) for c in costs], format_size(total.total_sent_bytes)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
-        *([kept] if any(max(p.parameters_by_tile) < p.parameters for p in plans) else []),
+        *([kept] if any(max(p.num_parameters_by_tile) < p.parameters for p in plans) else []),
         Column("memory", [format_size(c.memory) for c in costs], format_size(total.memory)),
     ]
 
 
-def _total_and_parts(counts: Mapping[str, int]) -> str:
+def _format_total_and_parts(counts: Mapping[str, int]) -> str:
     """Return the total bytes of a step and those of each layer, largest first."""
     parts = [f"{name} {format_size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
     return f"{format_size(sum(counts.values()))} per step: {', '.join(parts)}"
@@ -214,15 +214,15 @@ def _format_extents(boxes: Iterable[Box], channels: int) -> str:
 
 def format_size(count: float) -> str:
     """Return '12.3 kB'."""
-    return _in_units(count, ("B", "kB", "MB", "GB"), "TB")
+    return _format_in_units(count, ("B", "kB", "MB", "GB"), "TB")
 
 
 def format_count(count: float) -> str:
     """Return '12.3 M'."""
-    return _in_units(count, ("", "k", "M", "G"), "T").rstrip()
+    return _format_in_units(count, ("", "k", "M", "G"), "T").rstrip()
 
 
-def _in_units(count: float, units: Sequence[str], last: str) -> str:
+def _format_in_units(count: float, units: Sequence[str], last: str) -> str:
     if not count:
         return "-"
     for unit in units:

@@ -12,7 +12,7 @@ from ..errors import ConfigError, UserError
 from ..geometry import GridShape, grid_shape
 from ..geometry.partition import factorisations
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
-from ..strategies.auto import SyncCosts, sync_costs
+from ..strategies.auto import SyncCosts, estimate_sync_costs
 from ..strategies.builder import Resources
 from ..system.machine import Machine
 from ..system.memory import format_bytes
@@ -20,8 +20,7 @@ from . import report
 from .model_plan import ModelPlan, Workload
 
 STEP_PARTS = "compute", "exchange", "sums", "synchronise"
-MAX_GRIDS = 24
-"""maximum number of grids compared"""
+MAX_COMPARED_GRIDS = 24  # maximum number of grids compared
 
 
 class PlanWithSchemes(NamedTuple):
@@ -64,7 +63,7 @@ class GridChoice:
 def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
     """Return the grids to compare: those with the fixed factors and without empty tiles, the most square first.
 
-    At most MAX_GRIDS are returned; if all have empty tiles, the most square one.
+    At most MAX_COMPARED_GRIDS are returned; if all have empty tiles, the most square one.
     """
     planes = factors.get("planes", 1)
     shapes = []
@@ -80,7 +79,7 @@ def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent
 
     shapes = [grid for grid in shapes if fits(grid)] or [grid_shape(ranks, **factors)]
     return sorted(shapes, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[
-        :MAX_GRIDS
+        :MAX_COMPARED_GRIDS
     ]
 
 
@@ -96,14 +95,14 @@ def sort_choices(
     for item in plans:
         plan, schemes = item if isinstance(item, PlanWithSchemes) else (item, None)
         load, ranks = plan.workload, plan.grid.size
-        specs, shared, slots = load.parameters.specs, load.untiled_specs, load.parameters.slots
+        specs, shared, slots = load.parameters.specs, load.untiled_specs, load.parameters.slots_per_parameter
         for number, builder in enumerate(builders):
             key = str(number), specs
             if key not in strategies:
                 is_built = isinstance(builder, Strategy)
                 strategies[key] = builder if is_built else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
-                strategies[key].check_model(specs)
-            sync = sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
+                strategies[key].check_parameters_match(specs)
+            sync = estimate_sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
             seconds = dict(zip(STEP_PARTS, (*_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
             strategy = replace(strategies[key], grid=_grid_factors(plan.grid), schemes=schemes)
             candidates.append(GridChoice(plan, strategy, seconds, sync))
@@ -130,7 +129,7 @@ def choose_fastest(
     fitting, excluded = list[GridChoice](), list[str]()
     least = inf
     for choice in candidates:
-        needed = needed_bytes(choice) if limit is not None else 0
+        needed = max_needed_bytes(choice) if limit is not None else 0
         least = min(least, needed)
         if limit is None or needed <= limit:
             fitting.append(choice)
@@ -156,10 +155,10 @@ def choose_fastest(
     return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 
 
-def needed_bytes(choice: GridChoice) -> int:
+def max_needed_bytes(choice: GridChoice) -> int:
     """Return an upper bound of a rank's bytes with a strategy, as if the largest tile also owned most."""
     load = choice.plan.workload
-    replicated = sum(spec.nbytes for spec in load.untiled_specs) * (2 + load.parameters.slots)
+    replicated = sum(spec.nbytes for spec in load.untiled_specs) * (2 + load.parameters.slots_per_parameter)
     return choice.plan.max_training_memory - replicated + choice.sync.held_bytes
 
 
@@ -171,7 +170,7 @@ def choice_label(choice: GridChoice) -> str:
     return f"{report.join_extents(parts)} with {choice.strategy.builder}{schemes}"
 
 
-def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Sequence[str], error: str) -> Any:
+def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Sequence[str], error_note: str) -> Any:
     """Return a table of the parameters for a rich console, the choice with its runner-up, and the reason."""
     from rich.console import Group
     from rich.text import Text
@@ -180,17 +179,17 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Seq
     rows = [(specs[name], part) for name, part in parts.items()]
     total = sum(spec.nbytes for spec in specs.values())
     columns = [
-        report.Column("parameter", [spec.name for spec, _ in rows], "total", right=False),
-        report.Column("shape", [report.join_extents(spec.shape) or "scalar" for spec, _ in rows], right=False),
-        report.Column("partition", [part.partition_text for _, part in rows], right=False),
-        report.Column("owners", [part.owners_text for _, part in rows], right=False),
-        report.Column("synchroniser", [part.kind for _, part in rows], right=False),
+        report.Column("parameter", [spec.name for spec, _ in rows], "total", align_right=False),
+        report.Column("shape", [report.join_extents(spec.shape) or "scalar" for spec, _ in rows], align_right=False),
+        report.Column("partition", [part.partition_text for _, part in rows], align_right=False),
+        report.Column("owners", [part.owners_text for _, part in rows], align_right=False),
+        report.Column("synchroniser", [part.kind for _, part in rows], align_right=False),
         report.Column("bytes", [report.format_size(spec.nbytes) for spec, _ in rows], report.format_size(total)),
     ]
     options = [choice, *([runner_up] if runner_up else [])]
     compared = [
-        report.Column("", ["choice", "runner-up"][: len(options)], right=False),
-        report.Column("replicas, rows, cols; strategy", list(map(choice_label, options)), right=False),
+        report.Column("", ["choice", "runner-up"][: len(options)], align_right=False),
+        report.Column("replicas, rows, cols; strategy", list(map(choice_label, options)), align_right=False),
         *(report.Column(part, [_format_seconds(option.seconds[part]) for option in options]) for part in STEP_PARTS),
         report.Column("step", [_format_seconds(option.step_seconds) for option in options]),
     ]
@@ -203,8 +202,8 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Seq
         notes.append(f"excluded: {len(excluded) - 3} more that need too much memory")
     streamed = getattr(choice.plan, "stream", None)
     notes += [str(streamed)] if streamed is not None else []
-    tables = report.LayerTable(columns, left=3), Text(), report.LayerTable(compared, left=4), Text()
-    return Group(*tables, *map(Text, notes), Text(error, style="dim"))
+    tables = report.LayerTable(columns, split_at=3), Text(), report.LayerTable(compared, split_at=4), Text()
+    return Group(*tables, *map(Text, notes), Text(error_note, style="dim"))
 
 
 def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
@@ -230,7 +229,7 @@ def _part_seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[fl
     ranks = grid.size
     alone = load.flops / machine.speed + load.memory_traffic / machine.memory_bandwidth
     compute = machine.compute_seconds(alone, ranks, load.memory_traffic)
-    compute += machine.expected_delay(ranks, compute)
+    compute += machine.expected_delay_seconds(ranks, compute)
     meetings = machine.waiting_seconds(ranks, round(load.message_count > 0) + round(load.reduction_count))
     exchange = machine.slowest_link(grid.tiles).message_seconds(load.message_count, load.sent_bytes) + meetings
     nbytes = load.reduction_bytes / load.reduction_count if load.reduction_count else 0

@@ -15,7 +15,7 @@ from ..geometry import (
     GridShape,
     HaloPlan,
     KeyDetail,
-    Overlapping,
+    OverlappingPartition,
     Partition,
     PartKinds,
     Window,
@@ -29,10 +29,8 @@ from .memory import MemoryPlan, plan_memory
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
-_MAX_MEMORY_FRACTION = 0.95
-"""fraction of the memory: if recomputation needs more than that, values are kept"""
-MAX_STRIP_BYTES_PER_SAMPLE = 1 << 20
-"""maximum bytes per sample of a strip with rows='auto', over all layers"""
+_MAX_MEMORY_FRACTION = 0.95  # fraction of the memory: if recomputation needs more than that, values are kept
+MAX_STRIP_BYTES_PER_SAMPLE = 1 << 20  # maximum bytes per sample of a strip with rows='auto', over all layers
 
 
 @dataclass
@@ -41,7 +39,7 @@ class PlannedSection:
 
     Attributes
     ----------
-    first, last : int
+    first_node, stop_node : int
         Half-open range of nodes.
     graph : Graph
         Their steps.
@@ -60,8 +58,8 @@ class PlannedSection:
         Whether outputs of normalisations may be recomputed in the backward pass instead of being kept.
     """
 
-    first: int
-    last: int
+    first_node: int
+    stop_node: int
     graph: Graph
     placed: Mapping[int, LayerPlan | Segment]
     grid: GridShape
@@ -127,7 +125,7 @@ class PlannedSection:
                 nbytes.append(cells * self.graph.shapes[step.output_value][-1] * (saved_bytes + elements * itemsize))
         return nbytes
 
-    def output_halo_plan(self, tile: int) -> list[tuple[HaloPlan, int]]:
+    def output_halo_plans(self, tile: int) -> list[tuple[HaloPlan, int]]:
         """Return the plan of the outputs and their channels for each layer whose halo is added in the forward pass."""
         steps = [(step.layer, self.graph.shapes[step.output_value][-1]) for step in self.graph.steps]
         plans = [
@@ -201,20 +199,20 @@ class Segment:
         cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
         shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
         ones = (1,) * len(others)
-        strips = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
+        strips = OverlappingPartition(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
         steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
         graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
-        section = PlannedSection.of_parts(graph, trace_needed_cells(graph, strips, self._needed), GridShape())
+        section = PlannedSection.of_parts(graph, trace_needed_cells(graph, strips, self._needed_cells), GridShape())
         for at in range(strips.tiles):
             yield at, section
 
-    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
+    def _needed_cells(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         """Return the cells of the input of a layer, the one at `value`, that strips of its output need."""
         plan = self.plans[value]
-        extent, window = plan.input_shape[:-1], plan.window or Window.of_one(len(plan.input_shape) - 1)
+        extent, window = plan.input_shape[:-1], plan.window or Window.for_pointwise(len(plan.input_shape) - 1)
         if value == 0:
             return view_cells(outputs, window, extent)  # its view exists even outside the image
-        none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
+        none = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
         return source_cells(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 
     def can_fuse_activation(self, activation: Activation) -> bool:
@@ -274,8 +272,7 @@ def _merge_steps(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> 
     return Graph(steps, shapes, node_ends)
 
 
-INSIDE_SEGMENT = (-1, -1)
-"""End of a node in the middle of a segment."""
+INSIDE_SEGMENT = (-1, -1)  # end of a node in the middle of a segment
 
 
 def _is_stripable(plan: LayerPlan) -> bool:

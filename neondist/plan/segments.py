@@ -8,17 +8,17 @@ from typing import TypeAlias
 
 from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, source_cells
-from ..halo.fusion import Fusion, fusion_of
+from ..halo.fusion import Fusion, fusion_scheme_or_none
 from ..layers import Layer, Node
 from ..system.machine import MachineProfile
 from .graph import Graph
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, tiling_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, overhead_seconds
 
 Shape = tuple[int, ...]
 Chain: TypeAlias = Sequence[tuple[Node, Shape]]
 LayerRegions: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By layer id: the cells of its input and output on each tile; None: the balanced partition."""
-_FIRST_LAYERS_ONLY = (
+_FIRST_LAYERS_ONLY_MESSAGE = (
     "reads an extended tile of the image, so it applies only to the first layers of a model, not inside or after"
     " Sum or Concat"
 )
@@ -45,10 +45,10 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
             regions |= regions_of(segment, grid)
     for step in graph.steps:
         layer, shape = step.layer, graph.shapes[step.inputs[0]]
-        fusion = None if layer is None else fusion_of(layer.scheme)
-        wide = fusion is not None and fusion.reads_wide
+        fusion = None if layer is None else fusion_scheme_or_none(layer.scheme)
+        wide = fusion is not None and fusion.reads_extended_tile
         if layer is not None and wide and id(layer) not in regions and windowed_layer(layer, shape, grid) is not None:
-            raise _scheme_error(layer, _FIRST_LAYERS_ONLY)
+            raise _scheme_error(layer, _FIRST_LAYERS_ONLY_MESSAGE)
     return regions
 
 
@@ -57,16 +57,16 @@ def _chain_segments(links: Chain, grid: GridShape, samples: int | None, first: b
     at = 0
     while at < len(links):
         layer = windowed_layer(*links[at], grid)
-        fusion = None if layer is None else fusion_of(layer.scheme)
+        fusion = None if layer is None else fusion_scheme_or_none(layer.scheme)
         if layer is None or fusion is None or fusion.layers == 1:
             at += 1
             continue
-        end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_wide
+        end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_extended_tile
         if wide and (not first or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
-            raise _scheme_error(layer, _FIRST_LAYERS_ONLY)
+            raise _scheme_error(layer, _FIRST_LAYERS_ONLY_MESSAGE)
         profile = fusion.planner_profile(grid.size, samples)
         if profile is not None:
-            yield from _plan_segments(profile, links[at : end + 1], grid, backward=not first or at > 0)
+            yield from _divide_into_segments(profile, links[at : end + 1], grid, backward=not first or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
@@ -86,7 +86,7 @@ def _segment_end(links: Chain, at: int, first: Layer, longest: int, grid: GridSh
     return end
 
 
-def _plan_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
+def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
     """Yield the segments into which a planner divides layers with the same scheme."""
     places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
     can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
@@ -95,7 +95,7 @@ def _plan_segments(profile: MachineProfile, links: Chain, grid: GridShape, backw
         if last > first and not all(can_join[places[first] : places[last] + 1]):
             return inf
         segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(tiling_seconds(profile, segment, grid, backward or first > 0))
+        return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
 
     for first, last in cheapest_ranges(cost, len(places)):
         if last > first:
@@ -138,13 +138,13 @@ def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> Lay
     """
     regions: LayerRegions = {}
     if wide is None:
-        wide = any(fusion.reads_wide for fusion in _fusion_schemes(segment))
+        wide = any(fusion.reads_extended_tile for fusion in _fusion_schemes(segment))
     last, shape = segment[-1]
     outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
     for place in range(len(segment) - 1, -1, -1):
         node, shape = segment[place]
         layer = node.leaves[0]
-        window = layer.window_for(shape) or Window.of_one(len(shape) - 1)
+        window = layer.window_for(shape) or Window.for_pointwise(len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
             _check_recomputable(layer, segment, window)
@@ -164,7 +164,7 @@ def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
     if reason:
         raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
     if layer.reduces_over_image and any(
-        fusion.reads_wide and fusion.statistics is None for fusion in _fusion_schemes(segment)
+        fusion.reads_extended_tile and fusion.statistics is None for fusion in _fusion_schemes(segment)
     ):
         raise _layer_error(
             layer,
@@ -174,7 +174,7 @@ def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
 
 
 def _fusion_schemes(segment: Chain) -> list[Fusion]:
-    fusions = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
+    fusions = (fusion_scheme_or_none(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in fusions if fusion is not None]
 
 

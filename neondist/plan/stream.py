@@ -9,25 +9,24 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
-from ..geometry import Box, GridShape, Overlapping, Partition, PartKinds, StripGrid, hull_partition
+from ..geometry import Box, GridShape, OverlappingPartition, Partition, PartKinds, StripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
 from .classes import axis_part_keys, kinds_of_tiles
 from .graph import Graph, Step, needed_cells, trace_needed_cells
-from .planner import TRAINING_COST_FACTOR, operations_per_cell
+from .planner import TRAINING_COST_FACTOR, forward_operations_per_cell
 from .section import PlannedSection
 from .segments import LayerRegions
 
 Shape = tuple[int, ...]
-MULTIPLICATIONS_PER_ACCESS = 100
-"""multiplications in the time of one number read or written"""
-MULTIPLICATIONS_PER_CALL = 15 * 10**6
+ACCESS_COST_IN_MULTIPLICATIONS = 100  # multiplications in the time of one number read or written
+CALL_COST_IN_MULTIPLICATIONS = 15 * 10**6
 """multiplications in the time of calling a step for a strip, regardless of its work"""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Nodes from the image to one value, of which a rank holds one strip at a time in memory.
+    """Nodes from the image to one value, executed for one strip of a tile at a time.
 
     Strips divide a tile as tiles divide an image under `overlap_tile`: each is computed from all image cells that it
     depends on, without halo exchange. Before a layer with a reduction, all strips are run up to its `reduce`, whose
@@ -48,8 +47,8 @@ class Stream:
         Number of strips of a tile, the last ones, whose gradients are kept; default: all.
     extended_output : Partition or None
         Cells of the last value on each tile, if not its own: below a cut, all cells that the steps above read.
-    cell_cache : list of Partition, optional
-        Precomputed `cells` of the same strips.
+    precomputed_cells : list of Partition, optional
+        Precomputed `strip_cells` of the same strips.
     """
 
     graph: Graph
@@ -59,7 +58,7 @@ class Stream:
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
     cut_strip_count: int | None = None
-    cell_cache: list[Partition] | None = field(default=None, repr=False, compare=False)
+    precomputed_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
@@ -76,7 +75,7 @@ class Stream:
             checkpointed_strips=checkpointed_strips,
             cuts=cuts,
             cut_strip_count=cut_strip_count,
-            cell_cache=self.cells,
+            precomputed_cells=self.strip_cells,
         )
 
     def with_strips(self, strips: int) -> Stream:
@@ -98,7 +97,7 @@ class Stream:
     def rows(self) -> int:
         """Number of rows, or slabs, of the largest tile of the last map."""
         shapes = [shape for shape in self.graph.shapes if len(shape) > 1]
-        last = self.grid.whole.partition(shapes[-1][:-1])
+        last = self.grid.without_strips.partition(shapes[-1][:-1])
         return max(hi - lo for lo, hi in last.ranges_along(0))
 
     @property
@@ -107,7 +106,7 @@ class Stream:
         forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
         total = self._work_for_counts([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
         for part in self.parts:
-            cut = 0.0 if part.stream_below_cut is None else part._cut_count / (part.grid.last or part.grid.strips)
+            cut = 0.0 if part.stream_below_cut is None else part._cut_count / (part.grid.num_last or part.grid.strips)
             total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
                 part._backward_sweep_ends_without_cuts
             )
@@ -118,7 +117,7 @@ class Stream:
         saved_share = self.checkpointed_strips / self.grid.strips
         return self._work_for_counts(
             [
-                (1 if at in self.recomputed else 1 - saved_share) * len(sweeps)
+                (1 if at in self.recomputed_steps else 1 - saved_share) * len(sweeps)
                 + sum(end < at for end in sweeps)
                 + (at > sweeps[-1])  # the gradients of weights
                 for at in range(len(self.graph.steps))
@@ -127,16 +126,16 @@ class Stream:
 
     def _work_for_counts(self, counts: Sequence[float]) -> float:
         """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
-        graph, total, share = self.graph, 0.0, (self.grid.last or self.grid.strips) / self.grid.strips
+        graph, total, share = self.graph, 0.0, (self.grid.num_last or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
             if len(graph.shapes[step.output_value]) < 2:
                 continue
-            cells = self.cells[step.output_value]
+            cells = self.strip_cells[step.output_value]
             axes = range(len(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
             total += count * (
                 computed * forward_multiplications_per_cell(graph, at)
-                + share * prod(cells.parts) * MULTIPLICATIONS_PER_CALL
+                + share * prod(cells.parts) * CALL_COST_IN_MULTIPLICATIONS
             )
         return total
 
@@ -152,15 +151,15 @@ class Stream:
             return None
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
-        cells = self.cells[value], self.grid.partition(self.graph.shapes[value][:-1])
+        cells = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
         extended_output = hull_partition(*(self._union_over_strips(part, self._cut_count) for part in cells))
-        grid = replace(self.grid, last=self._cut_count)
+        grid = replace(self.grid, num_last=self._cut_count)
         return Stream(self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output)
 
     @property
     def _cut_count(self) -> int:
         """Number of strips of a tile whose gradients are kept at cuts."""
-        return self.cut_strip_count or self.grid.last or self.grid.strips
+        return self.cut_strip_count or self.grid.num_last or self.grid.strips
 
     def cut_strips(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
@@ -197,7 +196,7 @@ class Stream:
         return sizes
 
     @cached_property
-    def outputs(self) -> Partition:
+    def output_cells(self) -> Partition:
         """Cells of the output in each strip."""
         extent = self.graph.shapes[self.graph.output_value][:-1]
         own = self.grid.partition(extent)
@@ -205,16 +204,16 @@ class Stream:
             return own
         ranges = [self.extended_output.ranges_along(axis) for axis in range(len(self.extended_output.parts))]
         count, rows = self.grid.strips, list[tuple[int, int]]()
-        first = count - (self.grid.last or count)
+        first = count - (self.grid.num_last or count)
         for tile, (lo, hi) in enumerate(ranges[0]):
             inner = [min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(first + 1, count)]
             rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
-        return Overlapping(extent, own.parts, own.copies, (tuple(rows), *map(tuple, ranges[1:])))
+        return OverlappingPartition(extent, own.parts, own.num_copies_of_vector, (tuple(rows), *map(tuple, ranges[1:])))
 
     def output_box(self, tile: int) -> Box | None:
         """Return a tile's cells of the output; None for a vector."""
         extent = self.graph.shapes[self.graph.output_value][:-1]
-        return (self.extended_output or self.grid.whole.partition(extent)).box(tile) if extent else None
+        return (self.extended_output or self.grid.without_strips.partition(extent)).box(tile) if extent else None
 
     def reduction_steps(self, direction: str) -> list[int]:
         """Return the steps with a reduction over all strips."""
@@ -224,7 +223,7 @@ class Stream:
         return sorted({at for at, sums in reductions if sums.direction == direction})
 
     @cached_property
-    def recomputed(self) -> frozenset[int]:
+    def recomputed_steps(self) -> frozenset[int]:
         """Steps that a checkpointed strip recomputes, because the backward pass needs their values."""
         graph, steps = self.graph, self.graph.steps
         pending = [
@@ -251,9 +250,9 @@ class Stream:
     def saved_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample kept by the checkpoints of a tile's strips."""
         extras = [
-            (self.cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
+            (self.strip_cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
             for at, (layer, _, _, value) in enumerate(self.graph.steps)
-            if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed
+            if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed_steps
         ]
         kept = [
             sum(
@@ -264,20 +263,20 @@ class Stream:
         return sum(kept) if self.checkpointed_strips else 0
 
     @cached_property
-    def cells(self) -> list[Partition]:
+    def strip_cells(self) -> list[Partition]:
         """Cells of every value in each strip; all cells of a vector."""
-        if self.cell_cache is not None:
-            return self.cell_cache
-        graph, outputs = self.graph, self.outputs
+        if self.precomputed_cells is not None:
+            return self.precomputed_cells
+        graph, outputs = self.graph, self.output_cells
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own[graph.output_value] = outputs
         counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.reduces_over_image}
         # it counts own cells, even those that nothing reads
         counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
-        traced = trace_needed_cells(graph, outputs, self._needed, {value: own[value] for value in counted})
+        traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own[value] for value in counted})
         return [hull_partition(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
 
-    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
+    def _needed_cells(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]
         if not outputs.extent:  # a vector: sums over the cells of the strip
             return self.grid.partition(shape[:-1])
@@ -286,12 +285,12 @@ class Stream:
     @cached_property
     def section(self) -> PlannedSection:
         """Section executed for each strip, whose tiles are the strips."""
-        return PlannedSection.of_parts(self.graph, self.cells, self.grid)
+        return PlannedSection.of_parts(self.graph, self.strip_cells, self.grid)
 
     @cached_property
     def regions(self) -> LayerRegions:
         """Cells of each layer's input and output on a tile, by the layer's id."""
-        tiles = [cells if cells.extent else None for cells in self.tiles]
+        tiles = [cells if cells.extent else None for cells in self.tile_cells]
         return {
             id(step.layer): (tiles[step.inputs[0]], tiles[step.output_value])
             for step in self.graph.steps
@@ -299,28 +298,28 @@ class Stream:
         }
 
     @cached_property
-    def tiles(self) -> list[Partition]:
+    def tile_cells(self) -> list[Partition]:
         """Union of the cells of every value over the strips of a tile; of the image, including those below a cut."""
-        image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.cells)
+        image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.strip_cells)
         below = self.stream_below_cut
-        return [image if below is None else hull_partition(image, below.tiles[0]), *others]
+        return [image if below is None else hull_partition(image, below.tile_cells[0]), *others]
 
-    def _union_over_strips(self, cells: Partition, num_last: int | None = None) -> Overlapping:
+    def _union_over_strips(self, cells: Partition, num_last: int | None = None) -> OverlappingPartition:
         """Return the union of the cells of each tile's strips, or of the last `num_last` of them."""
         ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
         parts = [ranges[0][at + count - (num_last or count) : at + count] for at in range(0, len(ranges[0]), count)]
         filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
         ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
-        whole = self.grid.whole
-        return Overlapping(cells.extent, whole.parts(len(cells.extent)), whole.tiles, tuple(map(tuple, ranges)))
+        grid = self.grid.without_strips
+        return OverlappingPartition(cells.extent, grid.parts(len(cells.extent)), grid.tiles, tuple(map(tuple, ranges)))
 
     def strips(self, tile: int) -> list[int]:
         """Return a tile's strips with cells of the output or of a reduction."""
         shapes, graph = self.graph.shapes, self.graph
         counted = {graph.steps[at].inputs[0] for at in self.reduction_steps("forward")}
         node_ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
-        node_ends += [] if self.output_is_vector else [self.outputs]
+        node_ends += [] if self.output_is_vector else [self.output_cells]
         numbers = self._first_axis_parts(tile)
         strips = [at for at, part in numbers.items() if any(lt(*cells.range(0, part)) for cells in node_ends)]
         return strips or list(numbers)[:1]
@@ -328,16 +327,16 @@ class Stream:
     def _first_axis_parts(self, tile: int) -> dict[int, int]:
         """Return a tile's strips and the part of the first axis of each."""
         ndim, count = len(self.graph.shapes[0]) - 1, self.grid.strips
-        first = self.grid.whole.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
-        return dict(zip(self.grid.strips_of(tile, ndim), range(first, first + count), strict=True))
+        first = self.grid.without_strips.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
+        return dict(zip(self.grid.strip_numbers_of(tile, ndim), range(first, first + count), strict=True))
 
     def max_strip_elements(self, tile: int) -> int:
         """Return the elements per sample of the arrays of the largest strip."""
         return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 
-    def _distinct_strips(self, tile: int, largest: bool = False) -> list[int]:
-        """Return one strip per geometry; `largest`: only those that no other strip contains."""
-        maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.cells) if cells.extent}
+    def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
+        """Return one strip per geometry; `only_largest`: only those that no other strip contains."""
+        maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.strip_cells) if cells.extent}
         edges = [(value, step.output_value) for step in self.graph.steps for value in step.inputs]
         edges = [(value, output) for value, output in edges if value in maps and output in maps]
         parts, first_of = self._first_axis_parts(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
@@ -348,7 +347,7 @@ class Stream:
                 (lo, hi, n), (first, stop, outputs) = ranges[value], ranges[output]
                 node_ends += [first if lo == 0 else -1, outputs - stop if hi == n else -1]
             first_of.setdefault((tuple(node_ends), tuple(hi - lo for lo, hi, _ in ranges.values())), at)
-        if not largest:
+        if not only_largest:
             return list(first_of.values())
         maximal: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for edge, sizes in sorted(first_of, key=lambda pair: -sum(pair[1])):
@@ -359,10 +358,11 @@ class Stream:
     def strip_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of the largest strip, including its image as read and normalised."""
         totals, channels = [], self.graph.shapes[0][-1]
-        for at in self._distinct_strips(tile, largest=True):
-            halos = self.section.output_halo_plan(at)
+        for at in self._distinct_strips(tile, only_largest=True):
+            halos = self.section.output_halo_plans(at)
             added = sum(cells.buffer.size * width for cells, width in halos)  # and its gradient
-            elements = self.section.memory_plan(at).num_elements + 2 * (self.cells[0].box(at).size * channels + added)
+            image = self.strip_cells[0].box(at).size * channels
+            elements = self.section.memory_plan(at).num_elements + 2 * (image + added)
             saved = self.section.saved_bytes(at, itemsize)
             totals.append(elements * itemsize + sum(saved) + max(saved))  # scratch of the largest
         return max(totals)
@@ -370,7 +370,7 @@ class Stream:
     def bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of one strip at a time and of all checkpoints and kept gradients."""
         most = max(part.strip_bytes(tile, itemsize) for part in self.parts)
-        return most + self.saved_bytes(tile, itemsize) + self.kept_elements(tile) * itemsize
+        return most + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
 
     @property
     def tile_class_keys(self) -> list[PartKinds]:
@@ -378,11 +378,11 @@ class Stream:
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
         strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
-        strips += [axis_part_keys(cells) for part in parts for cells in part.cells]
+        strips += [axis_part_keys(cells) for part in parts for cells in part.strip_cells]
         extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
-        return [*(kinds_of_tiles(kind, self.grid.strips) for kind in strips if kind.axes), *extended_output]
+        return [*(kinds_of_tiles(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
-    def kept_elements(self, tile: int) -> int:
+    def kept_gradient_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients: those of two consecutive cuts."""
         cut = [part for part in self.parts if part.extended_output is not None]
         sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output_value][-1] for part in cut]  # type: ignore[union-attr]
@@ -394,11 +394,11 @@ def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
     step = graph.steps[step_index]
     if step_index in graph.fused_activations:
         return 0.0
-    computed = 0.0 if step.layer is None else operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
-    return computed + MULTIPLICATIONS_PER_ACCESS * graph.shapes[step.output_value][-1]
+    computed = 0.0 if step.layer is None else forward_operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
+    return computed + ACCESS_COST_IN_MULTIPLICATIONS * graph.shapes[step.output_value][-1]
 
 
-def training_work(graph: Graph, stream: Stream | None) -> float:
+def work_per_sample(graph: Graph, stream: Stream | None) -> float:
     """Return the multiplications of a training step per sample."""
     first = 0 if stream is None else len(stream.graph.steps)
     rest = sum(

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 from ..errors import ConfigError
 from .fields import constructor_fields, resolve_type_hints
 from .names import classes_by_name, subclasses, suggest
-from .words import cached_by_hint, describe_hint, ranges_in_hint, registered_classes_in_hint, union_members
+from .words import cache_by_hint, describe_hint, ranges_in_hint, registered_classes_in_hint, union_members
 
 Predicate = Callable[[Any], bool]
 _NUMBER_TYPES: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-_EXACT_TYPES = frozenset((int, float, bool, str, type(None)))
+_TYPES_WITHOUT_FURTHER_CHECK = frozenset((int, float, bool, str, type(None)))
 """types of most arguments; a value of exactly such a type needs no further check"""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -74,12 +74,12 @@ def in_range_of_hint(value: Any, hint: Any) -> bool:
     return all(limit.allows(value) for limit in ranges_in_hint(hint))
 
 
-@cached_by_hint
+@cache_by_hint
 def predicate_for_hint(hint: Any) -> Predicate:
     """Return the predicate for values that match a type hint, computed once per hint."""
     kinds, allowed = union_members(hint), ranges_in_hint(hint)
     checks = [_predicate_for_member(kind) for kind in kinds]
-    plain = frozenset() if allowed else _EXACT_TYPES.intersection(kinds)
+    plain = frozenset() if allowed else _TYPES_WITHOUT_FURTHER_CHECK.intersection(kinds)
 
     def check(value: Any) -> bool:
         if type(value) in plain:
@@ -114,7 +114,7 @@ def _predicate_for_member(hint: Any) -> Predicate:
         def check_list(value: Any) -> bool:
             if accepts_iterators and not hasattr(value, "__len__"):
                 return isinstance(value, collections.abc.Iterable)
-            return _is_list(value) and (item is None or all(map(item, value)))
+            return _is_sequence(value) and (item is None or all(map(item, value)))
 
         return check_list
 
@@ -135,7 +135,7 @@ def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
         for member in union_members(hint)
         if typing.get_args(member) and (_takes_mappings if mapping else _takes_lists)(member)
     ]
-    if (mapping or _is_list(value)) and len(containers) == 1:
+    if (mapping or _is_sequence(value)) and len(containers) == 1:
         item_hint = typing.get_args(containers[0])[-1]
         for index, item in value.items() if mapping else enumerate(value):
             if not matches_hint(item, item_hint):
@@ -148,7 +148,7 @@ def _takes_mappings(hint: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
-@cached_by_hint
+@cache_by_hint
 def _takes_lists(hint: Any) -> bool:
     """Return whether a type hint is a list of items of one type."""
     kind = typing.get_origin(hint) or hint
@@ -160,13 +160,13 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
-def _is_list(value: Any) -> bool:
+def _is_sequence(value: Any) -> bool:
     """Return whether a value is a sequence or array; text and iterators are not."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | type | numbers.Number | Mapping) or _is_list(value)
+    return value is None or isinstance(value, str | type | numbers.Number | Mapping) or _is_sequence(value)
 
 
 def describe_mismatch(value: Any, hint: Any) -> str:
@@ -181,7 +181,7 @@ def _describe_value(value: Any) -> str:
         return f"the class {value.__name__}"
     if value is None or isinstance(value, bool | numbers.Number):
         return str(value)
-    if _is_list(value):
+    if _is_sequence(value):
         return "a list"
     return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 #: fields by class, for the lifetime of the class
@@ -41,7 +41,7 @@ def constructor_fields(cls: type) -> dict[str, Field]:
         hints = resolve_type_hints(init)
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for parameter in parameters:
-            if parameter.kind in _NAMED_PARAMETERS:
+            if parameter.kind in _NAMED_PARAMETER_KINDS:
                 result.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break

@@ -28,7 +28,7 @@ _PLAIN_TYPE_NAMES: dict[Any, str] = {
 Result = TypeVar("Result")
 
 
-def cached_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+def cache_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
     """Cache a function of a type hint, which is called for every argument of every layer and window."""
     cached = functools.lru_cache(maxsize=1024)(function)
 
@@ -42,7 +42,7 @@ def cached_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]
     return look_up
 
 
-@cached_by_hint
+@cache_by_hint
 def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union; any other hint is its own single member."""
     hint = unwrap_hint(hint)
@@ -62,7 +62,7 @@ def unwrap_hint(hint: Any) -> Any:
             return type(None) if hint is None else hint
 
 
-@cached_by_hint
+@cache_by_hint
 def ranges_in_hint(hint: Any) -> tuple[Range, ...]:
     """Return the ranges of numbers in a hint."""
     if typing.get_origin(hint) is typing.Annotated:
@@ -106,7 +106,7 @@ def _describe_member(hint: Any, tag_prefix: str) -> str:
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         return f"a list (each {describe_hint(args[0], tag_prefix)})" if args and args[0] is not Any else "a list"
     if is_class(hint) and issubclass(hint, HasArguments):
-        return f"an object ({example_names(hint, tag_prefix)})"
+        return f"an object ({example_class_names(hint, tag_prefix)})"
     if is_class(hint) and issubclass(hint, PurePath):
         return "text"
     if (origin or hint) is collections.abc.Callable:
@@ -114,7 +114,7 @@ def _describe_member(hint: Any, tag_prefix: str) -> str:
     return _PLAIN_TYPE_NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def example_names(base: type, tag_prefix: str = "!", max_names: int = 6) -> str:
+def example_class_names(base: type, tag_prefix: str = "!", max_names: int = 6) -> str:
     """Return '!Adam, !SGD, ...': the classes that a file can name among `base` and its subclasses."""
     named = classes_by_name([base, *subclasses(base)])
     names = [tag_prefix + name for name, cls in sorted(named.items()) if name == cls.__name__]

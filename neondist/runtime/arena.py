@@ -127,12 +127,12 @@ class Arena:
             (place, place + live.elements_per_sample, live)
             for place, live in zip(self.offsets, self.live_ranges, strict=True)
         ]
-        later = [(start, stop) for start, stop, live in places if live.first >= turn]
-        written = {places[at][:2] for at in self.plan.gradients.values()}
+        later = [(start, stop) for start, stop, live in places if live.first_time >= turn]
+        written = {places[at][:2] for at in self.plan.gradient_ranges.values()}
         return [
             (start, stop)
             for start, stop, live in places
-            if live.first < turn <= live.last
+            if live.first_time < turn <= live.last_time
             and ((start, stop) in written or any(start < end and begin < stop for begin, end in later))
         ]
 

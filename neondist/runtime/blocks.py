@@ -59,11 +59,11 @@ class BlockwiseExecutor:
         length = planned.memory_plan(number).num_elements
         if length > self._pool.elements_per_sample:
             self._pool, self._sections = BlockPool(1, context.dtype, context.backend), {}
-            self._pool.reserve(max(length, self.planned.max_network_elements))
-        return section_on_part(planned, context, number, self._pool, _UnreducedTask)
+            self._pool.reserve(max(length, self.planned.max_network_array_elements))
+        return section_on_part(planned, context, number, self._pool, _ReductionRejectingTask)
 
 
-class _UnreducedTask(LayerTask):
+class _ReductionRejectingTask(LayerTask):
     """Task of a layer without reductions in inference."""
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:

@@ -10,7 +10,7 @@ from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, Plan
 from ..registry import Registered
-from ..system.memory import freed_memory_threshold
+from ..system.memory import memory_trim_threshold
 from .arena import BlockPool
 from .layer_task import LayerTask
 from .replay import PassGraphCache, PassGraphs
@@ -37,17 +37,17 @@ class Pass:
     """
 
     def __init__(self, current: SectionPass | StreamPass, checkpoints: list[Any]) -> None:
-        self.current, self.checkpoints = current, checkpoints
+        self.last_section_pass, self.checkpoints = current, checkpoints
         self.output, self.phase, self.samples = current.output, current.phase, current.samples
 
     @property
     def is_closed(self) -> bool:
         """Whether its memory has been given back."""
-        return self.current.is_closed
+        return self.last_section_pass.is_closed
 
     def close(self) -> None:
         """Release the memory; no backward pass is possible afterwards."""
-        self.current.close()
+        self.last_section_pass.close()
         self.checkpoints = []
 
 
@@ -77,7 +77,7 @@ class Executor:
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
-        limit = None if memory is None else freed_memory_threshold(memory)
+        limit = None if memory is None else memory_trim_threshold(memory)
         self.blocks, shared = (
             BlockPool(samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes) for _ in range(2)
         )
@@ -89,12 +89,12 @@ class Executor:
             self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step needs all samples of a batch at once, so that micro-batches are run together
         self.spans_batch = any(section.spans_batch for section in self.sections)
-        self.replays = PassGraphCache(context.backend.kernels, self._user_extensible_objects())
+        self.pass_graph_cache = PassGraphCache(context.backend.kernels, self._user_extensible_objects())
 
     def with_layer_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
         """Return an executor of the same plan with another layer task."""
         executor = Executor(self.compiled, self.context, self.blocks.samples, layer_task)
-        executor.replays.is_usable = False  # debugging tasks check every step
+        executor.pass_graph_cache.is_usable = False  # debugging tasks check every step
         return executor
 
     def get_or_capture_graphs(self, samples: int, first: int, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
@@ -107,7 +107,7 @@ class Executor:
         in_memory = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments
         if grid.size > 1 or grid.observers or not in_memory or len(self.blocks.free_blocks) < self.blocks.block_count:
             return None
-        return self.replays.get_or_capture((samples, first), capture)
+        return self.pass_graph_cache.get_or_capture((samples, first), capture)
 
     def forward(self, x: Any, phase: Phase, num_nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through `num_nodes` nodes (default: all)."""
@@ -115,11 +115,11 @@ class Executor:
 
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[Pass]:
         """Return passes that execute each step together: micro-batches that share their statistics."""
-        num_nodes = self.sections[-1].last if num_nodes is None else num_nodes
+        num_nodes = self.sections[-1].stop_node if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
-            passes = section.forward(xs, phases, min(num_nodes, section.last) - section.first)
-            if section.last >= num_nodes:
+            passes = section.forward(xs, phases, min(num_nodes, section.stop_node) - section.first_node)
+            if section.stop_node >= num_nodes:
                 break
             following = [run.output.copy() for run in passes]
             for states, x, run in zip(checkpoints, xs, passes, strict=True):
@@ -137,7 +137,7 @@ class Executor:
         first : int
             Node at which the backward pass stops; its input stands for the network's.
         """
-        with run.current.preserve():
+        with run.last_section_pass.preserve():
             (dx,) = self.backward_together([run], [dy], first, need_dx=True, close=False)
             return dx.copy()
 
@@ -161,12 +161,12 @@ class Executor:
         close : bool
             Whether the passes' memory is released as soon as possible.
         """
-        current, at = [run.current for run in passes], len(passes[0].checkpoints)
+        current, at = [run.last_section_pass for run in passes], len(passes[0].checkpoints)
         first = first if need_dx else max(first, self.compiled.skipped_nodes)
         while True:
             section = self.sections[at]
-            continues = section.first > first
-            dxs = section.backward(current, dys, max(0, first - section.first), need_dx or continues, on_layer_done)
+            begin, continues = section.first_node, section.first_node > first
+            dxs = section.backward(current, dys, max(0, first - begin), need_dx or continues, on_layer_done)
             recomputed = at < len(passes[0].checkpoints)
             if continues or (recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]

@@ -27,17 +27,17 @@ class LayerTask(Task):
         super().__init__(index, graph)
         step = graph.steps[index]
         self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
-        self.array: GlobalArray = layer.input
+        self.input_array: GlobalArray = layer.input
         (value,) = step.inputs
         #: allgather of a vector: of the input, if only this layer reads its range; of the output
-        reads_shard = graph.wants_shard(step) and value not in graph.sharded_vectors
-        self.input_gather = self._allgather(graph.shapes[value]) if reads_shard else None
+        reads_shard = graph.reads_only_own_shard(step) and value not in graph.sharded_vectors
+        self.input_gather = self._allgather_of(graph.shapes[value]) if reads_shard else None
         self.output_gather = (
-            self._allgather(graph.shapes[step.output_value]) if step.output_value in graph.sharded_vectors else None
+            self._allgather_of(graph.shapes[step.output_value]) if step.output_value in graph.sharded_vectors else None
         )
-        self.has_window = not self.array.plan.trivial
+        self.has_window = not self.input_array.plan.trivial
         #: step that can recompute the input
-        self.producer = graph.recomputing_steps.get(index)
+        self.recomputing_step = graph.recomputing_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
         #: whether partial results are computed again although the result is known, for what the layer saves
@@ -91,7 +91,7 @@ class LayerTask(Task):
         exchanges, buffer = self.has_window and x is not None, space.view
         view = self.exchange_halo("forward", ctx, buffer(self.index, samples), x) if exchanges else x
         space.save_border(self.index, samples)
-        restores = self.index in space.plan.rebuilt_views
+        restores = self.index in space.plan.rebuilt_view_ranges
         ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
@@ -151,8 +151,8 @@ class LayerTask(Task):
         """Return a call's ctx and the gradient of its output before the activation."""
         layer, ctx, space = self.layer, run.contexts[self.index], run.workspace
         assert ctx is not None
-        if self.index in space.plan.rebuilt_views and self.producer is not None:
-            producer = run.contexts[self.producer]
+        if self.index in space.plan.rebuilt_view_ranges and self.recomputing_step is not None:
+            producer = run.contexts[self.recomputing_step]
             assert producer is not None
             ctx.replace_saved_view(space.rebuild_view(self.index, self.inputs[0], run.samples, producer.restore_output))
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_deferred):
@@ -237,7 +237,7 @@ class LayerTask(Task):
             ctx.reduced, ctx.state_already_updated = reduced, reduction.spans_batch and at > 0
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
-        """Return the combined partial results of all ranks for each pass; collective.
+        """Return the combined partial results of all ranks for each pass. Collective.
 
         Parameters
         ----------
@@ -250,10 +250,10 @@ class LayerTask(Task):
             partials = [merge_batches(reduction, partials)] * len(partials)
         self._check_partial_sizes(reduction, partials, counts)
         if partials[0] is not None and reduction.group is not None:
-            self.array.reductions.direction = direction
+            self.input_array.reductions.direction = direction
             cut = self.output_gather if direction == "forward" else None
             with self.observers.observe("reduce" if cut is None else "redistribute", self.name, direction):
-                log, results = self.array.reductions, partials[:1] if reduction.spans_batch else partials
+                log, results = self.input_array.reductions, partials[:1] if reduction.spans_batch else partials
                 results = [
                     combine_ranks(log, reduction, part) if cut is None else cut.adjoint(part) for part in results
                 ]
@@ -267,25 +267,25 @@ class LayerTask(Task):
             if partial_result is not None and partial_result.size != declared:
                 raise PlanError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces"
-                    f" {counted(partial_result.size, 'element')}"
-                    f" {reduction.direction}, but its reductions_for declares {declared}"
+                    f" {counted(partial_result.size, 'element')} {reduction.direction}, but its reductions_for declares"
+                    f" {declared}; make them agree"
                 )
 
     # Vectors, replicated or sharded over the ranks of a replica.
 
-    def _allgather(self, shape: tuple[int, ...]) -> Redistribution | None:
+    def _allgather_of(self, shape: tuple[int, ...]) -> Redistribution | None:
         """Return the allgather of a sharded vector; None on one rank."""
         grid = self.layer.context.grid.shape
         if grid.tiles == 1:
             return None
         shards = [Shard(shape).input_box(grid, tile) for tile in range(grid.tiles)]
-        all_to_all = partial(self.array.reductions.all_to_all, "tiles")
+        all_to_all = partial(self.input_array.reductions.all_to_all, "tiles")
         return Redistribution(all_to_all, self.layer.context.grid.tile, shards, [Box.of(shape)] * grid.tiles)
 
     def _redistribute(self, direction: str, moves: Redistribution | None, part: Any) -> Any:
         if moves is None:
             return part
-        self.array.reductions.direction = direction
+        self.input_array.reductions.direction = direction
         with self.observers.observe("redistribute", self.name, direction):
             return moves.forward(part)
 

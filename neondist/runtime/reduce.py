@@ -20,7 +20,7 @@ def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
 
 
 def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) -> Any:
-    """Return the combined partial results of all ranks, the same on each; collective over the group."""
+    """Return the combined partial results of all ranks, the same on each. Collective over the group."""
     assert reduction.group is not None
     if reduction.combine == "sum":
         return reductions.allreduce(reduction.group, partial)

@@ -10,10 +10,8 @@ from typing import Any
 from ..backends import Kernels
 from ..registry import Registered
 
-WARMUP_PASSES = 2
-"""Ordinary passes of a kind before capture, which compile and select kernels and allocate memory."""
-MAX_KEPT_KINDS = 4
-"""Kinds of passes whose graphs are kept; the least recently used are evicted."""
+WARMUP_PASSES = 2  # ordinary passes of a kind before capture, which compile and select kernels and allocate memory
+MAX_CACHED_PASS_KINDS = 4  # kinds of passes whose graphs are kept; the least recently used are evicted
 
 
 class PassGraphs:
@@ -64,7 +62,7 @@ class PassGraphCache:
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
         unique = list({id(part): part for part in parts}.values())
-        self.is_usable = kernels.supports_capture and all(map(_same_every_step, unique))
+        self.is_usable = kernels.supports_capture and all(map(_is_same_every_step, unique))
         #: numbers and strings, which users may assign between steps
         self._user_settings = [
             (part, name) for part in unique for name in part.arguments() if _is_plain_value(part, name)
@@ -89,7 +87,7 @@ class PassGraphCache:
         elif isinstance(entry, int):
             entry += 1
         self._graphs[kind] = entry
-        if len(self._graphs) > MAX_KEPT_KINDS:
+        if len(self._graphs) > MAX_CACHED_PASS_KINDS:
             self._graphs.popitem(last=False)
         return None if isinstance(entry, int) else entry
 
@@ -98,6 +96,6 @@ def _is_plain_value(part: Registered, name: str) -> bool:
     return isinstance(getattr(part, name, None), (int, float, str))
 
 
-def _same_every_step(part: Registered) -> bool:
+def _is_same_every_step(part: Registered) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
     return packages <= {"neondist", "abc", "builtins"} and not getattr(part, "step_dependent", False)

@@ -45,7 +45,7 @@ class Section:
         layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
-        self.first, self.last, self.runs_backward = planned.first, planned.last, planned.backward
+        self.first_node, self.stop_node, self.runs_backward = planned.first_node, planned.stop_node, planned.backward
         self.tasks: list[Task] = []
         boxes = planned.value_boxes(tile)
         for at, step in enumerate(self.graph.steps):
@@ -66,12 +66,12 @@ class Section:
         """Whether a step needs all samples of a batch at once."""
         return any(task.spans_batch for task in self.tasks)
 
-    def workspace(self) -> Workspace:
+    def acquire_workspace(self) -> Workspace:
         """Return unused memory for a pass."""
         number = self.blocks.acquire()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
-            self.workspaces[number] = Workspace(arena, self.shapes, [task.array for task in self.tasks])
+            self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
         return self.workspaces[number]
 
     def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any]]:
@@ -89,33 +89,35 @@ class Section:
         self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None, reduced: Sequence[Any] | None = None
     ) -> list[SectionPass]:
         """Return passes that execute each step together, through the first `nodes` nodes (default: all)."""
-        nodes = self.last - self.first if nodes is None else nodes
+        nodes = self.stop_node - self.first_node if nodes is None else nodes
         known = [None] * len(xs) if reduced is None else reduced
         end = self.graph.node_ends[nodes]
         if end == INSIDE_SEGMENT:
             raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
         passes = [
-            SectionPass(self.workspace(), phase, len(x), end, r) for x, phase, r in zip(xs, phases, known, strict=True)
+            SectionPass(self.acquire_workspace(), phase, len(x), end, r)
+            for x, phase, r in zip(xs, phases, known, strict=True)
         ]
         self._run(passes, xs)
         return passes
 
-    def run(self, run: SectionPass, x: Any, saved: Mapping[int, Any] | None = None) -> None:
+    def run_forward(self, run: SectionPass, x: Any, saved: Mapping[int, Any] | None = None) -> None:
         """Run a new pass forward to its end.
 
         Parameters
         ----------
         saved : result of `saved_states` for an earlier pass, whose steps are skipped and have no values
         """
-        run.saved = saved or {}
+        run.saved_states_by_step = saved or {}
         self._run([run], [x])
 
     def saved_states(self, run: SectionPass, recomputed: Container[int]) -> dict[int, Any]:
         """Return the saved states of the steps of a pass, except those to be recomputed."""
-        return {task.index: task.saved_state(run) for task in self.tasks[: run.steps] if task.index not in recomputed}
+        tasks = self.tasks[: run.num_steps]
+        return {task.index: task.saved_state(run) for task in tasks if task.index not in recomputed}
 
     def _run(self, passes: Passes, xs: Sequence[Any]) -> None:
-        steps, last = passes[0].steps, passes[0].value
+        steps, last = passes[0].num_steps, passes[0].output_value
         for run, held in zip(passes, self._run_steps(passes, xs, steps, last), strict=True):
             run.output = self.tasks[steps - 1].unshard(held.get(last)) if steps else held[last]
 
@@ -124,9 +126,9 @@ class Section:
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             inputs = [[held.get(value) for value in task.inputs] for held in values]
-            if task.index in passes[0].saved:
+            if task.index in passes[0].saved_states_by_step:
                 for run, tiles in zip(passes, inputs, strict=True):
-                    task.restore_saved_state(run, tiles, run.saved[task.index])
+                    task.restore_saved_state(run, tiles, run.saved_states_by_step[task.index])
                 continue
             outputs = self._run_step(task, "forward", passes, inputs)
             for held, y in zip(values, outputs, strict=True):
@@ -160,13 +162,14 @@ class Section:
         stop, value = self.graph.node_ends[first]
         if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
             raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
-        end, gradients = passes[0].steps, [self._output_gradient(run, dy) for run, dy in zip(passes, dys, strict=True)]
-        self._backward_steps(passes, gradients, slice(stop, end), None if need_dx else value, on_layer_done)
+        gradients = [self._initial_gradients(run, dy) for run, dy in zip(passes, dys, strict=True)]
+        steps = slice(stop, passes[0].num_steps)
+        self._backward_steps(passes, gradients, steps, None if need_dx else value, on_layer_done)
         return [held.get(value) if need_dx else None for held in gradients]
 
-    def _output_gradient(self, run: SectionPass, dy: Any) -> dict[int, Any]:
+    def _initial_gradients(self, run: SectionPass, dy: Any) -> dict[int, Any]:
         """Return the initial gradients of a backward pass, by value."""
-        return {run.value: self.tasks[run.steps - 1].shard(dy) if run.steps else dy}
+        return {run.output_value: self.tasks[run.num_steps - 1].shard(dy) if run.num_steps else dy}
 
     def _backward_steps(
         self,
@@ -184,7 +187,7 @@ class Section:
             for run, held, dxs in zip(passes, gradients, results, strict=True):
                 for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
                     if need:
-                        self._accumulate(run, held, v, dx)
+                        self._add_value_gradient(run, held, v, dx)
                 run.contexts[task.index] = None
             if on_layer_done is not None:
                 for layer in task.layers:
@@ -202,7 +205,7 @@ class Section:
 
     # Passes up to a reduction over several passes.
 
-    def run_to_partial(self, run: SectionPass, x: Any, step: int) -> tuple[StepContext, Any, Any]:
+    def run_to_reduction(self, run: SectionPass, x: Any, step: int) -> tuple[StepContext, Any, Any]:
         """Run a new pass up to a step; return the step's ctx, view and partial result."""
         task: Any = self.tasks[step]
         (value,) = task.inputs
@@ -210,7 +213,7 @@ class Section:
         ctx, view = task.begin_forward(run, held[value])
         return ctx, view, task.compute_partial_result("forward", ctx, view)
 
-    def run_back_to_partial(
+    def run_back_to_reduction(
         self, run: SectionPass, dy: Any, step: int, need_dx: bool, keep: tuple[int, Callable[[Any], None]] | None = None
     ) -> Any:
         """Run a pass backward to a step; return the step's partial result.
@@ -223,17 +226,17 @@ class Section:
             A number of nodes, and a function called with the gradient of their output.
         """
         task: Any = self.tasks[step]
-        gradients, end, skipped = self._output_gradient(run, dy), run.steps, None if need_dx else 0
+        gradients, end, skipped = self._initial_gradients(run, dy), run.num_steps, None if need_dx else 0
         if keep is not None:
             end, value = self.graph.node_ends[keep[0]]
-            self._backward_steps([run], [gradients], slice(end, run.steps), skipped)
+            self._backward_steps([run], [gradients], slice(end, run.num_steps), skipped)
             keep[1](gradients[value])
         self._backward_steps([run], [gradients], slice(step + 1, end), skipped)
         return task.compute_partial_result(
             "backward", *task.begin_backward(run, gradients[task.output_value], need_dx or task.inputs != (0,))
         )
 
-    def _accumulate(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
+    def _add_value_gradient(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
         space = run.workspace
         if value in gradients:
             self.context.backend.kernels.add([gradients[value], dx], gradients[value])

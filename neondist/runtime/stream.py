@@ -37,10 +37,10 @@ class StreamPass:
 
     def __init__(self, x: Any, phase: Phase, steps: int) -> None:
         #: saved states of the steps that are not recomputed, by strip
-        self.saved: dict[int, dict[int, Any]] = {}
+        self.saved_states_by_strip: dict[int, dict[int, Any]] = {}
         self.x, self.phase, self.samples = x, phase, len(x)
         self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
-        self.last: SectionPass | None = None
+        self.last_strip_pass: SectionPass | None = None
         self.is_closed = False
 
     @contextmanager
@@ -50,10 +50,10 @@ class StreamPass:
 
     def close(self) -> None:
         """Release the memory; no backward pass is possible afterwards."""
-        self.is_closed, self.saved = True, {}
-        if self.last is not None:
-            self.last.close()
-            self.last = None
+        self.is_closed, self.saved_states_by_strip = True, {}
+        if self.last_strip_pass is not None:
+            self.last_strip_pass.close()
+            self.last_strip_pass = None
 
 
 class _BackwardGroup(NamedTuple):
@@ -88,18 +88,18 @@ class StreamSection:
         image: Box | None = None,
     ) -> None:
         self.planned, self.context, self.blocks, self.layer_task = planned, context, blocks, layer_task
-        self.first, self.last, graph, tile = 0, planned.num_nodes, planned.graph, context.grid.tile
+        self.first_node, self.stop_node, graph, tile = 0, planned.num_nodes, planned.graph, context.grid.tile
         #: tasks of whole tiles, which combine the partial results of ranks
         self.tasks: dict[int, LayerTask] = {
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
-        self.strip_numbers, self.steps = planned.strips(tile), len(graph.steps)
+        self.strip_numbers, self.num_steps = planned.strips(tile), len(graph.steps)
         self._cut_strips = planned.cut_strips(tile)
-        self._checkpointed = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
+        self._checkpointed_strips = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
         blocks.reserve(planned.max_strip_elements(tile))
         self._sections: dict[int, Section] = {}
-        self._current = -1
-        self._output_box, self._image_box = planned.output_box(tile), image or planned.tiles[0].box(tile)
+        self._current_strip = -1
+        self._output_box, self._image_box = planned.output_box(tile), image or planned.tile_cells[0].box(tile)
         self._image_shape = (*self._image_box.shape, graph.shapes[0][-1])
         extent = () if self._output_box is None else self._output_box.shape
         self._output_shape = (*extent, graph.shapes[graph.output_value][-1])
@@ -125,12 +125,12 @@ class StreamSection:
 
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StreamPass]:
         """Return passes that execute each step together."""
-        if num_nodes not in (None, self.last):
+        if num_nodes not in (None, self.stop_node):
             raise PassError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
                 " memory for whole images"
             )
-        passes = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
+        passes = [StreamPass(x, phase, self.num_steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.observe("layer", self.name, "forward"):
             first_new_step = 0
             for step in self.planned.reduction_steps("forward"):
@@ -154,7 +154,7 @@ class StreamSection:
         are kept at a cut are not run above it again.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
-            groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.steps
+            groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.num_steps
             for at in reversed(self.planned.reduction_steps("backward")):
                 parts: list[list[Any]] = [[] for _ in passes]
                 split = [g.part._run_back_to_reduction(passes, g, at, before, need_dx, parts) for g in groups]
@@ -174,20 +174,20 @@ class StreamSection:
 
         The last step of the stream is run as well.
         """
-        is_last = reduction_step == self.steps - 1 and self._output_box is None
+        is_last = reduction_step == self.num_steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in passes]
         for number in self.strip_numbers:
             section = self._section(number)
             for place, (run, partials) in enumerate(zip(passes, parts, strict=True)):
                 is_first = number == self.strip_numbers[0] and not place
-                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.steps)
-                inner.keeps_states = is_last and run.phase.training and number in self._checkpointed
-                ctx, view, part = section.run_to_partial(inner, self._image_part(run.x, number), reduction_step)
+                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.num_steps)
+                inner.keeps_states = is_last and run.phase.training and number in self._checkpointed_strips
+                ctx, view, part = section.run_to_reduction(inner, self._image_of_strip(run.x, number), reduction_step)
                 partials.append(part)
                 if inner.keeps_states:
-                    run.saved[number] = section.saved_states(inner, self.planned.recomputed)
+                    run.saved_states_by_strip[number] = section.saved_states(inner, self.planned.recomputed_steps)
                 if is_last and number == self.strip_numbers[-1]:
-                    run.last, run.output = inner, (ctx, view)
+                    run.last_strip_pass, run.output = inner, (ctx, view)
                 else:
                     inner.close()
             if not is_last and all(partials[0] is None for partials in parts):
@@ -224,8 +224,8 @@ class StreamSection:
             section, inner = self._rerun_strip(number, run, before)
             keep = None
             if below is not None and number not in rest:
-                keep = below.last, partial(self._add_cut_gradient, number, below, total)
-            partials.append(section.run_back_to_partial(inner, self._gradient_part(dy, number), at, need_dx, keep))
+                keep = below.stop_node, partial(self._add_gradient_at_cut, number, below, total)
+            partials.append(section.run_back_to_reduction(inner, self._dy_of_strip(dy, number), at, need_dx, keep))
             inner.close()
         self._release_scatter_buffers()
         return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
@@ -237,9 +237,9 @@ class StreamSection:
     def _image_zeros(self, samples: int) -> Any:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
-    def _add_cut_gradient(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
+    def _add_gradient_at_cut(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the output of `below`."""
-        cells = self.planned.cells[below.planned.graph.output_value].box(number)
+        cells = self.planned.strip_cells[below.planned.graph.output_value].box(number)
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
@@ -248,7 +248,7 @@ class StreamSection:
         """Run strips backward to the image, adding gradients of shared cells."""
         for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
             section, inner = self._rerun_strip(number, run, before)
-            (gradient,) = section.backward([inner], [self._gradient_part(dy, number)], need_dx=dx is not None)
+            (gradient,) = section.backward([inner], [self._dy_of_strip(dy, number)], need_dx=dx is not None)
             if dx is not None:
                 dx[self._image_cells(number)] += gradient
             inner.close()
@@ -280,41 +280,41 @@ class StreamSection:
             section = self._section(number)
             for place, run in enumerate(passes):
                 is_first = number == self.strip_numbers[0] and not place
-                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.steps)
-                inner.keeps_states = run.phase.training and number in self._checkpointed
-                section.run(inner, self._image_part(run.x, number))
+                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.num_steps)
+                inner.keeps_states = run.phase.training and number in self._checkpointed_strips
+                section.run_forward(inner, self._image_of_strip(run.x, number))
                 if inner.keeps_states:
-                    run.saved[number] = section.saved_states(inner, self.planned.recomputed)
+                    run.saved_states_by_strip[number] = section.saved_states(inner, self.planned.recomputed_steps)
                 self.context.backend.kernels.copy(inner.output, run.output[self._output_cells(number)])
                 if number == self.strip_numbers[-1]:
-                    run.last = inner
+                    run.last_strip_pass = inner
                 else:
                     inner.close()
 
     def _rerun_strip(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
         """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
-        section, inner = self._section(number), run.last
+        section, inner = self._section(number), run.last_strip_pass
         if number != self.strip_numbers[-1] or inner is None:
-            inner = self._new_strip_pass(section, run, self.steps)
+            inner = self._new_strip_pass(section, run, self.num_steps)
             checkpointed = self.planned.checkpointed_strips  # none below a cut, where strips have other cells
-            saved = run.saved.get(number) if checkpointed else None
-            section.run(inner, self._image_part(run.x, number), saved)
-        run.last = None
+            saved = run.saved_states_by_strip.get(number) if checkpointed else None
+            section.run_forward(inner, self._image_of_strip(run.x, number), saved)
+        run.last_strip_pass = None
         inner.accumulated_from_step = before
         return section, inner
 
     def _new_strip_pass(self, section: Section, run: StreamPass, first_new_step: int) -> SectionPass:
         end = section.graph.node_ends[-1]
-        inner = SectionPass(section.workspace(), run.phase, run.samples, end, run.reduced["forward"])
+        inner = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
         inner.reduced_backward, inner.first_new_step = run.reduced["backward"], first_new_step
         return inner
 
     # Sections and cells of strips.
 
     def _section(self, number: int) -> Section:
-        if number != self._current:
+        if number != self._current_strip:
             self._release_scatter_buffers()
-        self._current = number
+        self._current_strip = number
         if number not in self._sections:
             args = self.planned.section, self.context, number, self.blocks, self.layer_task
             self._sections[number] = section_on_part(*args)
@@ -322,21 +322,21 @@ class StreamSection:
 
     def _release_scatter_buffers(self) -> None:
         """Release the buffers to which layers of the current strip have added results."""
-        section = self._sections.get(self._current)
+        section = self._sections.get(self._current_strip)
         for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
             if layer.scattered_output_array is not None:
-                layer.scattered_output_array.use_plan(layer.scattered_output_array.plan)
+                layer.scattered_output_array.set_halo_plan(layer.scattered_output_array.plan)
 
     def _image_cells(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's image."""
-        return slice(None), *self.planned.cells[0].box(number).relative_to(self._image_box).slices
+        return slice(None), *self.planned.strip_cells[0].box(number).relative_to(self._image_box).slices
 
     def _output_cells(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's output."""
-        return slice(None), *self.planned.outputs.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
+        return slice(None), *self.planned.output_cells.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
 
-    def _image_part(self, x: Any, number: int) -> Any:
+    def _image_of_strip(self, x: Any, number: int) -> Any:
         return x[self._image_cells(number)]
 
-    def _gradient_part(self, dy: Any, number: int) -> Any:
+    def _dy_of_strip(self, dy: Any, number: int) -> Any:
         return dy if self._output_box is None else dy[self._output_cells(number)].copy()

@@ -103,7 +103,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
     clone.input = GlobalArray(
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
-    clone.input.use_plan(placed.view(strip))
+    clone.input.set_halo_plan(placed.view(strip))
     if layer.scattered_output_array is not None:
         clone.scattered_output_array = GlobalArray(
             context.grid,
@@ -114,7 +114,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
             reuse=True,
         )
         clone.scattered_output_array.swaps_directions = True
-        clone.scattered_output_array.use_plan(placed.output_halo_plan(strip))
+        clone.scattered_output_array.set_halo_plan(placed.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():

@@ -21,7 +21,7 @@ class Task(ABC):
     spans_batch = False
     #: name of the layer or container, for messages
     name = ""
-    array: GlobalArray | None = None
+    input_array: GlobalArray | None = None
     layers: Sequence[Layer] = ()
 
     def __init__(self, index: int, graph: Graph) -> None:
@@ -37,11 +37,11 @@ class Task(ABC):
 
     def fused_activation(self, run: SectionPass) -> Step | None:
         """Return the activation that a pass applies in this step."""
-        return self.activation_step if run.steps > self.index + 1 else None
+        return self.activation_step if run.num_steps > self.index + 1 else None
 
     def is_relu_gradient_deferred(self, run: SectionPass) -> bool:
-        """Return whether the backward pass need not read the output, because the next step applies the activation's."""
-        return self.relu_gradient_step is not None and run.steps > self.relu_gradient_step
+        """Return whether the next step applies the activation's gradient, so that the output need not be reread."""
+        return self.relu_gradient_step is not None and run.num_steps > self.relu_gradient_step
 
     def result_value(self, run: SectionPass) -> int:
         """Return the value in whose memory a pass stores the result."""
@@ -65,7 +65,7 @@ class Task(ABC):
         assert saved is None
 
     def unshard(self, y: Any) -> Any:
-        """Return a value as seen outside passes: vectors are replicated; collective over the tiles."""
+        """Return a value as seen outside passes: vectors are replicated. Collective over the tiles."""
         return y
 
     def shard(self, y: Any) -> Any:
@@ -106,7 +106,7 @@ class JoinTask(Task):
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
         gradients: list[Any] = [
-            list(self.join.split(self._join_dy(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
+            list(self.join.split(self._joined_dy(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]
         for parts in gradients:
             for at, (shape, cells) in self.wider_inputs.items():
@@ -115,12 +115,12 @@ class JoinTask(Task):
                 parts[at][cells] = part
         return gradients
 
-    def _join_dy(self, run: SectionPass, dy: Any) -> Any:
+    def _joined_dy(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of the join, before its activation."""
         if self.fused_activation(run) is None or self.is_relu_gradient_deferred(run):
             return dy
         space = run.workspace
-        in_place = self.index + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
+        in_place = self.index + 1 not in space.plan.gradient_ranges and space.arena.blocks.owns(dy)
         place = dy if in_place else space.gradient_array(self.index + 1, self.output_value, run.samples)
         return self.kernels.relu_backward(run.join_outputs[self.index], dy, place)
 
@@ -136,15 +136,15 @@ class FusedActivationTask(Task):
     def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Pass the values on."""
         outputs = [y for (y,) in inputs]
-        self._notify("forward", "output", outputs)
+        self._notify_observers("forward", "output", outputs)
         return outputs
 
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Pass the gradients on; the previous step applies the activation's backward."""
-        self._notify("backward", "gradient of the input", dys)
+        self._notify_observers("backward", "gradient of the input", dys)
         return [[dy] for dy in dys]
 
-    def _notify(self, direction: str, quantity: str, arrays: Sequence[Any]) -> None:
+    def _notify_observers(self, direction: str, quantity: str, arrays: Sequence[Any]) -> None:
         if self.observers:
             with self.observers.observe("layer", self.name, direction):
                 pass

@@ -39,23 +39,23 @@ class Workspace:
         """Return the array (samples, *tile, C) of a value."""
         if (at := self.plan.view_of_value.get(value)) is not None:
             return self.view(at, samples).tile
-        return self._array(self.plan.values.get(value), value, samples)
+        return self._array(self.plan.value_ranges.get(value), value, samples)
 
     def gradient_array(self, step: int, value: int, samples: int) -> Any:
         """Return the array of the gradient of a step's view, valid until it is read."""
-        if step in self.plan.views:
-            return self.view(step, samples).zeroed_dview()
-        return self._array(self.plan.gradients.get(step), value, samples)
+        if step in self.plan.view_ranges:
+            return self.view(step, samples).zero_and_return_dview()
+        return self._array(self.plan.gradient_ranges.get(step), value, samples)
 
     def save_border(self, step: int, samples: int) -> None:
         """Save the cells around the tile that `rebuild_view` needs, if any."""
-        if step in self.plan.borders:
+        if step in self.plan.border_ranges:
             self.view(step, samples).save_border(self._border(step, samples))
 
     def rebuild_view(self, step: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
-        slot = self.plan.rebuilt_views[step]
-        if step in self.plan.borders:
+        slot = self.plan.rebuilt_view_ranges[step]
+        if step in self.plan.border_ranges:
             buffer, saved = self.view(step, samples), self._border(step, samples)
             return buffer.rebuild_view(ArenaSlot(self.arena, slot), saved, write)
         tile = self._array(slot, value, samples)
@@ -63,12 +63,12 @@ class Workspace:
         return tile
 
     def _border(self, step: int, samples: int) -> Any:
-        slot = self.plan.borders[step]
+        slot = self.plan.border_ranges[step]
         return self.arena.array(slot, (samples, self.plan.ranges[slot].elements_per_sample))
 
     def gradient_sum_array(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
-        return self._array(self.plan.gradient_sums.get(value), value, samples)
+        return self._array(self.plan.sum_ranges.get(value), value, samples)
 
     def _array(self, slot: int | None, value: int, samples: int) -> Any:
         """Return the array of a slot with a value's shape; a new array if none is planned."""
@@ -81,7 +81,7 @@ class Workspace:
         return self._arrays[key]
 
     def _view_slots(self, step: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
-        view, gradient = self.plan.views[step], self.plan.gradients.get(step)
+        view, gradient = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
         return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
 
 
@@ -95,7 +95,7 @@ class SectionPass:
     phase : Phase
     samples : int
         Samples of this rank.
-    steps, value : int
+    num_steps, output_value : int
         Number of steps, and the index of the value they compute.
     reduced_forward, reduced_backward : list or None
         For a repeated pass: the results of the reductions of each step.
@@ -115,12 +115,12 @@ class SectionPass:
     ) -> None:
         self._workspace: Workspace | None = workspace
         self.phase, self.samples, self.reduced_forward = phase, samples, reduced
-        self.steps, self.value = end
-        self.first_new_step, self.accumulated_from_step = 0 if reduced is None else self.steps, self.steps
-        self.contexts: list[StepContext | None] = [None] * self.steps
+        self.num_steps, self.output_value = end
+        self.first_new_step, self.accumulated_from_step = 0 if reduced is None else self.num_steps, self.num_steps
+        self.contexts: list[StepContext | None] = [None] * self.num_steps
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
-        self.saved: Mapping[int, Any] = {}
+        self.saved_states_by_step: Mapping[int, Any] = {}
         #: outputs of joins that the activation fused into them needs in the backward pass
         self.join_outputs: dict[int, Any] = {}
 

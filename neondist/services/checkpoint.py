@@ -29,8 +29,7 @@ from .updates import Slots
 
 FORMAT_VERSION = 1
 MAX_EXPORTED_TABLE_BYTES = 4 << 30
-"""Maximum size in bytes of an exported table."""
-_SERVER_FILE_NAME = re.compile(r"server-(\d+)-of-(\d+)\.h5")
+_SERVER_FILE_PATTERN = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 
 
 def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_id: str) -> Callable[[], None]:
@@ -49,10 +48,10 @@ def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_i
     layout = state.layout
     indices = {piece.name: index for index, piece in enumerate(layout.pieces)}
     for dtype in layout.dtypes:
-        slots = state.dense.slots[dtype]
+        slots = state.dense_parameters.slots[dtype]
         for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
             prefix = f"pieces/{indices[piece.name]}"
-            arrays[f"{prefix}/values"] = state.dense.values[dtype][start:stop]
+            arrays[f"{prefix}/values"] = state.dense_parameters.values[dtype][start:stop]
             arrays |= {f"{prefix}/slots/{name}": array[start:stop] for name, array in slots.items() if array.ndim}
         arrays |= {f"scalars/{dtype}/{name}": array for name, array in slots.items() if not array.ndim}
     for index, spec in enumerate(layout.tables):
@@ -84,14 +83,14 @@ def server_file_path(folder: Path, index: int, servers: int) -> Path:
     return folder / f"server-{index}-of-{servers}.h5"
 
 
-def is_complete(folder: Path) -> bool:
+def has_all_server_files(folder: Path) -> bool:
     """Whether a checkpoint has a file of each server; they may still be damaged or of different checkpoints."""
     return count_servers(folder) is not None
 
 
 def count_servers(folder: Path) -> int | None:
     """Return the number of servers of a checkpoint; None if files are missing."""
-    matches = [match for path in folder.glob("server-*.h5") if (match := _SERVER_FILE_NAME.fullmatch(path.name))]
+    matches = [match for path in folder.glob("server-*.h5") if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))]
     counts = {int(match[2]) for match in matches}
     return len(matches) if counts == {len(matches)} else None
 
@@ -126,14 +125,14 @@ def load_state(state: ServerState, folder: Path) -> None:
             raise DataError(f"{folder}: was written with optimizer {saved}, but the model has {current}; use the same")
         layout = state.layout
         for dtype in layout.dtypes:
-            slots = state.dense.slots[dtype]
+            slots = state.dense_parameters.slots[dtype]
             for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
-                for name, whole in _read_parameter(files, piece, folder).items():
+                for name, whole in _read_parameter_and_slots(files, piece, folder).items():
                     if name:
                         slots.setdefault(name, np.empty(layout.flat_size(dtype), dtype))
-                    target = slots[name] if name else state.dense.values[dtype]
-                    target[start:stop] = piece.select(whole).reshape(-1)
-            slots.update(first.read_scalars(f"scalars/{dtype}"))
+                    target = slots[name] if name else state.dense_parameters.values[dtype]
+                    target[start:stop] = piece.part_of(whole).reshape(-1)
+            slots.update(first.read_scalar_slots(f"scalars/{dtype}"))
         for spec in layout.tables:
             for ids, values, slots in _read_table_rows(files, spec, folder):
                 owned = ids % layout.servers == layout.index
@@ -164,11 +163,11 @@ def export_checkpoint(folder: Path, path: Path) -> None:
         arrays: dict[str, np.ndarray] = {}
         pieces = {piece.name: piece for file in files for piece in file.layout.pieces}
         for piece in pieces.values():
-            for slot, whole in _read_parameter(files, piece, folder).items():
+            for slot, whole in _read_parameter_and_slots(files, piece, folder).items():
                 name = f"optimizer/{piece.name}/{slot}" if slot else f"model/{piece.name}"
                 arrays[name] = whole.reshape(piece.shape)
         for spec in files[0].layout.tables:
-            arrays[f"model/{spec.name}"] = _read_table(files, spec, folder)
+            arrays[f"model/{spec.name}"] = _read_whole_table(files, spec, folder)
         version = max(file.version for file in files)
     if path.suffix == ".h5":
         whole_pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
@@ -191,7 +190,7 @@ class _ServerFile:
         try:
             header = parse_json(file.contents.texts["server"], dict)
             if header["format"] != FORMAT_VERSION:
-                raise ValueError(f"format {header['format']}")
+                raise ValueError(f"format {header['format']} instead of {FORMAT_VERSION}")
             self.save_id, self.version, self.samples = (
                 str(header["save"]),
                 int(header["version"]),
@@ -202,7 +201,7 @@ class _ServerFile:
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
             self.configuration = {name: header[name] for name in ("layout", "optimizer", "rule")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
-            raise DataError(f"{self.path}: is not a file written by a server ({error})") from None
+            raise DataError(f"{self.path}: is not a file of a server ({error}); specify another checkpoint") from None
 
     def read_array(self, name: str, dtype: DTypeLike, size: int | None = None) -> np.ndarray:
         """Return an array of the file; DataError if it is missing or has another size."""
@@ -217,7 +216,7 @@ class _ServerFile:
         """Return the names of the slots in a group."""
         return list(self._file.contents.group(f"{prefix}/slots"))
 
-    def read_scalars(self, prefix: str) -> Slots:
+    def read_scalar_slots(self, prefix: str) -> Slots:
         """Return the scalar slots."""
         return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.contents.group(prefix)}
 
@@ -229,8 +228,8 @@ class _ServerFile:
 @contextmanager
 def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     """Open the files of all servers of a checkpoint."""
-    paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_NAME.fullmatch(path.name))
-    counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_NAME.fullmatch(path.name))}
+    paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_PATTERN.fullmatch(path.name))
+    counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
         raise DataError(
             f"{folder}: is not a complete checkpoint of servers ({counted(len(paths), 'file')}); specify another"
@@ -242,7 +241,7 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
         yield files
 
 
-def _read_parameter(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path) -> dict[str, np.ndarray]:
+def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path) -> dict[str, np.ndarray]:
     """Return a complete parameter, under '', and its slots, as flat arrays."""
     arrays_by_slot: dict[str, np.ndarray] = {}
     covered = 0
@@ -261,7 +260,7 @@ def _read_parameter(files: Sequence[_ServerFile], piece: ServerPiece, folder: Pa
             for slot, name in names.items():
                 whole = arrays_by_slot.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
                 part = file.read_array(name, piece.dtype, source.box.size)
-                source.select(whole)[...] = part.reshape(source.box.shape)
+                source.part_of(whole)[...] = part.reshape(source.box.shape)
     if covered != prod(piece.shape):
         raise DataError(f"{folder}: does not have all of '{piece.name}'; specify a checkpoint of this model")
     return arrays_by_slot
@@ -289,9 +288,11 @@ def _read_table_rows(
         yield ids, values, slots
 
 
-def _read_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
+def _read_whole_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
-        raise ConfigError(f"{folder}: '{spec.name}' has {size / 1e9:.1f} GB, too many to export; load it on servers")
+        raise ConfigError(
+            f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load the file on servers"
+        )
     whole = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):
         whole[ids] = values

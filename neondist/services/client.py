@@ -59,7 +59,7 @@ class PulledValues:
         self._layouts, self._replies = layouts, replies
 
     @property
-    def has_newer(self) -> bool:
+    def has_newer_values(self) -> bool:
         """Whether any server had newer values."""
         return any(reply.arrays for reply in self._replies)
 
@@ -71,7 +71,7 @@ class PulledValues:
             for dtype in layout.dtypes:
                 flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.flat_size(dtype)])
                 for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
-                    piece.select(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
+                    piece.part_of(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
 
 
 class ParameterClient:
@@ -165,7 +165,7 @@ class ParameterClient:
         """
         pulled = self.pull_async().result()
         pulled.copy_to(arrays)
-        return pulled.has_newer
+        return pulled.has_newer_values
 
     def pull_async(self) -> Future[PulledValues]:
         """Pull in another thread."""
@@ -222,9 +222,10 @@ class ParameterClient:
         }
         self._push_count += 1
         versions, incarnations = list(self.versions), list(self._incarnations)
-        rows = {name: _sum_rows(table, gradients[name]) for name, table in self._tables.items() if name in gradients}
+        tables = {name: table for name, table in self._tables.items() if name in gradients}
+        rows = {name: _sum_duplicate_rows(table, gradients[name]) for name, table in tables.items()}
 
-        def push_one(index: int) -> Message:
+        def push_to_server(index: int) -> Message:
             arrays = self._select_parts(self.layouts[index], gradients)
             for name, (ids, values) in rows.items():
                 owned = ids % len(self._clients) == index
@@ -232,7 +233,7 @@ class ParameterClient:
             server_fields = {"version": max(0, versions[index]), "incarnation": incarnations[index]}
             return self._clients[index].call("push_gradient", fields | server_fields, arrays)
 
-        return self._push_thread.submit(lambda: self._combine_replies(self._call_all(push_one)))
+        return self._push_thread.submit(lambda: self._combine_push_replies(self._call_all(push_to_server)))
 
     def wait_turn(self) -> None:
         """Wait until the staleness bound permits this worker to continue."""
@@ -249,7 +250,7 @@ class ParameterClient:
         """Remove a lost worker, so that others do not wait for it."""
         self._call_all(lambda index: self._clients[index].call("leave", {"worker": worker}))
 
-    def count_left_workers(self) -> int:
+    def count_departed_workers(self) -> int:
         """Return the number of workers that have left."""
         return self._clients[0].call("status").integer("left")
 
@@ -312,7 +313,7 @@ class ParameterClient:
         """Return a server's parts of complete arrays, with array names of messages."""
         return {
             DENSE_PREFIX + dtype: [
-                piece.select(np.ascontiguousarray(arrays[piece.name], dtype)) for piece in layout.pieces_of_dtype(dtype)
+                one.part_of(np.ascontiguousarray(arrays[one.name], dtype)) for one in layout.pieces_of_dtype(dtype)
             ]
             for dtype in layout.dtypes
         }
@@ -336,7 +337,7 @@ class ParameterClient:
             if not must_wait:
                 return reply
 
-    def _combine_replies(self, replies: Sequence[Message]) -> PushResult:
+    def _combine_push_replies(self, replies: Sequence[Message]) -> PushResult:
         outcomes = [reply.text("outcome") for reply in replies]
         versions = [reply.integer("version") for reply in replies]
         if self._update_rule.sync:
@@ -353,6 +354,6 @@ class ParameterClient:
         )
 
 
-def _sum_rows(table: TableSpec, gradient: Any) -> SparseGradient:
+def _sum_duplicate_rows(table: TableSpec, gradient: Any) -> SparseGradient:
     ids, rows = gradient
     return sum_duplicates(np.asarray(ids, np.int64), np.asarray(rows, table.dtype))

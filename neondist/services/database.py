@@ -24,7 +24,7 @@ CREATE TABLE IF NOT EXISTS failures (
 );
 CREATE TABLE IF NOT EXISTS skipped (record INTEGER PRIMARY KEY, error TEXT NOT NULL);
 """
-_COLUMNS = "id, kind, epoch, start, stop, applied, state, worker"
+_TASK_COLUMNS = "id, kind, epoch, start, stop, applied, state, worker"
 _LOCK_TIMEOUT = 30.0
 """seconds to wait for the transaction of another process"""
 
@@ -48,11 +48,11 @@ class TaskDatabase:
     Parameters
     ----------
     path : path
-    parameters : mapping
+    queue_parameters : mapping
         Parameters that must be equal whenever the file is opened.
     """
 
-    def __init__(self, path: Path, parameters: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, queue_parameters: Mapping[str, int]) -> None:
         self.path, self._lock = path, RLock()
         try:
             self._connection = sqlite3.connect(path, _LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
@@ -60,11 +60,11 @@ class TaskDatabase:
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(_SCHEMA)
             with self.transaction():
-                self._check_parameters(parameters)
+                self._check_queue_parameters(queue_parameters)
         except sqlite3.Error as error:
             raise ConfigError(f"{path}: cannot be used as a task queue ({error}); specify another file") from error
 
-    def _check_parameters(self, parameters: Mapping[str, int]) -> None:
+    def _check_queue_parameters(self, parameters: Mapping[str, int]) -> None:
         stored_text = self._read_value("facts")
         if stored_text is None:
             self._connection.execute("INSERT INTO facts VALUES ('facts', ?)", (json.dumps(dict(parameters)),))
@@ -171,7 +171,7 @@ class TaskDatabase:
 
     # Failures.
 
-    def count_failure(self, kind: str, record: int, error: str) -> int:
+    def record_failure_and_count(self, kind: str, record: int, error: str) -> int:
         """Count a failure of a record; return its number of failures."""
         change = (
             "INSERT INTO failures VALUES (?, ?, 1, ?) ON CONFLICT DO UPDATE SET failures = failures + 1,"
@@ -202,7 +202,7 @@ class TaskDatabase:
         return next(iter(self._select_tasks(where, *values)), None)
 
     def _select_tasks(self, where: str, *values: object) -> list[TaskRow]:
-        rows = self._connection.execute(f"SELECT {_COLUMNS} FROM tasks WHERE {where}", values)
+        rows = self._connection.execute(f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {where}", values)
         return [TaskRow(*row) for row in rows]
 
 

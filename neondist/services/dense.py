@@ -39,14 +39,14 @@ class DenseParameters:
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat_layouts = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
         if self.values:
-            updater.check_partial_updates(all(piece.is_complete for piece in layout.pieces))
+            updater.require_independent_updates(all(piece.is_whole_parameter for piece in layout.pieces))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return sum(array.nbytes for array in self.values.values())
 
-    def read_message(self, message: Message) -> dict[str, np.ndarray]:
+    def read_dense_arrays(self, message: Message) -> dict[str, np.ndarray]:
         """Return the flat arrays in a message; MessageError if they do not match the layout."""
         sent = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
         if sent != self.values.keys():
@@ -59,7 +59,7 @@ class DenseParameters:
         for dtype, array in values.items():
             self.values[dtype][...] = array
 
-    def named_values(self) -> dict[str, np.ndarray]:
+    def message_arrays(self) -> dict[str, np.ndarray]:
         """Return the values, with array names of messages."""
         return {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
 

@@ -76,7 +76,7 @@ class ServerGroup:
             fields = {"name": name, "save": secrets.token_hex(8)}
             self.call_all(lambda index: self.clients[index].call("save_checkpoint", fields))
         finally:
-            self.release_gradients()
+            self.accept_gradients_again()
         return applied[0]
 
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
@@ -91,7 +91,7 @@ class ServerGroup:
         loaded = self.call_all(load)
         return loaded[0][0], [incarnation for _, incarnation in loaded]
 
-    def release_gradients(self) -> None:
+    def accept_gradients_again(self) -> None:
         """Let all servers accept gradients again."""
         self.call_all(lambda index: self.clients[index].call("release"))
 

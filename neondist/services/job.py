@@ -15,9 +15,7 @@ from .server import MAX_WAIT_SECONDS, ParameterServer, create_parameter_server
 from .wire import Service, ServiceMethod
 
 FIRST_WORKER_TIMEOUT_SECONDS = 3600.0
-"""Seconds for which a server waits for the first worker."""
-LEASE_SECONDS = 120.0
-"""Seconds without a heartbeat after which a worker is lost."""
+WORKER_LEASE_SECONDS = 120.0
 
 
 class JobService(Service):
@@ -42,7 +40,7 @@ class JobService(Service):
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
-        start = {"alive": self.record_heartbeat, "begin": self.start_workers, "begun": self.wait_for_start}
+        start = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
         return {**start, "stop": self.request_stop, "end": self.end_job}
 
     def record_heartbeat(self, request: Message) -> Message:
@@ -52,7 +50,7 @@ class JobService(Service):
             self._any_worker_joined = True
             return Message({"stopping": self._stopping})
 
-    def start_workers(self, request: Message) -> Message:
+    def allow_start(self, request: Message) -> Message:
         """Let the workers start, since the servers have the model; return the step of its first version."""
         with self._condition:
             if self._first_step is None:
@@ -75,10 +73,10 @@ class JobService(Service):
 
     def end_job(self, request: Message) -> Message:
         """End the server."""
-        self.end_wait()
+        self.stop_waiting_for_end()
         return Message()
 
-    def end_wait(self) -> None:
+    def stop_waiting_for_end(self) -> None:
         """Let `wait_for_end` return."""
         with self._condition:
             self._is_over = True
@@ -92,22 +90,24 @@ class JobService(Service):
         LaunchError
             No worker has connected, or all are lost.
         """
-        while not self.remove_lost_and_check_over():
+        while not self.remove_lost_workers_and_check_end():
             with self._condition:
                 self._condition.wait_for(lambda: self._is_over, 1.0)
 
-    def remove_lost_and_check_over(self) -> bool:
+    def remove_lost_workers_and_check_end(self) -> bool:
         """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
         with self._condition:
             now = self._clock()
-            lost_workers = [name for name, last in self._heartbeats.items() if now - last > LEASE_SECONDS]
+            lost_workers = [name for name, last in self._heartbeats.items() if now - last > WORKER_LEASE_SECONDS]
             for worker in lost_workers:
                 del self._heartbeats[worker]
             over, is_empty = self._is_over, not self._heartbeats
         for worker in lost_workers:
             self._on_worker_lost(worker)
         if not over and is_empty and self._any_worker_joined:
-            raise LaunchError(f"parameter server: no message from any worker for {LEASE_SECONDS:g} s; restart the job")
+            raise LaunchError(
+                f"parameter server: no message from any worker for {WORKER_LEASE_SECONDS:g} s; restart it"
+            )
         if not over and is_empty and now - self._start_time > FIRST_WORKER_TIMEOUT_SECONDS:
             raise LaunchError(
                 f"parameter server: no worker has connected in {FIRST_WORKER_TIMEOUT_SECONDS:g} s; start the workers"
@@ -131,7 +131,7 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     try:
         with create_parameter_server(task, environ, services=[server, job]) as host:
             say(f"PServer at {host.address}")
-            signals.add_listener(lambda name: job.end_wait())
+            signals.add_listener(lambda name: job.stop_waiting_for_end())
             job.wait_for_end()
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE

@@ -20,7 +20,7 @@ TASK_STATES = "todo", "doing", "done", "failed"
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of a server: updates, their samples, bytes of parameters, rows of tables, and refused gradients."""
+    """Status of a server: numbers of updates, their samples, parameter bytes, table rows and refused gradients."""
 
     version: int
     samples: int
@@ -30,7 +30,7 @@ class ServerStatus:
 
     @classmethod
     def from_reply(cls, reply: Mapping[str, Any]) -> ServerStatus:
-        """Return the status in a reply to `status`."""
+        """Parse the status from a reply to a `status` request."""
         rows = sum(require_json_type("rows", reply.get("rows"), dict).values())
         return cls(reply["version"], round(reply["samples"]), reply["bytes"], rows, reply["refused"])
 
@@ -97,4 +97,4 @@ class JobStatus:
                 bool(status["ended"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: is not the state of a job ({error}); wait for its master to rewrite it") from None
+            raise DataError(f"{path}: is not a valid job status ({error}); wait for its master to rewrite it") from None

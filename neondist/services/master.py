@@ -18,7 +18,7 @@ from .wire import Service, ServiceMethod
 
 LEASE_SECONDS = 60.0
 """Seconds without a heartbeat after which a worker loses its task; killed processes are detected at once."""
-_PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
+_TRAINING_PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
 _PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
 """Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
 
@@ -36,16 +36,16 @@ class Master(Service):
     source : str
         Name of the data in messages.
     path : Path, optional
-        Path of a persistent queue, from which a restarted master continues. Workers then get tasks while the master is
-        `ready`, and are dismissed once it is `finished`. Default: in memory.
+        Path of a persistent queue, from which a restarted master continues. Workers then get tasks while
+        `servers_agree`, and are dismissed once `results_saved`. Default: in memory.
 
     Attributes
     ----------
-    ready : bool
+    servers_agree : bool
         Whether the servers agree with the queue.
     servers_need_model : bool
         Whether servers wait for a worker to push the model.
-    finished : bool
+    results_saved : bool
         Whether the results of all tasks are saved.
     """
 
@@ -62,9 +62,9 @@ class Master(Service):
         self._lock = threading.Lock()
         self._queue: TaskQueue | None = None
         self._parameters: dict[str, int] = {}
-        self._without_update: set[MinibatchId] = set()
+        self._minibatches_without_update: set[MinibatchId] = set()
         self._workers: set[str] = set()
-        self.ready = self.finished = path is None
+        self.servers_agree = self.results_saved = path is None
         self.servers_need_model = False
         if path is not None and (parameters := read_note(path, _PARAMETERS_NOTE)) is not None:
             self._open_queue(json.loads(parameters))
@@ -87,7 +87,7 @@ class Master(Service):
 
         A persistent queue can be extended by more epochs, such as by a resumed job.
         """
-        parameters = {name: request.integer(name, int(name != "seed")) for name in _PARAMETER_NAMES}
+        parameters = {name: request.integer(name, int(name != "seed")) for name in _TRAINING_PARAMETER_NAMES}
         with self._lock:
             if self._queue is None:
                 self._open_queue(parameters)
@@ -106,8 +106,8 @@ class Master(Service):
         queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)
-        task = queue.get(worker) if self.ready else WAIT
-        if task is WAIT or (task is None and not self.finished):
+        task = queue.get(worker) if self.servers_agree else WAIT
+        if task is WAIT or (task is None and not self.results_saved):
             return Message({"type": "WAIT", "blank": self.servers_need_model})
         if task is None:
             return Message({"type": "NONE"})
@@ -119,8 +119,9 @@ class Master(Service):
         task_id, upto = request.integer("task_id"), request.integer("upto")
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
-                self._without_update.add(MinibatchId.parse(request.items("credit")))
-                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, json.dumps(sorted(self._without_update)))
+                self._minibatches_without_update.add(MinibatchId.parse(request.items("credit")))
+                text = json.dumps(sorted(self._minibatches_without_update))
+                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, text)
         return Message({"credited": self._require_queue().applied(task_id, upto)})
 
     def report_task_result(self, request: Message) -> Message:
@@ -146,7 +147,7 @@ class Master(Service):
 
     def get_progress(self, request: Message) -> Message:
         """Return the number of unassigned tasks, 1 before the first report, and the workers that requested one."""
-        todo = self.counts()["todo"] if self.is_configured else 1
+        todo = self.task_counts_by_state()["todo"] if self.is_configured else 1
         return Message({"todo": todo, "workers": self.workers})
 
     def verify_server_gradients(self, request: Message) -> Message:
@@ -169,10 +170,10 @@ class Master(Service):
         note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
 
-    def record_agreement(self, incarnations: Sequence[str]) -> None:
+    def record_agreement_of_servers(self, incarnations: Sequence[str]) -> None:
         """Record that servers agree with the queue, such as at the beginning."""
         self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
-        self.ready = True
+        self.servers_agree = True
 
     def reset_tasks(self, minibatches: AppliedMinibatches, incarnations: Sequence[str]) -> None:
         """Reset the tasks to those that restored servers lack; all leases end."""
@@ -183,9 +184,9 @@ class Master(Service):
             first = minibatch.task * per_task + minibatch.index_in_task * size
             ranges.append((minibatch.epoch, first, min(first + size, (minibatch.task + 1) * per_task, records)))
         queue.restore(ranges, {_INCARNATIONS_NOTE: json.dumps(list(incarnations))})
-        self.ready = True
+        self.servers_agree = True
 
-    def counts(self) -> dict[str, int]:
+    def task_counts_by_state(self) -> dict[str, int]:
         """Return the number of tasks by state."""
         return self._require_queue().counts()
 
@@ -231,8 +232,8 @@ class Master(Service):
         if counts["todo"] or counts["doing"]:
             return f"{unique} of {records * epochs} records, each once"
         absent = sizes.keys() - set(listed)
-        if absent - self._without_update:
-            missing = len(absent - self._without_update)
+        if absent - self._minibatches_without_update:
+            missing = len(absent - self._minibatches_without_update)
             raise ServiceError(f"a server lacks {missing} of {len(sizes)} minibatches; start the job again")
         lost = counted(len(absent), "minibatch", "minibatches")
         skipped = f", but for {lost} whose gradients were not finite" if absent else ""
@@ -240,7 +241,7 @@ class Master(Service):
 
     def _open_queue(self, parameters: Mapping[str, int]) -> None:
         """Open the queue for training parameters."""
-        self._parameters = {name: int(parameters[name]) for name in _PARAMETER_NAMES}
+        self._parameters = {name: int(parameters[name]) for name in _TRAINING_PARAMETER_NAMES}
         per_task = parameters.get("records_per_task", self._parameters["batch_size"] * self._minibatches_per_task)
         path, values = self._path or ":memory:", self._parameters
         self._queue = TaskQueue(
@@ -248,7 +249,7 @@ class Master(Service):
         )
         self._queue.store_note(_PARAMETERS_NOTE, json.dumps({**values, "records_per_task": per_task}))
         minibatches = json.loads(self._queue.load_note(_WITHOUT_UPDATE_NOTE) or "[]")
-        self._without_update = {MinibatchId.parse(minibatch) for minibatch in minibatches}
+        self._minibatches_without_update = {MinibatchId.parse(minibatch) for minibatch in minibatches}
 
     def _require_queue(self) -> TaskQueue:
         if self._queue is None:

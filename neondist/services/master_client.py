@@ -31,7 +31,7 @@ class MasterClient:
         Name, unique within the job.
     world : Transport
         The ranks of this worker.
-    is_first : bool
+    is_first_worker : bool
         Whether it writes the records of the job.
     parameters : dict of str to int
         records, batch_size, epochs and seed, equal on all workers.
@@ -62,14 +62,15 @@ class MasterClient:
         worker: str,
         world: Transport,
         parameters: Mapping[str, int],
-        is_first: bool = True,
+        is_first_worker: bool = True,
     ) -> None:
-        self.worker, self.world, self.is_first, self._batch_size = worker, world, is_first, parameters["batch_size"]
+        self.worker, self.world, self.is_first_worker = worker, world, is_first_worker
+        self._batch_size = parameters["batch_size"]
         self.minibatch, self.samples = MinibatchId(0, 0, 0), 0
         self.was_pushed = self.was_refused = False
         self._next_task: Task | None = None
         self._task: Task | None = None
-        self._upto = self._records_per_task = 0
+        self._minibatch_end = self._records_per_task = 0
         self._master: ServiceClient | None = None
         self._closed = threading.Event()
         self.wait_interrupted = False
@@ -86,7 +87,7 @@ class MasterClient:
         self._records_per_task = world.bcast(self._records_per_task)
 
     def next_epoch(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for the next task and return its epoch; None if all are done or the wait was interrupted; collective.
+        """Wait for the next task and return its epoch; None if all are done or the wait was interrupted. Collective.
 
         Parameters
         ----------
@@ -97,7 +98,7 @@ class MasterClient:
         return None if self._next_task is None else self._next_task.epoch
 
     def tasks_through_epoch(self, epoch: int, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Task]:
-        """Yield tasks until the next one is of a later epoch, all are done, or the wait is interrupted; collective.
+        """Yield tasks until the next one is of a later epoch, all are done, or the wait is interrupted. Collective.
 
         They may include lost tasks of earlier epochs.
         """
@@ -109,16 +110,16 @@ class MasterClient:
             self._task = task
             yield task
 
-    def begin_minibatch(self, first: int, upto: int, samples: int) -> None:
+    def begin_minibatch(self, start: int, stop: int, samples: int) -> None:
         """Set the minibatch of the current task that is trained next."""
         assert self._task is not None
-        number = first // self._records_per_task
-        index = (first - number * self._records_per_task) // self._batch_size
+        number = start // self._records_per_task
+        index = (start - number * self._records_per_task) // self._batch_size
         self.minibatch = MinibatchId(self._task.epoch, number, index)
-        self._upto, self.samples, self.was_pushed, self.was_refused = upto, samples, False, False
+        self._minibatch_end, self.samples, self.was_pushed, self.was_refused = stop, samples, False, False
 
     def finish_minibatch(self) -> bool:
-        """Report that the minibatch was trained; return False if it was refused or the lease has expired; collective.
+        """Report that the minibatch was trained; return False if it was refused or the lease has expired. Collective.
 
         The rest of the task is then reissued.
         """
@@ -126,9 +127,9 @@ class MasterClient:
         credited, fields = True, {"task_id": self._task.id}
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
-                progress = {"upto": self._upto, "updated": self.was_pushed, "credit": list(self.minibatch)}
+                progress = {"upto": self._minibatch_end, "updated": self.was_pushed, "credit": list(self.minibatch)}
                 credited = not self.was_refused and self._master.call("applied", fields | progress).flag("credited")
-                if credited and self._upto == self._task.end:
+                if credited and self._minibatch_end == self._task.end:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
         return bool(self.world.bcast(credited))
 

@@ -122,7 +122,7 @@ def encode(message: Message) -> Iterator[bytes]:
     """Yield a message in chunks of at most CHUNK bytes; arrays are copied once."""
     descriptions, buffers, size = [], [], 0
     for name, value in message.arrays.items():
-        parts = [_little_endian(part) for part in _array_parts(value)]
+        parts = [_to_little_endian(part) for part in _array_parts(value)]
         if len({part.dtype for part in parts}) > 1:
             raise MessageError(f"array '{name}': its parts differ in dtype")
         shape = list(value.shape) if isinstance(value, np.ndarray) else [sum(part.size for part in parts)]
@@ -141,13 +141,13 @@ def encode(message: Message) -> Iterator[bytes]:
     return _join_into_chunks([memoryview(head + text), *buffers])
 
 
-def decode(chunks: Iterable[bytes], limit: int) -> Message:
+def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     """Return the message that chunks contain.
 
     Parameters
     ----------
     chunks : iterable of bytes
-    limit : int
+    max_bytes : int
         Largest size of all arrays in bytes.
 
     Raises
@@ -158,16 +158,16 @@ def decode(chunks: Iterable[bytes], limit: int) -> Message:
     stream = iter(chunks)
     first = next(stream, b"")
     if len(first) < HEADER.size:
-        raise MessageError("truncated header")
+        raise MessageError("the header is truncated")
     magic, protocol, reserved, length, size = HEADER.unpack_from(first)
     if magic != MAGIC:
         raise MessageError("not a neondist message")
     if protocol != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL_VERSION}")
     if reserved or length > MAX_DESCRIPTION_BYTES:
-        raise MessageError("invalid header")
-    if size > limit:
-        raise MessageError(f"arrays of {size} bytes; the limit is {limit}")
+        raise MessageError("the header is invalid")
+    if size > max_bytes:
+        raise MessageError(f"arrays of {size} bytes; the limit is {max_bytes}")
     text, payload = bytearray(length), np.empty(size, np.uint8)
     _fill_buffers([memoryview(text), payload.data], first[HEADER.size :], stream)
     return _parse_description(bytes(text), payload)
@@ -181,7 +181,7 @@ def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[byte
             if not chunk.nbytes:
                 following = next(stream, None)
                 if following is None:
-                    raise MessageError("truncated")
+                    raise MessageError("ends before all declared bytes")
                 chunk = memoryview(following)
             step = min(target.nbytes, chunk.nbytes)
             target[:step] = chunk[:step]
@@ -205,7 +205,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
                 or not _SENDABLE_DTYPE.fullmatch(dtype)
                 or not isinstance(shape, list)
             ):
-                raise MessageError("invalid description of an array")
+                raise MessageError("the description of an array is invalid")
             if not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 32:
                 raise MessageError(f"array '{name}': invalid shape")
             stop = start + math.prod(shape) * np.dtype(dtype).itemsize
@@ -230,7 +230,7 @@ def _array_parts(value: MessageArray) -> Sequence[np.ndarray]:
     return [value] if isinstance(value, np.ndarray) else value
 
 
-def _little_endian(array: np.ndarray) -> np.ndarray:
+def _to_little_endian(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
 
 

@@ -15,7 +15,7 @@ from ..geometry import Box
 from ..initializers import Gaussian, Initializer
 from ..registry import registered_classes
 from ..strategies import ParameterSpec, Strategy
-from ..strategies.shares import parameter_shares
+from ..strategies.shares import compute_owner_boxes
 from .message import MessageError
 
 SUPPORTED_DTYPES = "float32", "float64"
@@ -50,11 +50,11 @@ class ServerPiece:
     has_weight_decay: bool = True
 
     @property
-    def is_complete(self) -> bool:
+    def is_whole_parameter(self) -> bool:
         """Whether the piece is the complete parameter."""
         return self.box.size == prod(self.shape)
 
-    def select(self, array: np.ndarray) -> np.ndarray:
+    def part_of(self, array: np.ndarray) -> np.ndarray:
         """Return the part of a complete array, as a view if possible."""
         return array.reshape(self.box_shape)[self.box.slices]
 
@@ -209,7 +209,7 @@ def place_parameters(
     """
     for name, placement in strategy.parameters.items():
         if not placement.owners:
-            raise strategy.error(
+            raise strategy.create_error(
                 f"parameter '{name}' has no owner; choose PS, PSLoadBalancing or another strategy with servers"
             )
         if strategy.specs[name].dtype not in SUPPORTED_DTYPES:
@@ -217,7 +217,7 @@ def place_parameters(
                 f"parameter '{name}': has dtype {strategy.specs[name].dtype}, but servers update only"
                 f" {' and '.join(SUPPORTED_DTYPES)}; choose one of these dtypes"
             )
-    shares = parameter_shares(strategy, servers)
+    shares = compute_owner_boxes(strategy, servers)
     decayed = None if decayed_names is None else set(decayed_names)
 
     def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:

@@ -113,17 +113,17 @@ class StalenessBound:
         self.staleness = staleness
         self.steps: dict[str, int] = {}
 
-    def join(self, worker: str) -> None:
+    def add_worker(self, worker: str) -> None:
         """Add a worker, at the step of the slowest one; a present worker is unchanged."""
         self.steps.setdefault(worker, min(self.steps.values(), default=0))
 
-    def leave(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """Remove a worker, for which others no longer wait."""
         self.steps.pop(worker, None)
 
     def finish_step(self, worker: str) -> None:
         """Record that a worker has finished a step."""
-        self.join(worker)
+        self.add_worker(worker)
         self.steps[worker] += 1
 
     def may_continue(self, worker: str) -> bool:
@@ -138,7 +138,7 @@ def learning_rate_factor(staleness: int, modulate: bool) -> float:
     return 1.0 / max(1, staleness) if modulate else 1.0
 
 
-def sample_weights(samples: Iterable[float]) -> list[float]:
+def weights_by_sample_count(samples: Iterable[float]) -> list[float]:
     """Return the weight of each gradient in the mean over all samples."""
     counts = list(samples)
     total = sum(counts)

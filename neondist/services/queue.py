@@ -162,15 +162,15 @@ class TaskQueue:
             if reason := self._database.load_note(_STOP_REASON_NOTE):
                 raise ConfigError(reason)
             task = self._database.first_unassigned_task(kind)
-            while task is None and self._begin_round(kind):
+            while task is None and self._try_begin_next_round(kind):
                 task = self._database.first_unassigned_task(kind)
             if task is None:
                 return WAIT if self._database.running_tasks(kind=kind) else None
             self._database.lease_task(task.id, str(worker), self._clock() + self.lease)
             skipped = [number for number, _ in self._database.skipped_records()] if kind == "training" else []
         positions = np.arange(task.start_record, task.end_record)
-        positions = positions[~np.isin(self._record_numbers(task)[positions], skipped)]
-        indices = self._record_numbers(task)[positions]
+        positions = positions[~np.isin(self._record_numbers_through(task)[positions], skipped)]
+        indices = self._record_numbers_through(task)[positions]
         return Task(task.id, task.epoch, task.start_record, task.end_record, kind, indices, positions)
 
     def applied(self, task_id: int, upto: int) -> bool:
@@ -192,7 +192,8 @@ class TaskQueue:
             if task is None:
                 return False
             if not task.start_record <= upto <= task.end_record:
-                raise ConfigError(f"upto: {upto} is not in task {task_id}, {task.start_record} to {task.end_record}")
+                text = f"expected {task.start_record} to {task.end_record}"
+                raise ConfigError(f"upto: {upto} is outside task {task_id}; {text}")
             self._database.record_progress(task.id, max(upto, task.applied_until), self._clock() + self.lease)
             return True
 
@@ -317,7 +318,7 @@ class TaskQueue:
         """Return the numbers of the records of a training epoch, in the order of its positions."""
         return shuffled_indices(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
 
-    def _record_numbers(self, task: TaskRow) -> np.ndarray:
+    def _record_numbers_through(self, task: TaskRow) -> np.ndarray:
         """Return the records at all positions up to a task's end."""
         return self.order(task.epoch) if task.kind == "training" else np.arange(task.end_record)
 
@@ -330,7 +331,7 @@ class TaskQueue:
         self._requeue_expired()
         return self._database.find_leased_task(task_id)
 
-    def _begin_round(self, kind: str) -> bool:
+    def _try_begin_next_round(self, kind: str) -> bool:
         """Add the tasks of the next round; return whether there was one."""
         rounds = self._database.count_rounds(kind)
         if rounds >= (self.epochs if kind == "training" else 1):
@@ -344,11 +345,11 @@ class TaskQueue:
 
     def _record_failure(self, task: TaskRow, error: str, record: int | None) -> str | None:
         """Count a failure and reissue the remaining records; return the reason if the job must stop."""
-        unapplied = self._record_numbers(task)[task.applied_until : task.end_record]
+        unapplied = self._record_numbers_through(task)[task.applied_until : task.end_record]
         failed = int(unapplied[0] if record is None else record)
         if failed not in unapplied:
-            raise ConfigError(f"record: {failed} is not among the unapplied records of task {task.id}")
-        failures = self._database.count_failure(task.kind, failed, error)
+            raise ConfigError(f"record: {failed} is not an unapplied record of task {task.id}; give one of those")
+        failures = self._database.record_failure_and_count(task.kind, failed, error)
         is_skipped = failures >= self.retries and self.skip_bad_records and task.kind == "training"
         if is_skipped:
             self._database.skip_record(failed, error)

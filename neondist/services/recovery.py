@@ -22,25 +22,21 @@ from typing import Any
 
 from ..errors import ServiceError, ServiceUnavailableError, UserError
 from ..terminal.console import say
-from .checkpoint import is_complete
+from .checkpoint import has_all_server_files
 from .group import ServerGroup, UnequalServersError
 from .job_status import JobStatus, ServerStatus
 from .master import Master
 from .message import Message
 from .wire import Service, ServiceMethod
 
-POLL_INTERVAL = 0.1
-"""Seconds between checks of the servers."""
-MIN_SAVE_SECONDS, MIN_SAVE_INTERVAL_RATIO = 5.0, 50.0
-"""Minimum interval between checkpoints, in seconds and in durations of a checkpoint."""
-REPORT_INTERVAL, THROUGHPUT_WINDOW = 1.0, 10.0
-"""Seconds between reports on the job, and seconds over which the throughput is averaged."""
+SERVER_POLL_SECONDS = 0.1
+MIN_SAVE_INTERVAL_SECONDS, MIN_INTERVAL_IN_SAVE_DURATIONS = 5.0, 50.0
+STATUS_INTERVAL_SECONDS, THROUGHPUT_WINDOW_SECONDS = 1.0, 10.0
 KEPT_CHECKPOINTS = 2
-"""Number of checkpoints to keep."""
 CHECKPOINT_PREFIX = "checkpoint-"
 _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
-_HOLD_PATIENCE = 2.0
+_HOLD_TIMEOUT_SECONDS = 2.0
 """Seconds to hold gradients while waiting for one that has reached only some servers; then the save is retried."""
 
 
@@ -61,10 +57,10 @@ class ServerRecovery(Service):
     name = "Recovery"
 
     def __init__(self, group: ServerGroup, folder: Path, master: Master, steps: int = 0) -> None:
-        self._group, self._folder, self._master, self._save_every = group, folder, master, steps
+        self._group, self._folder, self._master, self._steps_between_saves = group, folder, master, steps
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._saved_versions: list[int] | None = None
-        self._next_save_time, self._released_gradients = 0.0, False
+        self._next_save_time, self._gradients_are_released = 0.0, False
         self._server_status: list[dict[str, Any]] = []
         self._sample_history: deque[tuple[float, float]] = deque()
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
@@ -88,7 +84,7 @@ class ServerRecovery(Service):
         `saved` is false if workers ended while only some servers had applied a gradient; the last checkpoint is kept.
         """
         with self._lock:
-            versions = self._read_versions()
+            versions = self._read_agreeing_versions()
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:
@@ -107,20 +103,22 @@ class ServerRecovery(Service):
             A server does not respond, or servers have different gradients; try again.
         """
         with self._lock:
-            if not self._released_gradients:
-                self._group.release_gradients()  # a killed master may have left gradients held
-                self._released_gradients = True
-            versions = self._read_versions()
+            if not self._gradients_are_released:
+                self._group.accept_gradients_again()  # a killed master may have left gradients held
+                self._gradients_are_released = True
+            versions = self._read_agreeing_versions()
             if versions is None:
                 self._restore_servers()
                 return
-            self._master.ready = True  # before the checkpoint, which may wait for a gradient
+            self._master.servers_agree = True  # before the checkpoint, which may wait for a gradient
             is_done = self._master.is_done()
             if versions != self._saved_versions and (is_done or self._is_checkpoint_due(versions)):
                 self._save_checkpoint(versions)
-            was_finished, self._master.finished = self._master.finished, is_done and self._saved_versions == versions
+            were_saved = self._master.results_saved
+            self._master.results_saved = is_done and self._saved_versions == versions
             last_report = self._sample_history[-1][0] if self._sample_history else 0.0
-            if self._master.finished is not was_finished or time.monotonic() - last_report >= REPORT_INTERVAL:
+            is_status_due = time.monotonic() - last_report >= STATUS_INTERVAL_SECONDS
+            if self._master.results_saved is not were_saved or is_status_due:
                 self._write_status()
 
     def __enter__(self) -> ServerRecovery:
@@ -133,7 +131,7 @@ class ServerRecovery(Service):
 
     def _run(self) -> None:
         failures = 0
-        while not self._closed.wait(POLL_INTERVAL):
+        while not self._closed.wait(SERVER_POLL_SECONDS):
             try:
                 self.restore_or_save_servers()
                 failures = 0
@@ -147,7 +145,7 @@ class ServerRecovery(Service):
                 traceback.print_exc()
                 os._exit(1)
 
-    def _read_versions(self) -> list[int] | None:
+    def _read_agreeing_versions(self) -> list[int] | None:
         """Return the versions of the servers; None if they do not agree with the queue."""
         status = self._server_status = self._group.status()
         if [server["incarnation"] for server in status] != self._master.read_incarnations():
@@ -157,34 +155,34 @@ class ServerRecovery(Service):
     def _write_status(self) -> None:
         """Write the status of the job for `neondist top`."""
         now = time.monotonic()
-        self._sample_history.append((now, self._min_samples()))
-        while self._sample_history[0][0] < now - THROUGHPUT_WINDOW:
+        self._sample_history.append((now, self._min_applied_samples()))
+        while self._sample_history[0][0] < now - THROUGHPUT_WINDOW_SECONDS:
             self._sample_history.popleft()
         self._job_status(now).write(self._folder)
 
     def _job_status(self, now: float) -> JobStatus:
         start, start_samples = self._sample_history[0] if self._sample_history else (now, 0.0)
-        rate = max(0.0, self._min_samples() - start_samples) / (now - start) if now > start else 0.0
+        rate = max(0.0, self._min_applied_samples() - start_samples) / (now - start) if now > start else 0.0
         servers = [ServerStatus.from_reply(server) for server in self._server_status]
-        counts, workers = self._master.counts(), dict(self._server_status[0]["workers"])
-        return JobStatus(time.time(), rate, counts, workers, servers, self._master.finished)
+        counts, workers = self._master.task_counts_by_state(), dict(self._server_status[0]["workers"])
+        return JobStatus(time.time(), rate, counts, workers, servers, self._master.results_saved)
 
-    def _min_samples(self) -> float:
+    def _min_applied_samples(self) -> float:
         return min(float(server["samples"]) for server in self._server_status)
 
     def _restore_servers(self) -> None:
         """Restore the servers from the newest checkpoint; without one, start once they have the model."""
-        self._master.ready = self._master.finished = False
+        self._master.servers_agree = self._master.results_saved = False
         if not self._master.is_configured:
             return
-        checkpoints = complete_checkpoints(self._folder)
+        checkpoints = list_complete_checkpoints(self._folder)
         if not checkpoints:
             status = self._group.status()
             incarnations = [server["incarnation"] for server in status]
             self._master.servers_need_model = not all(incarnations)
             if all(incarnations):
                 self._save_checkpoint([int(server["version"]) for server in status])
-                self._master.record_agreement(incarnations)
+                self._master.record_agreement_of_servers(incarnations)
             return
         for checkpoint in reversed(checkpoints):
             try:
@@ -202,28 +200,28 @@ class ServerRecovery(Service):
     def _is_checkpoint_due(self, versions: list[int]) -> bool:
         if self._saved_versions is None:
             return True
-        if self._save_every:
-            return versions[0] // self._save_every > self._saved_versions[0] // self._save_every
+        if self._steps_between_saves:
+            return versions[0] // self._steps_between_saves > self._saved_versions[0] // self._steps_between_saves
         return time.monotonic() >= self._next_save_time
 
     def _save_checkpoint(self, versions: list[int]) -> None:
-        start, folders = time.monotonic(), _find_checkpoints(self._folder)
+        start, folders = time.monotonic(), _checkpoints_by_number(self._folder)
         number = max(folders, default=-1) + 1
-        self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_PATIENCE)
+        self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_TIMEOUT_SECONDS)
         self._saved_versions = versions  # the files may contain later gradients; then another checkpoint is written
         end = time.monotonic()
-        self._next_save_time = end + max(MIN_SAVE_SECONDS, MIN_SAVE_INTERVAL_RATIO * (end - start))
-        retained = complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]
+        self._next_save_time = end + max(MIN_SAVE_INTERVAL_SECONDS, MIN_INTERVAL_IN_SAVE_DURATIONS * (end - start))
+        retained = list_complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]
         for path in folders.values():
             if path not in retained:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
+def list_complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, oldest first."""
-    return [path for _, path in sorted(_find_checkpoints(folder).items()) if is_complete(path)]
+    return [path for _, path in sorted(_checkpoints_by_number(folder).items()) if has_all_server_files(path)]
 
 
-def _find_checkpoints(folder: Path) -> dict[int, Path]:
+def _checkpoints_by_number(folder: Path) -> dict[int, Path]:
     paths = folder.glob(f"{CHECKPOINT_PREFIX}*")
     return {int(number): path for path in paths if (number := path.name[len(CHECKPOINT_PREFIX) :]).isdecimal()}

@@ -22,7 +22,7 @@ MAX_WAIT_SECONDS = 60.0
 """Seconds after which a waiting call returns; clients repeat it."""
 MAX_HOLD_SECONDS = 120.0
 """Seconds after which gradients are accepted again if a checkpoint was abandoned."""
-_CHECKPOINT_NAME = re.compile(r"\w[\w.-]{0,99}")
+_CHECKPOINT_NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
 
 
 class ParameterServer(Service):
@@ -45,11 +45,11 @@ class ParameterServer(Service):
         self._state: ServerState | None = None
         self._update_rule, self._staleness_bound = UpdateRule(), StalenessBound(None)
         self._pending_gradients: list[PushedGradient] = []
-        self._round_count = 0
+        self._gradients_in_round = 0
         self._last_pushes: dict[str, int] = {}
         self._encoded_values: tuple[int, list[bytes]] | None = None
         self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
-        self._refused_count, self._left_workers = 0, set[str]()
+        self._refused_count, self._departed_workers = 0, set[str]()
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
@@ -65,7 +65,7 @@ class ParameterServer(Service):
             "finish_epoch": self.finish_epoch,
             "credits": self.report_applied_minibatches,
             "hold": self.hold_gradients,
-            "release": self.release_gradients,
+            "release": self.accept_gradients_again,
             "save_checkpoint": self.save_checkpoint,
             "load_checkpoint": self.load_checkpoint,
             "status": self.report_status,
@@ -103,7 +103,10 @@ class ParameterServer(Service):
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
             if self._encoded_values is None or self._encoded_values[0] != state.version:
-                self._encoded_values = state.version, list(encode(Message(fields, state.dense.named_values())))
+                self._encoded_values = (
+                    state.version,
+                    list(encode(Message(fields, state.dense_parameters.message_arrays()))),
+                )
             return self._encoded_values[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:
@@ -127,11 +130,11 @@ class ParameterServer(Service):
             state = self._require_state()
             if incarnation != self._incarnation:
                 return self._refusal_reply("stale")
-            self._staleness_bound.join(gradient.worker)
+            self._staleness_bound.add_worker(gradient.worker)
             if self._is_repeated_push(gradient):
                 return self._refusal_reply("duplicate")
-            if self._has_minibatch(gradient):
-                self._count_gradient()  # otherwise the rounds of two servers could deadlock
+            if self._has_gradient_of_minibatch(gradient):
+                self._count_gradient_in_round()  # otherwise the rounds of two servers could deadlock
                 return self._refusal_reply("duplicate")
             staleness = max(0, state.version - gradient.values_version)
             if self._update_rule.sync and staleness > self._update_rule.version_tolerance:
@@ -142,7 +145,7 @@ class ParameterServer(Service):
             if self._update_rule.sync:
                 self._pending_gradients.append(gradient)
                 target = state.version + 1
-                self._count_gradient()
+                self._count_gradient_in_round()
             else:
                 factor = learning_rate_factor(staleness, self._update_rule.modulate)
                 state.apply_gradients([gradient], factor)
@@ -153,17 +156,17 @@ class ParameterServer(Service):
     def add_worker(self, request: Message) -> Message:
         """Add a worker."""
         with self._condition:
-            self._staleness_bound.join(request.text("worker"))
-            self._left_workers.discard(request.text("worker"))
+            self._staleness_bound.add_worker(request.text("worker"))
+            self._departed_workers.discard(request.text("worker"))
             return Message()
 
     def remove_worker(self, request: Message) -> Message:
         """Remove a worker that has ended or is lost."""
         with self._condition:
-            self._staleness_bound.leave(request.text("worker"))
-            self._left_workers.add(request.text("worker"))
+            self._staleness_bound.remove_worker(request.text("worker"))
+            self._departed_workers.add(request.text("worker"))
             if self._state is not None:
-                self._end_round(complete=True)
+                self._end_round(must_be_complete=True)
             self._condition.notify_all()
             return Message()
 
@@ -177,7 +180,7 @@ class ParameterServer(Service):
         """Apply the gradients of an incomplete round, such as at the end of an epoch."""
         with self._condition:
             self._require_state()
-            self._end_round(complete=False)
+            self._end_round(must_be_complete=False)
             self._condition.notify_all()
             return Message()
 
@@ -201,7 +204,7 @@ class ParameterServer(Service):
             self._condition.notify_all()
             return Message({"credits": state.applied_minibatches.to_json(), "version": state.version})
 
-    def release_gradients(self, request: Message) -> Message:
+    def accept_gradients_again(self, request: Message) -> Message:
         """Accept gradients again."""
         with self._condition:
             self._hold_deadline = 0.0
@@ -238,7 +241,7 @@ class ParameterServer(Service):
             workers = list(self._staleness_bound.steps)
             self._install_model(state, rule)
             for worker in workers:
-                self._staleness_bound.join(worker)
+                self._staleness_bound.add_worker(worker)
             self._condition.notify_all()
             fields = {"version": state.version, "incarnation": self._incarnation}
             return Message({**fields, "credits": state.applied_minibatches.to_json()})
@@ -247,17 +250,17 @@ class ParameterServer(Service):
         """Return counts: version, samples, rows in use, refused gradients, workers and their steps."""
         with self._condition:
             state = self._state
-            rows = {} if state is None else {name: table.count for name, table in state.tables.items()}
+            rows = {} if state is None else {name: table.row_count for name, table in state.tables.items()}
             fields = {
                 "initialized": state is not None,
                 "incarnation": self._incarnation,
                 "version": 0 if state is None else state.version,
                 "samples": 0.0 if state is None else state.samples,
-                "bytes": 0 if state is None else state.dense.nbytes,
+                "bytes": 0 if state is None else state.dense_parameters.nbytes,
                 "rows": rows,
                 "refused": self._refused_count,
                 "pending": len(self._pending_gradients),
-                "left": len(self._left_workers),
+                "left": len(self._departed_workers),
                 "workers": dict(self._staleness_bound.steps),
             }
             return Message(fields)
@@ -266,7 +269,7 @@ class ParameterServer(Service):
         self._state, self._update_rule = state, rule
         self._staleness_bound = StalenessBound(None if rule.sync else rule.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending_gradients, self._round_count, self._last_pushes, self._encoded_values = [], 0, {}, None
+        self._pending_gradients, self._gradients_in_round, self._last_pushes, self._encoded_values = [], 0, {}, None
         self._hold_deadline = 0.0
 
     def _require_state(self) -> ServerState:
@@ -282,10 +285,9 @@ class ParameterServer(Service):
                 raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
     def _is_repeated_push(self, gradient: PushedGradient) -> bool:
-        """Whether this push has already been received."""
         return gradient.push_number <= self._last_pushes.get(gradient.client_id, -1)
 
-    def _has_minibatch(self, gradient: PushedGradient) -> bool:
+    def _has_gradient_of_minibatch(self, gradient: PushedGradient) -> bool:
         """Whether a gradient of its minibatch has already been received."""
         minibatch = gradient.minibatch
         return minibatch is not None and (
@@ -304,20 +306,20 @@ class ParameterServer(Service):
         minibatch = gradient.minibatch
         return not self._running_saves and minibatch is not None and minibatch in self._admitted_minibatches
 
-    def _count_gradient(self) -> None:
+    def _count_gradient_in_round(self) -> None:
         """Count a gradient in the round, which ends once there are enough."""
         if self._update_rule.sync:
-            self._round_count += 1
-            self._end_round(complete=True)
+            self._gradients_in_round += 1
+            self._end_round(must_be_complete=True)
             self._condition.notify_all()
 
-    def _end_round(self, complete: bool) -> None:
-        """Apply the gradients of the round if there are enough, or (not `complete`) any."""
+    def _end_round(self, must_be_complete: bool) -> None:
+        """Apply the gradients of the round if there are enough, or any if not `must_be_complete`."""
         workers = len(self._staleness_bound.steps)
         needed = min(self._update_rule.grads_to_wait, workers) if workers else self._update_rule.grads_to_wait
-        if self._pending_gradients and (not complete or self._round_count >= needed):
+        if self._pending_gradients and (not must_be_complete or self._gradients_in_round >= needed):
             gradients, self._pending_gradients = self._pending_gradients, []
-            self._round_count = 0
+            self._gradients_in_round = 0
             self._require_state().apply_gradients(gradients)
 
     def _wait_until(self, request: Message, condition: Callable[[], bool]) -> bool:
@@ -327,7 +329,7 @@ class ParameterServer(Service):
         name = request.text("name")
         if self._checkpoint_folder is None:
             raise ConfigError("the server has no checkpoint folder; start it with one (--checkpoint-dir)")
-        if not _CHECKPOINT_NAME.fullmatch(name):
+        if not _CHECKPOINT_NAME_PATTERN.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
         return self._checkpoint_folder / name
 
@@ -351,9 +353,7 @@ def create_parameter_server(
         The task is not a parameter server, its address is in use or not of this machine, or the token is missing.
     """
     if not task.is_ps() or task.index >= task.num_ps:
-        raise ConfigError(
-            f"task '{task.type}' {task.index} is not a parameter server of the cluster; give it an address"
-        )
+        raise ConfigError(f"task '{task.type}' {task.index} is not a parameter server of the cluster; add its address")
     token = read_token(os.environ if environ is None else environ)
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 

@@ -12,7 +12,7 @@ from ..terminal.console import counted
 from .dense import DenseParameters
 from .message import Message, MessageError
 from .placement import ServerLayout, TableSpec
-from .progress import AppliedMinibatches, MinibatchId, sample_weights
+from .progress import AppliedMinibatches, MinibatchId, weights_by_sample_count
 from .table import RowTable
 from .updates import make_updater
 
@@ -78,9 +78,9 @@ class PushedGradient:
     scale : float
         Factor on the learning rate, such as that of a schedule.
     minibatch : MinibatchId or None
-    dense : dict of str to ndarray
+    dense_gradients : dict of str to ndarray
         Flat arrays by dtype.
-    tables : dict of str to (ids, rows)
+    table_gradients : dict of str to (ids, rows)
     """
 
     worker: str
@@ -90,8 +90,8 @@ class PushedGradient:
     samples: float
     scale: float
     minibatch: MinibatchId | None
-    dense: dict[str, np.ndarray]
-    tables: dict[str, tuple[np.ndarray, np.ndarray]]
+    dense_gradients: dict[str, np.ndarray]
+    table_gradients: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class ServerState:
@@ -115,15 +115,15 @@ class ServerState:
     def __init__(self, layout: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
         self.layout, updater = ServerLayout.parse(layout), make_updater(optimizer)
         self.optimizer = dict(optimizer)
-        self.dense = DenseParameters(self.layout, updater)
+        self.dense_parameters = DenseParameters(self.layout, updater)
         index, servers = self.layout.index, self.layout.servers
         self.tables = {table.name: RowTable(table, updater, index, servers) for table in self.layout.tables}
         self.version, self.samples, self.applied_minibatches = 0, 0.0, AppliedMinibatches()
 
     def set_values(self, message: Message) -> None:
         """Set the values in a message: all dense values, and rows of tables, if any."""
-        dense, rows = self.dense.read_message(message), self.read_rows(message)
-        self.dense.set_values(dense)
+        dense, rows = self.dense_parameters.read_dense_arrays(message), self.read_rows(message)
+        self.dense_parameters.set_values(dense)
         for name, (ids, values) in rows.items():
             self.tables[name].restore(ids, values, {})
 
@@ -140,7 +140,7 @@ class ServerState:
     def find_table(self, name: str) -> RowTable:
         """Return a table by name; MessageError if there is none."""
         if name not in self.tables:
-            raise MessageError(f"no table '{name}'")
+            raise MessageError(f"the server has no table '{name}', only: {', '.join(self.tables) or 'none'}")
         return self.tables[name]
 
     def read_gradient(self, message: Message) -> PushedGradient:
@@ -154,29 +154,28 @@ class ServerState:
             message.number("samples", np.finfo(float).tiny),
             message.number("scale"),
             None if minibatch is None else MinibatchId.parse(minibatch),
-            self.dense.read_message(message),
+            self.dense_parameters.read_dense_arrays(message),
             self.read_rows(message),
         )
 
     def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
         """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
-        weights = sample_weights(gradient.samples for gradient in ordered)
+        weights = weights_by_sample_count(gradient.samples for gradient in ordered)
         scales = {gradient.scale for gradient in ordered}
         mean = sum(weight * gradient.scale for weight, gradient in zip(weights, ordered, strict=True))
         scale = factor * (scales.pop() if len(scales) == 1 else mean)
-        dense = ordered[0].dense
+        dense = ordered[0].dense_gradients
         if len(ordered) > 1:
             for weight, gradient in zip(weights, ordered, strict=True):
-                for dtype, array in gradient.dense.items():
+                for dtype, array in gradient.dense_gradients.items():
                     array *= weight
                     if array is not dense[dtype]:
                         dense[dtype] += array
-        self.dense.update(dense, self.version, scale)
+        self.dense_parameters.update(dense, self.version, scale)
         for name, table in self.tables.items():
-            pushed = [
-                (one.tables[name], weight) for one, weight in zip(ordered, weights, strict=True) if name in one.tables
-            ]
+            by_worker = zip((one.table_gradients for one in ordered), weights, strict=True)
+            pushed = [(gradients[name], weight) for gradients, weight in by_worker if name in gradients]
             if pushed:
                 ids = np.concatenate([ids for (ids, _), _ in pushed])
                 rows = np.concatenate([rows * weight for (_, rows), weight in pushed]).astype(table.spec.dtype)

@@ -40,27 +40,27 @@ class RowTable:
         self._slots: Slots = {}
         self._initial_slot_values = updater.initial_slots()
         self._updates_touched_rows_only = spec.lazy or updater.skips_zero_gradients()
-        updater.check_partial_updates(whole_parameters=False)
+        updater.require_independent_updates(whole_parameters=False)
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         """Rows in use."""
         return len(self._positions)
 
     @property
     def ids(self) -> np.ndarray:
         """Ids of the rows in use, in order of first use: a view."""
-        return self._ids[: self.count]
+        return self._ids[: self.row_count]
 
     @property
     def values(self) -> np.ndarray:
         """The rows in use (count, dim): a view."""
-        return self._values[: self.count]
+        return self._values[: self.row_count]
 
     @property
     def slots(self) -> Slots:
         """Slots of the rows in use (count, dim), and scalar slots: views."""
-        return {name: array[: self.count] if array.ndim else array for name, array in self._slots.items()}
+        return {name: array[: self.row_count] if array.ndim else array for name, array in self._slots.items()}
 
     def get_or_create_rows(self, ids: np.ndarray) -> np.ndarray:
         """Return copies of rows (n, dim); missing rows are created."""
@@ -72,9 +72,9 @@ class RowTable:
         ids, grads = sum_duplicates(ids, grads)
         positions: np.ndarray | slice = self._get_or_create_positions(ids)
         if not self._updates_touched_rows_only:
-            whole = np.zeros((self.count, self.spec.dim), self.spec.dtype)
+            whole = np.zeros((self.row_count, self.spec.dim), self.spec.dtype)
             whole[positions] = grads
-            positions, grads = slice(0, self.count), whole  # a slice selects views
+            positions, grads = slice(0, self.row_count), whole  # a slice selects views
         values = self._values[positions]
         slots = {name: array[positions].reshape(-1) if array.ndim else array for name, array in self._slots.items()}
         self._updater.update(values.reshape(-1), grads.reshape(-1), slots, step, scale)
@@ -108,7 +108,7 @@ class RowTable:
             raise DataError(f"table '{self.spec.name}': id {invalid} is invalid; ids must be 0 to {self.spec.rows - 1}")
         if (ids % self._server_count != self._server_index).any():
             raise MessageError(f"table '{self.spec.name}': an id that belongs to another server")
-        start, stop = self.count, self.count + len(ids)
+        start, stop = self.row_count, self.row_count + len(ids)
         if stop > len(self._values):
             self._grow(max(stop, 2 * len(self._values)))
         self._ids[start:stop] = ids
@@ -119,7 +119,7 @@ class RowTable:
 
     def _grow(self, capacity: int) -> None:
         """Reallocate all arrays; views of the old ones stay valid."""
-        count = self.count
+        count = self.row_count
         ids, values = np.empty(capacity, np.int64), np.empty((capacity, self.spec.dim), self.spec.dtype)
         ids[:count], values[:count] = self.ids, self.values
         self._ids, self._values = ids, values

@@ -22,7 +22,7 @@ from .placement import place_parameters
 from .state import UpdateRule
 from .wire import read_token
 
-SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
+SERVERS_VARIABLE, MASTER_VARIABLE, WORKER_VARIABLE = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers and of the master, and its index."""
 RULE_VARIABLE = "NEONDIST_UPDATE_RULE"
 """Environment variable of a worker: JSON of the update rule, if it overrides that of the strategy."""
@@ -51,25 +51,27 @@ class WorkerAssignment:
     rule: UpdateRule | None = None
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
+    def from_environment(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
         """Return the place described by the environment; None if the process is not a worker."""
-        if not environ.get(SERVERS):
+        if not environ.get(SERVERS_VARIABLE):
             return None
         try:
-            index, master = int(environ[WORKER]), environ[MASTER]
+            index, master = int(environ[WORKER_VARIABLE]), environ[MASTER_VARIABLE]
         except (KeyError, ValueError):
-            raise ConfigError(f"{SERVERS} is set: {WORKER} must be an integer, and {MASTER} an address") from None
+            text = f"is set: {WORKER_VARIABLE} must be an integer, and {MASTER_VARIABLE} an address"
+            raise ConfigError(f"{SERVERS_VARIABLE} {text}") from None
         try:
             rule = UpdateRule.parse(json.loads(environ[RULE_VARIABLE])) if environ.get(RULE_VARIABLE) else None
         except (ValueError, AttributeError):
             raise ConfigError(f"{RULE_VARIABLE}: invalid; leave it out, or set it as neondist does") from None
-        return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ), rule)
+        return cls(index, tuple(environ[SERVERS_VARIABLE].split(",")), master, read_token(environ), rule)
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for `read`, without the token."""
         rule = {} if self.rule is None else {RULE_VARIABLE: json.dumps(self.rule.to_json())}
-        return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index), **rule}
+        worker = {MASTER_VARIABLE: self.master, WORKER_VARIABLE: str(self.index)}
+        return {SERVERS_VARIABLE: ",".join(self.servers), **worker, **rule}
 
     @property
     def name(self) -> str:
@@ -122,16 +124,16 @@ class ServerUpdate(RemoteUpdate):
     ) -> None:
         self._worker, self._parameters, self._world, self._master_client = worker, parameters, world, master_client
         if getattr(optimizer, "ema", None) is not None:
-            raise ConfigError("ema: the running mean would stay on the servers; leave it out")
+            raise ConfigError("ema: is not supported on parameter servers; leave it out")
         count = len(worker.servers)
         specs = [
             ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
-            for shard in parameters.trained
+            for shard in parameters.trained_shards
             for layout in [shard.parameter]
         ]
         self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
-        self.strategy.check_model(specs)
-        decays = [shard.full_name for shard in parameters.trained if shard.decays]
+        self.strategy.check_parameters_match(specs)
+        decays = [shard.full_name for shard in parameters.trained_shards if shard.decays]
         layouts = place_parameters(self.strategy, count, decayed_names=decays)
         self._values = self._gather_parameters(parameters.values)
         self._client: ParameterClient | None = None
@@ -169,7 +171,8 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.leave()
-                while not self._worker.index and self._client.count_left_workers() < workers and time.monotonic() < end:
+                is_first = not self._worker.index
+                while is_first and self._client.count_departed_workers() < workers and time.monotonic() < end:
                     time.sleep(0.05)
 
     def pull_final_values(self) -> None:
@@ -185,7 +188,7 @@ class ServerUpdate(RemoteUpdate):
             self._client.close()
 
     def _gather_parameters(self, flat: Any) -> dict[str, np.ndarray]:
-        shards = self._parameters.trained
+        shards = self._parameters.trained_shards
         return {
             shard.full_name: np.ascontiguousarray(shard.gather(array))
             for shard, array in zip(shards, self._parameters.split_flat(flat), strict=True)
@@ -199,7 +202,7 @@ class ServerUpdate(RemoteUpdate):
         if self._world.size > 1:
             self._values, self.version = self._world.bcast((self._values, self.version))
         parameters = self._parameters
-        for shard, array in zip(parameters.trained, parameters.split_flat(parameters.values), strict=True):
+        for shard, array in zip(parameters.trained_shards, parameters.split_flat(parameters.values), strict=True):
             array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
         parameters.version += 1
 
@@ -207,6 +210,6 @@ class ServerUpdate(RemoteUpdate):
 def _rule_of_strategy(strategy: Strategy) -> UpdateRule:
     modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
     if len(modes) > 1:
-        raise strategy.error("has parameters with different sync or staleness; use the same for all")
+        raise strategy.create_error("has parameters with different sync or staleness; use the same for all")
     sync, staleness = modes.pop()
     return UpdateRule(sync=False, staleness=staleness if sync else None)

@@ -57,7 +57,7 @@ class Updater(ABC):
         """Return the initial value of each slot of the length of the values."""
 
     @abstractmethod
-    def check_partial_updates(self, whole_parameters: bool) -> None:
+    def require_independent_updates(self, whole_parameters: bool) -> None:
         """Raise ConfigError if parameters cannot be updated independently, or (not `whole_parameters`) in parts."""
 
     def skips_zero_gradients(self) -> bool:
@@ -92,9 +92,9 @@ class NeondistUpdater(Updater):
 
     def initial_slots(self) -> dict[str, float]:
         """Return zeros."""
-        return dict.fromkeys(self.optimizer.state_names, 0.0)
+        return dict.fromkeys(self.optimizer.all_slot_names, 0.0)
 
-    def check_partial_updates(self, whole_parameters: bool) -> None:
+    def require_independent_updates(self, whole_parameters: bool) -> None:
         """Reject norms over all parameters, or of partitioned ones."""
         if self.optimizer.clip_norm is not None:
             raise ConfigError("clip_norm: needs a norm over all servers; leave it out, and clip on the workers")
@@ -139,7 +139,7 @@ class TorchUpdater(Updater):
         self.update(values, np.zeros(1), slots, 0, 1.0)
         return {name: float(array[0]) for name, array in slots.items() if array.shape}
 
-    def check_partial_updates(self, whole_parameters: bool) -> None:
+    def require_independent_updates(self, whole_parameters: bool) -> None:
         """Reject optimisers that need whole parameters."""
         if not self._optimizer.elementwise:
             name = self._optimizer.constructor.__name__

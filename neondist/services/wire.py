@@ -44,9 +44,8 @@ from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolE
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its messages are also raised as errors
 import grpc
 
-TOKEN = "NEONDIST_TOKEN"
-"""Environment variable with the token of the job."""
-MAX_BYTES = 4 << 30
+TOKEN_VARIABLE = "NEONDIST_TOKEN"
+MAX_ARRAY_BYTES = 4 << 30
 """Default limit of a message's arrays in bytes."""
 MAX_CALL_SECONDS = 3600.0
 """Longest deadline of a call in seconds; calls without a deadline are rejected."""
@@ -75,8 +74,8 @@ _CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5000),  # a loaded machine responds late
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
-_RETRIABLE = *_UNAVAILABLE, grpc.StatusCode.ABORTED
+_UNAVAILABLE_CODES = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+_RETRY_CODES = *_UNAVAILABLE_CODES, grpc.StatusCode.ABORTED
 
 Reply = Message | list[bytes]
 """Reply of a method, or its chunks if several callers receive the same."""
@@ -112,11 +111,11 @@ def read_token(environ: Mapping[str, str]) -> str:
     ConfigError
         The token is missing, or too short to be a secret.
     """
-    token = environ.get(TOKEN, "")
+    token = environ.get(TOKEN_VARIABLE, "")
     if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{TOKEN}: expected a secret of at least 16 printable ASCII characters, the same for all processes of a"
-            " job; create one, for example with: python -c 'import secrets; print(secrets.token_urlsafe())'"
+            f"{TOKEN_VARIABLE}: expected a secret of at least 16 printable ASCII characters, the same for all processes"
+            " of a job; create one, for example with: python -c 'import secrets; print(secrets.token_urlsafe())'"
         )
     return token
 
@@ -131,7 +130,7 @@ class ServiceHost:
         'HOST:PORT' of this machine to listen on; port 0 selects a free port.
     token : str
         Calls without it are rejected unread.
-    limit : int
+    max_bytes : int
         Largest size of a request's arrays in bytes.
     threads : int
         Maximum number of concurrent calls, including waiting ones; others are rejected, and clients retry.
@@ -148,14 +147,19 @@ class ServiceHost:
     """
 
     def __init__(
-        self, services: Iterable[Service], address: str, token: str, limit: int = MAX_BYTES, threads: int = 256
+        self,
+        services: Iterable[Service],
+        address: str,
+        token: str,
+        max_bytes: int = MAX_ARRAY_BYTES,
+        threads: int = 256,
     ) -> None:
-        host = _require_free_address(address)
+        host = _host_of_free_address(address)
         self._server = grpc.server(
             ThreadPoolExecutor(threads, "service"), options=_HOST_OPTIONS, maximum_concurrent_rpcs=threads
         )
         methods = {
-            f"/neondist.{service.name}/{name}": _StreamHandler(method, limit)
+            f"/neondist.{service.name}/{name}": _StreamHandler(method, max_bytes)
             for service in services
             for name, method in {"hello": _confirm_version, **service.methods()}.items()
         }
@@ -199,15 +203,21 @@ class ServiceClient:
     patience : float
         Seconds for which failed calls are retried, such as while a server restarts. Methods must tolerate repeated
         requests.
-    limit : int
+    max_bytes : int
         Largest size of a reply's arrays in bytes.
     """
 
     def __init__(
-        self, address: str, service: str, token: str, timeout: float = 300, patience: float = 30, limit: int = MAX_BYTES
+        self,
+        address: str,
+        service: str,
+        token: str,
+        timeout: float = 300,
+        patience: float = 30,
+        max_bytes: int = MAX_ARRAY_BYTES,
     ) -> None:
         self.address, self.service, self.timeout, self.patience = address, service, timeout, patience
-        self._limit, self._metadata = limit, ((_TOKEN_METADATA_KEY, token),)
+        self._max_bytes, self._metadata = max_bytes, ((_TOKEN_METADATA_KEY, token),)
         self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
         self._threads = ThreadPoolExecutor(4, f"{service}-client")
         self._closed = threading.Event()
@@ -234,12 +244,13 @@ class ServiceClient:
             try:
                 return self._call_once(method, message, timeout)
             except grpc.RpcError as error:
-                if error.code() not in _RETRIABLE or time.monotonic() + pause > deadline or self._closed.is_set():
+                if error.code() not in _RETRY_CODES or time.monotonic() + pause > deadline or self._closed.is_set():
                     raise self._translate_error(method, error) from None
                 self._closed.wait(pause)
                 pause = min(2 * pause, 0.5)
             except MessageError as error:
-                raise ServiceError(f"{self.service} at {self.address}: {method}: invalid reply: {error}") from None
+                text = f"{method}: invalid reply ({error}); install the same version of neondist"
+                raise ServiceError(f"{self.service} at {self.address}: {text}") from None
 
     def submit(
         self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, MessageArray] | None = None
@@ -277,20 +288,20 @@ class ServiceClient:
             stream = self._channel.stream_stream(path)
             call = stream(chain((first, second), chunks), timeout=timeout, metadata=self._metadata)
         try:
-            return decode(call, self._limit)
+            return decode(call, self._max_bytes)
         finally:
             call.cancel()
 
     def _translate_error(self, method: str, error: Any) -> ServiceError:
         code, peer = error.code(), f"{self.service} at {self.address}"
-        if code in _UNAVAILABLE or code == grpc.StatusCode.CANCELLED:
+        if code in _UNAVAILABLE_CODES or code == grpc.StatusCode.CANCELLED:
             return ServiceUnavailableError(f"{peer}: no answer; check its address and that it is running")
         if code == grpc.StatusCode.ABORTED:
             return ServiceUnavailableError(f"{peer}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceUnavailableError(f"{peer}: {method}: no answer in time; check that it is not overloaded")
         if code == grpc.StatusCode.UNAUTHENTICATED:
-            return ServiceError(f"{peer}: the token was rejected; give all processes of a job the same {TOKEN}")
+            return ServiceError(f"{peer}: the token was rejected; give all processes the same {TOKEN_VARIABLE}")
         if code == grpc.StatusCode.UNIMPLEMENTED:
             return ServiceError(f"{peer}: no method '{method}'; install the same version of neondist for all processes")
         return ServiceError(f"{peer}: {error.details()}")
@@ -304,7 +315,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _require_free_address(address: str) -> str:
+def _host_of_free_address(address: str) -> str:
     """Return the host of an address; ConfigError unless it is free."""
     host, port = split_address(address)
     try:

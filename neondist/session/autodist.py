@@ -175,13 +175,13 @@ class AutoDist:
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call_distributed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        from ..torch.module.module_scope import whole
+        from ..torch.module.module_scope import gather_outputs
 
         self._divide_optimizer_steps()
         self._inside_function = True
         try:
             with self._module_scope.distribute(function):
-                return whole(function(*args, **kwargs))
+                return gather_outputs(function(*args, **kwargs))
         finally:
             self._inside_function = False
 

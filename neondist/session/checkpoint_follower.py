@@ -13,7 +13,7 @@ from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import DataError
-from ..io.checkpoint import kept_files, open_checkpoint
+from ..io.checkpoint import checkpoints_by_step, open_checkpoint
 from ..io.checkpoint.read import CheckpointReader
 from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
@@ -123,13 +123,13 @@ class CheckpointFollower:
     def _find_next(self) -> PendingCheckpoint | None:
         """Return the next checkpoint, if any, preferring files named by step, if the job keeps several."""
         path = self.folder / CHECKPOINT
-        kept = {step: file for file in kept_files(path) if (step := _step_in_name(file)) is not None}
+        kept = {step: file for file in checkpoints_by_step(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):
-            if step > self.last_step and (checkpoint := self._as_pending(kept[step])) is not None:
+            if step > self.last_step and (checkpoint := self._create_pending(kept[step])) is not None:
                 return checkpoint
-        return None if kept else self._as_pending(path)
+        return None if kept else self._create_pending(path)
 
-    def _as_pending(self, path: Path) -> PendingCheckpoint | None:
+    def _create_pending(self, path: Path) -> PendingCheckpoint | None:
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -174,7 +174,7 @@ class EvaluationRecorder:
         """The last evaluated step; -1 for none."""
         return max((record.get("step", -1) for record in self.run.history), default=-1)
 
-    def begin(self) -> None:
+    def call_before_run_hooks(self) -> None:
         """Call `before_run` of the hooks; collective."""
         for hook in self.hooks:
             hook.before_run(self.run)
@@ -188,7 +188,7 @@ class EvaluationRecorder:
             hook.after_epoch(run)
         return run.history[-1]
 
-    def end(self, error: BaseException | None = None) -> None:
+    def call_final_hooks(self, error: BaseException | None = None) -> None:
         """Call `after_run` of the hooks, or `on_error`."""
         for hook in self.hooks:
             if error is None:
@@ -252,12 +252,12 @@ def follow_checkpoints(
             if world.rank == 0:
                 emit(json_line(record).rstrip())
 
-        evaluation.begin()
+        evaluation.call_before_run_hooks()
         try:
             while (checkpoint := follower.wait_for_next()) is not None:
                 follower.process(checkpoint, evaluate)
         except BaseException as error:
-            evaluation.end(error)
+            evaluation.call_final_hooks(error)
             raise
-        evaluation.end()
+        evaluation.call_final_hooks()
         return state.history[first:]

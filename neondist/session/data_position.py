@@ -76,7 +76,7 @@ class DataPosition:
                 if state.stop is not None:
                     return
 
-    def count_batch(self) -> int:
+    def advance_past_batch(self) -> int:
         """Advance past the current batch; return its number of samples, 0 if it is already counted."""
         size, self.uncounted_samples = self.uncounted_samples, 0
         self.state.samples_seen += size

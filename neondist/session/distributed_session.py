@@ -227,7 +227,8 @@ class DistributedSession:
     def _require_training(self) -> TrainingRole:
         if not isinstance(self._role, TrainingRole):
             raise ConfigError(
-                "batches, batch_size: only for training; an evaluator has its data in the function passed to run"
+                "session.batches and session.batch_size are available only to training tasks; in an evaluator, use the"
+                " data passed to the function given to run"
             )
         return self._role
 

@@ -49,7 +49,7 @@ class EvaluatorRole:
         """Call the hooks; collective."""
         with ExitStack() as stack:
             stack.enter_context(open_hooks(self.hooks))
-            self.evaluation.begin()
+            self.evaluation.call_before_run_hooks()
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
@@ -93,4 +93,4 @@ class EvaluatorRole:
     def exit(self, error: BaseException | None) -> None:
         """Call the hooks for the last time."""
         with self._stack:
-            self.evaluation.end(error)
+            self.evaluation.call_final_hooks(error)

@@ -16,10 +16,10 @@ from ..services.wire import ServiceClient, read_token
 from ..strategies import PSLoadBalancing
 from .state import SessionState
 
-START_TIMEOUT = 600.0
+START_TIMEOUT_SECONDS = 600.0
 """Seconds that a worker waits for the servers, and for the master to begin."""
-CALL_TIMEOUT = 30.0
-HEARTBEAT_INTERVAL = 2.0
+CALL_TIMEOUT_SECONDS = 30.0
+HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats of a worker."""
 
 
@@ -51,7 +51,7 @@ class JobServersClient:
             )
         if model.strategy is not None and not model.strategy.needs_servers:
             raise ConfigError(
-                "model: its strategy is for synchronous ranks; leave out the strategy, or ps of the cluster"
+                "model: its strategy is for synchronous ranks; leave out the strategy, or remove ps from the cluster"
             )
         token = ""
         with all_or_none(world, root_only=True):
@@ -67,7 +67,7 @@ class JobServersClient:
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._first_step = 0
 
-    def load_server_values(self) -> None:
+    def join_job_and_load_values(self) -> None:
         """Join the job and load the servers' values; on the master, initialise the servers first if needed.
 
         Raises
@@ -88,9 +88,9 @@ class JobServersClient:
                 self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
         model.remote_update = self._remote
-        self.update_step()
+        self.synchronise_step()
 
-    def update_step(self) -> None:
+    def synchronise_step(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has."""
         assert self._remote is not None
         model = self._state.model
@@ -108,7 +108,7 @@ class JobServersClient:
                 self._clients[0].call("stop")
         self._remote.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
         self._remote.pull_final_values()
-        self.update_step()
+        self.synchronise_step()
 
     def stop_servers(self) -> None:
         """Stop the servers, on the master."""
@@ -130,23 +130,23 @@ class JobServersClient:
     def _connect(self) -> None:
         worker = self._assignment
         self._clients = [
-            ServiceClient(address, "Job", worker.token, patience=START_TIMEOUT) for address in worker.servers
+            ServiceClient(address, "Job", worker.token, patience=START_TIMEOUT_SECONDS) for address in worker.servers
         ]
         for client in self._clients:
             client.check_version()
-            client.patience = CALL_TIMEOUT
+            client.patience = CALL_TIMEOUT_SECONDS
         self._thread.start()
 
     def _wait_for_master(self) -> int:
-        deadline = time.monotonic() + START_TIMEOUT
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             reply = self._clients[0].call("begun", {"seconds": 10.0})
             if reply.fields.get("first_step") is not None:
                 return reply.integer("first_step")
-        raise ServiceUnavailableError(f"the master has not begun within {START_TIMEOUT:g} s; start it")
+        raise ServiceUnavailableError(f"the master has not begun within {START_TIMEOUT_SECONDS:g} s; start it")
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(HEARTBEAT_INTERVAL):
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             for client in self._clients:
                 with suppress(ServiceError, ValueError):  # the client is closed
                     if client.call("alive", {"worker": self._assignment.name}, timeout=10.0).flag("stopping"):

@@ -16,7 +16,7 @@ from ..io.checkpoint.texts import parse_json, require_json_type
 from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
 
-TEXT_NAME = "session"
+SESSION_ENTRY_NAME = "session"
 """Name of the entry in checkpoint files."""
 
 
@@ -108,14 +108,14 @@ class SessionState(TrainState):
             settings["momentum"] = self.model.scheduled_momentum
         kinds, remedy = [type(part).__name__ for part in self.stateful], "remove this object from the `model` argument"
         states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful]
-        texts = {TEXT_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
+        texts = {SESSION_ENTRY_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
         return texts | (super().checkpoint_texts() if self.has_data else {})
 
     def restore_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the result of `checkpoint_texts`, if present; checkpoints of experiments have none."""
-        if TEXT_NAME not in texts:
+        if SESSION_ENTRY_NAME not in texts:
             return
-        content = parse_json(texts[TEXT_NAME], dict)
+        content = parse_json(texts[SESSION_ENTRY_NAME], dict)
         settings = require_json_type("'settings'", content.get("settings"), dict)
         states, kinds = (require_json_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
         expected = [type(part).__name__ for part in self.stateful]

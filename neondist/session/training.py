@@ -17,7 +17,7 @@ from ..data import Dataset
 from ..io.output import CHECKPOINT, COMPLETE, lock_folder
 from ..models import TrainingScriptAdapter
 from ..system.heartbeat import connection_descriptor, send_to_supervisor
-from ..system.signals import STOPPED_EXIT_CODE, Signals, get_active_signals
+from ..system.signals import STOPPED_EXIT_CODE, Signals, find_active_signals
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
@@ -101,7 +101,7 @@ class TrainingRole:
             self._call_hooks(lambda hook: hook.before_run(state))
             if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)
-                self.servers.load_server_values()
+                self.servers.join_job_and_load_values()
             for note in state.start_messages if state.first_rank and self.writes_checkpoints else ():
                 say(note)
             self.state.share_stop_requests()
@@ -114,8 +114,8 @@ class TrainingRole:
         """
         if self.servers is not None or connection_descriptor(os.environ) is None:
             return
-        signals = get_active_signals("SIGUSR1") or Signals().install_handlers()
-        if get_active_signals("SIGUSR1") is signals:  # not in a thread
+        signals = find_active_signals("SIGUSR1") or Signals().install_handlers()
+        if find_active_signals("SIGUSR1") is signals:  # not in a thread
             self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
             self.is_supervised = True
             send_to_supervisor(os.environ, "listens")
@@ -130,9 +130,9 @@ class TrainingRole:
         state.loss = _to_loss(result)
         stepped = state.step != previous
         if self.servers is not None:
-            self.servers.update_step()
+            self.servers.synchronise_step()
         if stepped:
-            if self.position is not None and (size := self.position.count_batch()):
+            if self.position is not None and (size := self.position.advance_past_batch()):
                 totals = state.totals
                 totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
                 totals.skipped += 0 if math.isfinite(state.loss) else size
@@ -221,7 +221,9 @@ class TrainingRole:
 
 
 def _abort_job(world: Transport, message: str) -> None:
-    sys.stderr.write(f"{message} (stop_grace_period_secs); the job ends\n")
+    sys.stderr.write(
+        f"{message} (stop_grace_period_secs), so the job ends; leave the loop on all ranks after the same step\n"
+    )
     sys.stderr.flush()
     world.abort(1)
 

@@ -8,7 +8,7 @@ rules by which a parameter is divided), `strategy`, and the builders: `all_reduc
 from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer
 from .auto import AutoStrategy
 from .builder import Resources, StrategyBuilder, as_builder, as_strategy
-from .compressor import check_compressor
+from .compressor import normalise_compressor
 from .parallax import Parallax
 from .parameter_spec import ParameterSpec
 from .server import PS, PartitionedPS, PSLoadBalancing, UnevenPartitionedPS
@@ -35,5 +35,5 @@ __all__ = [
     "UnevenPartitionedPS",
     "as_builder",
     "as_strategy",
-    "check_compressor",
+    "normalise_compressor",
 ]

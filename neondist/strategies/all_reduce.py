@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ..arrays import rng
 from ..registry.ranges import Count, Index
 from .builder import StrategyBuilder
-from .compressor import check_compressor
+from .compressor import normalise_compressor
 from .parameter_spec import ParameterSpec
-from .partition import balance_owners, even_partition, part_bytes, smallest_divisor
+from .partition import balance_owners, even_partition, part_sizes, smallest_divisor
 from .strategy import ParameterStrategy
 
 
@@ -25,7 +25,7 @@ class AllReduce(StrategyBuilder):
     """
 
     def __init__(self, chunk_size: Count = 128, compressor: str | None = None) -> None:
-        self.chunk_size, self.compressor = chunk_size, check_compressor(compressor)
+        self.chunk_size, self.compressor = chunk_size, normalise_compressor(compressor)
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return one group per chunk."""
@@ -59,7 +59,7 @@ class PartitionedAllReduce(StrategyBuilder):
         for spec in specs:
             axis = self.choose_axis(spec)
             parts[spec.name] = even_partition(spec, axis, smallest_divisor(spec.shape[axis])) if spec.shape else None
-        owners = balance_owners({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, replicas)
+        owners = balance_owners({spec.name: part_sizes(spec, parts[spec.name]) for spec in specs}, replicas)
         return {
             spec.name: ParameterStrategy("allreduce", parts[spec.name], owners[spec.name], group=at // self.chunk_size)
             for at, spec in enumerate(specs)

@@ -10,17 +10,17 @@ from ..errors import ConfigError
 from ..system.machine import Machine, read_machine
 from ..system.memory import format_bytes, parse_bytes
 from .all_reduce import AllReduce, PartitionedAllReduce, ShardedOptimizer
-from .builder import StrategyBuilder, builder_text
+from .builder import StrategyBuilder, format_builder
 from .parameter_spec import ParameterSpec
-from .partition import part_bytes
+from .partition import part_sizes
 from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
 
-DEFAULT_SLOTS = 2
-"""optimiser slots per parameter where the optimiser is unknown: Adam's"""
+DEFAULT_SLOTS_PER_PARAMETER = 2
+"""Number of slots for an unknown optimiser: Adam's."""
 
 
-def candidate_builders() -> list[StrategyBuilder]:
+def create_candidate_builders() -> list[StrategyBuilder]:
     """Return the exact synchronous builders that a planner considers."""
     return [AllReduce(), PartitionedAllReduce(), ShardedOptimizer(), PS(), PSLoadBalancing()]
 
@@ -41,7 +41,7 @@ class SyncCosts:
     held_bytes: int
 
 
-def sync_costs(
+def estimate_sync_costs(
     parameters: dict[str, ParameterStrategy], specs: Sequence[ParameterSpec], ranks: int, slots: int, machine: Machine
 ) -> SyncCosts:
     """Return the costs of synchronising the gradients of some parameters over ranks, and of updating them.
@@ -62,7 +62,7 @@ def sync_costs(
             sliced += spec.size
             slices, itemsize = len(parameter.owners), spec.nbytes // max(1, spec.size)
             continue
-        for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=True):
+        for owner, nbytes in zip(parameter.owners, part_sizes(spec, parameter.partition), strict=True):
             owned[owner] += nbytes
     most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.slowest_link(ranks)
     seconds = sum(machine.allreduce_seconds(ranks, whole / len(groups)) for _ in groups)
@@ -95,16 +95,17 @@ class AutoStrategy(StrategyBuilder):
         """Return the assignment of the best builder."""
         ranks = max(replicas, servers)
         assignments = {
-            builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidate_builders()
+            format_builder(builder): builder.assign(specs, replicas, servers) for builder in create_candidate_builders()
         }
         costs = {
-            name: sync_costs(rules, specs, ranks, DEFAULT_SLOTS, self.machine) for name, rules in assignments.items()
+            name: estimate_sync_costs(rules, specs, ranks, DEFAULT_SLOTS_PER_PARAMETER, self.machine)
+            for name, rules in assignments.items()
         }
         fitting = [name for name, cost in costs.items() if self.limit is None or cost.held_bytes <= self.limit]
         if not fitting:
             least = min(cost.held_bytes for cost in costs.values())
             raise ConfigError(
-                f"strategy: Auto: no strategy takes less than {format_bytes(least)}; give more memory or ranks"
+                f"strategy: Auto: no strategy takes less than {format_bytes(least)} a rank; raise memory or add ranks"
             )
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 

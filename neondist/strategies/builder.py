@@ -68,7 +68,7 @@ class StrategyBuilder(Registered, ABC):
                 raise ConfigError(f"parameter '{spec.name}': given twice; names must be unique within a model")
             specs[spec.name] = spec
         assigned = self.assign(list(specs.values()), replicas, servers)
-        return Strategy(builder_text(self), replicas, servers, specs, {name: assigned[name] for name in specs})
+        return Strategy(format_builder(self), replicas, servers, specs, {name: assigned[name] for name in specs})
 
     @property
     def needs_servers(self) -> bool:
@@ -80,7 +80,7 @@ class StrategyBuilder(Registered, ABC):
         """Return how each parameter, by name, is partitioned, owned and synchronised."""
 
 
-def builder_text(builder: StrategyBuilder) -> str:
+def format_builder(builder: StrategyBuilder) -> str:
     """Return a builder as text that `as_builder` reads; arguments at their defaults are left out."""
     defaults = type(builder)().arguments()
     changed = {name: value for name, value in builder.arguments().items() if value != defaults[name]}

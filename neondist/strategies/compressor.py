@@ -6,10 +6,10 @@ import re
 
 from ..errors import ConfigError
 
-_FORMS = "None, 'fp16', 'bf16', 'topk(SHARE)' with a share in (0, 1], or 'powersgd(RANK)' with a rank of at least 1"
+_SPELLINGS = "None, 'fp16', 'bf16', 'topk(SHARE)' with a share in (0, 1], or 'powersgd(RANK)' with a rank of at least 1"
 
 
-def check_compressor(compressor: str | None) -> str | None:
+def normalise_compressor(compressor: str | None) -> str | None:
     """Return a compressor's canonical text: None, 'fp16', 'bf16', 'topk(0.01)' or 'powersgd(4)'.
 
     Raises
@@ -30,4 +30,4 @@ def check_compressor(compressor: str | None) -> str | None:
             return f"powersgd({int(argument)})"
     except ValueError:
         pass
-    raise ConfigError(f"compressor: invalid value '{compressor}'; expected {_FORMS}")
+    raise ConfigError(f"compressor: invalid value '{compressor}'; expected {_SPELLINGS}")

@@ -29,7 +29,7 @@ def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition 
     return axis, [hi - lo for lo, hi in bounds]
 
 
-def part_bytes(spec: ParameterSpec, partition: AxisPartition | None) -> list[int]:
+def part_sizes(spec: ParameterSpec, partition: AxisPartition | None) -> list[int]:
     """Return the size of each part in bytes."""
     if partition is None:
         return [spec.nbytes]

@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from ..registry.ranges import Index
 from .builder import StrategyBuilder
 from .parameter_spec import ParameterSpec
-from .partition import AxisPartition, balance_owners, even_partition, part_bytes, smallest_divisor, smallest_non_divisor
+from .partition import AxisPartition, balance_owners, even_partition, part_sizes, smallest_divisor, smallest_non_divisor
 from .strategy import ParameterStrategy
 
 
@@ -51,7 +51,7 @@ class PS(StrategyBuilder):
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the partition of each parameter, and the owners of its parts."""
         parts = {spec.name: self.choose_partition(spec) if spec.shape else None for spec in specs}
-        owners = self.assign_owners({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, servers)
+        owners = self.assign_owners({spec.name: part_sizes(spec, parts[spec.name]) for spec in specs}, servers)
         return {
             name: ParameterStrategy("server", parts[name], owners[name], sync=self.sync, staleness=self.staleness)
             for name in parts

@@ -14,8 +14,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ParameterShare:
-    """The parts of one parameter.
+class OwnerBoxes:
+    """Boxes of one parameter that each rank owns.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class ParameterShare:
     boxes: tuple[Box, ...]
 
 
-def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, ParameterShare]:
+def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, OwnerBoxes]:
     """Return the parts of all parameters that have owners, or of those of some names, by name.
 
     Owner k of n is rank k * ranks // n: where a replica has several tiles, owners are spread over the replicas.
@@ -42,15 +42,15 @@ def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
     if owners > ranks:
-        raise strategy.error(
-            f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}; build it for this number"
+        raise strategy.create_error(
+            f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}; build the strategy for {ranks}"
         )
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     owner_ranks = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]
     ends = list(accumulate((strategy.specs[name].size for name in sliced), initial=0))
     starts = dict(zip(sliced, ends, strict=False))
-    shares: dict[str, ParameterShare] = {}
+    shares: dict[str, OwnerBoxes] = {}
     for name, entry in chosen.items():
         size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
         if name in starts:
@@ -59,9 +59,9 @@ def parameter_shares(strategy: Strategy, ranks: int, names: Iterable[str] | None
             parts = {
                 owner_ranks[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)
             }
-            shares[name] = _create_share((size,), parts, ranks)
+            shares[name] = _create_owner_boxes((size,), parts, ranks)
         elif entry.owners:
-            shares[name] = _create_share(shape, _box_by_owning_rank(entry, shape, owner_ranks), ranks)
+            shares[name] = _create_owner_boxes(shape, _box_by_owning_rank(entry, shape, owner_ranks), ranks)
     return shares
 
 
@@ -82,6 +82,6 @@ def _box_by_owning_rank(entry: ParameterStrategy, shape: Shape, owner_ranks: Seq
     return parts
 
 
-def _create_share(shape: Shape, boxes: dict[int, Box], ranks: int) -> ParameterShare:
+def _create_owner_boxes(shape: Shape, boxes: dict[int, Box], ranks: int) -> OwnerBoxes:
     nothing = Box((0,) * len(shape), (0,) * len(shape))
-    return ParameterShare(shape, tuple(boxes.get(rank, nothing) for rank in range(ranks)))
+    return OwnerBoxes(shape, tuple(boxes.get(rank, nothing) for rank in range(ranks)))

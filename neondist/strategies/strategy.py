@@ -15,12 +15,12 @@ from ..errors import ConfigError
 from ..io.files import write_text
 from ..terminal.console import counted
 from ..yaml_nodes import Node, join_path, node_error, parse_file, typed_value
-from .compressor import check_compressor
+from .compressor import normalise_compressor
 from .parameter_spec import ParameterSpec
-from .partition import AxisPartition, part_bytes
+from .partition import AxisPartition, part_sizes
 
 FORMAT_VERSION = 1
-MAX_BYTES, MAX_NODES = 64 << 20, 4_000_000
+MAX_FILE_BYTES, MAX_EXPANDED_NODES = 64 << 20, 4_000_000
 """Limits of a strategy file, enough for hundreds of thousands of parameters."""
 
 
@@ -92,7 +92,7 @@ class Strategy:
     schemes: dict[str, str] | None = None
     file_lines: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
-    def error(self, problem: str, name: str = "") -> ConfigError:
+    def create_error(self, problem: str, name: str = "") -> ConfigError:
         """Return an error about a parameter, or all parameters, with its location in the strategy file."""
         place = self.file_lines.get(name) or self.file_lines.get("")
         return ConfigError(f"{place or 'strategy'}: {problem}")
@@ -113,36 +113,38 @@ class Strategy:
                 for owner in parameter.owners:
                     owned_bytes[owner] += spec.nbytes // len(parameter.owners)
                 continue
-            for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=False):
+            for owner, nbytes in zip(parameter.owners, part_sizes(spec, parameter.partition), strict=False):
                 owned_bytes[owner] += nbytes
         return owned_bytes if any(parameter.owners for parameter in self.parameters.values()) else []
 
-    def check_model(self, parameters: Iterable[ParameterSpec]) -> None:
+    def check_parameters_match(self, parameters: Iterable[ParameterSpec]) -> None:
         """Raise ConfigError if the strategy is for other parameters, naming the first difference."""
         others = {spec.name: spec for spec in parameters}
         for name, spec in others.items():
             if name not in self.specs:
-                raise self.error(f"no entry for parameter '{name}'; build it for this model")
+                raise self.create_error(f"no entry for parameter '{name}'; build the strategy for this model")
             for attribute in ("shape", "dtype", "sparse"):
                 own, other = getattr(self.specs[name], attribute), getattr(spec, attribute)
                 if own != other:
                     problem = f"parameter '{name}' has {attribute} {own}, but {other} in the model"
-                    raise self.error(f"{problem}; build it for this model", name)
+                    raise self.create_error(f"{problem}; build the strategy for this model", name)
         for name in self.specs:
             if name not in others:
-                raise self.error(f"parameter '{name}' does not exist in the model; build it for this model", name)
+                raise self.create_error(
+                    f"parameter '{name}' is not in the model; build the strategy for this model", name
+                )
 
     @property
     def needs_servers(self) -> bool:
         """Whether updates of any parameter do not wait for all replicas."""
         return any(not parameter.sync or parameter.staleness for parameter in self.parameters.values())
 
-    def check_synchronous(self) -> None:
+    def check_needs_no_servers(self) -> None:
         """Raise ConfigError if a parameter's updates need parameter servers."""
         for name, parameter in self.parameters.items():
             if not parameter.sync or parameter.staleness:
                 setting = f"staleness {parameter.staleness}" if parameter.sync else "sync false"
-                raise self.error(
+                raise self.create_error(
                     f"parameter '{name}' has {setting}, which needs parameter servers: neondist run -n P starts them"
                     " for an experiment; elsewhere use sync: true and staleness: 0",
                     name,
@@ -168,7 +170,7 @@ class Strategy:
             If the file is invalid: 'FILE:LINE: field: problem; remedy'.
         """
         path = Path(path)
-        root = parse_file(path, max_bytes=MAX_BYTES, max_nodes=MAX_NODES)
+        root = parse_file(path, max_bytes=MAX_FILE_BYTES, max_nodes=MAX_EXPANDED_NODES)
         return _StrategyFileParser(Node(None, f"{path}:1") if root is None else root).parse()
 
     def __str__(self) -> str:
@@ -190,7 +192,7 @@ class Strategy:
                 entry["partition"] = {"axis": parameter.partition[0], "sizes": parameter.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
         head = {"format": FORMAT_VERSION, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
-        head |= {name: chosen for name in PLANNED_FIELDS if (chosen := getattr(self, name))}
+        head |= {name: chosen for name in PLANNER_FIELDS if (chosen := getattr(self, name))}
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
@@ -207,7 +209,7 @@ def _join_numbers(numbers: list[int], separator: str) -> str:
     return shown if len(numbers) <= limit else f"{shown}{separator}... ({len(numbers)})"
 
 
-PLANNED_FIELDS = "grid", "schemes"
+PLANNER_FIELDS = "grid", "schemes"
 """fields that a planner may add to a strategy"""
 _TOP_LEVEL_FIELDS = "format", "builder", "replicas", "servers", "parameters"
 _GRID_FIELDS = "replicas", "planes", "rows", "cols"
@@ -222,7 +224,7 @@ class _StrategyFileParser:
 
     def parse(self) -> Strategy:
         """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._parse_map(self.root, "", _TOP_LEVEL_FIELDS, PLANNED_FIELDS)
+        top = self._parse_map(self.root, "", _TOP_LEVEL_FIELDS, PLANNER_FIELDS)
         if top["format"].value != FORMAT_VERSION:
             raise node_error(top["format"], "format", f"is {top['format']}; expected {FORMAT_VERSION}")
         replicas, servers = (self._parse_integer(top[name], name, 1) for name in ("replicas", "servers"))
@@ -263,7 +265,7 @@ class _StrategyFileParser:
         compressor = nodes["compressor"]
         try:
             spec = ParameterSpec(name, shape, dtype, sparse)
-            compression = check_compressor(None if compressor.value is None else str(compressor.value))
+            compression = normalise_compressor(None if compressor.value is None else str(compressor.value))
         except ConfigError as error:
             raise node_error(node, path, str(error)) from None
         if compression and (kind == "server" or nodes["owners"].value):

@@ -21,16 +21,16 @@ from typing import NoReturn
 
 from .job import detect_job
 
-SUPERVISOR = "NEONDIST_SUPERVISOR"
+SUPERVISOR_VARIABLE = "NEONDIST_SUPERVISOR"
 """'KEY HOST:PORT ...': key and addresses of the supervisor; set for the ranks."""
-CONNECTION = "NEONDIST_HEARTBEAT"
+CONNECTION_VARIABLE = "NEONDIST_HEARTBEAT"
 """'FILE DESCRIPTOR:PROCESS' of this rank's connection; other processes ignore it."""
 NONCE_BYTES, PROOF_BYTES = 16, 32
 """Bytes of the supervisor's nonce, and of the proof of the key by each end."""
-BEAT_INTERVAL = 1.0
-CONNECT_TIMEOUT = 10.0
+HEARTBEAT_SECONDS = 1.0
+CONNECT_TIMEOUT_SECONDS = 10.0
 """Timeout in seconds per address."""
-_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP")
+_SIGNALS_IGNORED_BY_GUARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -45,12 +45,12 @@ def connect_to_supervisor(env: MutableMapping[str, str]) -> None:
     Child processes of the rank do not connect. If the supervisor cannot be reached, the process exits with code 2.
     """
     job = detect_job(env)
-    if SUPERVISOR not in env or job is None or job.rank is None:
+    if SUPERVISOR_VARIABLE not in env or job is None or job.rank is None:
         return
-    supervisor = env.pop(SUPERVISOR)
+    supervisor = env.pop(SUPERVISOR_VARIABLE)
     key, *addresses = supervisor.split()
     node = os.uname().nodename if hasattr(os, "uname") else socket.gethostname()
-    connection = connect_to_first(key, addresses)
+    connection = connect_to_first_address(key, addresses)
     if connection is None:
         sys.stderr.write(
             f"error: rank {job.rank} on {node} cannot reach the process that started it, at {', '.join(addresses)};"
@@ -60,7 +60,7 @@ def connect_to_supervisor(env: MutableMapping[str, str]) -> None:
     connection.sendall(f"{job.rank} {os.getpid()} {node}\n".encode())
     if hasattr(os, "fork"):
         _fork_guard(connection)
-    env[CONNECTION] = f"{connection.detach()}:{os.getpid()}"
+    env[CONNECTION_VARIABLE] = f"{connection.detach()}:{os.getpid()}"
 
 
 def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
@@ -76,7 +76,7 @@ def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
 
 def connection_descriptor(env: Mapping[str, str]) -> int | None:
     """Return the file descriptor of this process's connection."""
-    number, _, process = env.get(CONNECTION, "").partition(":")
+    number, _, process = env.get(CONNECTION_VARIABLE, "").partition(":")
     return int(number) if process == str(os.getpid()) else None
 
 
@@ -94,7 +94,7 @@ def receive_bytes(connection: socket.socket, size: int) -> bytes:
     return received
 
 
-def connect_to_first(key: str, addresses: Sequence[str]) -> socket.socket | None:
+def connect_to_first_address(key: str, addresses: Sequence[str]) -> socket.socket | None:
     """Return a connection to the first address where the supervisor answers and proves the key; None if none does."""
     return next(filter(None, (_try_connect(address, key) for address in addresses)), None)
 
@@ -102,7 +102,7 @@ def connect_to_first(key: str, addresses: Sequence[str]) -> socket.socket | None
 def _try_connect(address: str, key: str) -> socket.socket | None:
     """Return a connection to the supervisor; None if another service or nothing answers."""
     try:
-        connection = socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT)
+        connection = socket.create_connection(split_address(address), timeout=CONNECT_TIMEOUT_SECONDS)
     except OSError:
         return None
     with contextlib.suppress(OSError):
@@ -116,34 +116,34 @@ def _try_connect(address: str, key: str) -> socket.socket | None:
 
 
 def _fork_guard(connection: socket.socket) -> None:
-    rank = os.getpid()
+    rank_pid = os.getpid()
     if os.fork() == 0:
         try:
-            _run_guard(connection, rank)
+            _run_guard(connection, rank_pid)
         finally:
             os._exit(0)
 
 
-def _run_guard(connection: socket.socket, rank: int) -> NoReturn:
+def _run_guard(connection: socket.socket, rank_pid: int) -> NoReturn:
     """Send heartbeats while the rank lives and is not stopped; kill it when the supervisor closes the connection."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"heartbeat")
-    for name in _IGNORED_SIGNALS:
+    for name in _SIGNALS_IGNORED_BY_GUARD:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):  # the launcher waits until its pipes are closed
         os.dup2(null, number)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
-    while os.getppid() == rank:
-        if select.select([connection], [], [], BEAT_INTERVAL)[0]:
+    while os.getppid() == rank_pid:
+        if select.select([connection], [], [], HEARTBEAT_SECONDS)[0]:
             with contextlib.suppress(OSError):
                 if connection.recv(64):
                     continue
-            os.kill(rank, signal.SIGKILL)
+            os.kill(rank_pid, signal.SIGKILL)
             os._exit(0)
-        if not _is_stopped(rank):
+        if not _is_stopped(rank_pid):
             with contextlib.suppress(OSError):  # a stopped supervisor reads later
                 connection.send(b"\n", socket.MSG_DONTWAIT)
     os._exit(0)

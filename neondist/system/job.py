@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LAUNCHED_RANKS = "NEONDIST_LAUNCHED"
+LAUNCHED_RANKS_VARIABLE = "NEONDIST_LAUNCHED"
 """Number of ranks; set by `neondist run -n N` for the ranks that it starts."""
-JOB_START_TIME = "NEONDIST_STARTED"
+JOB_START_TIME_VARIABLE = "NEONDIST_STARTED"
 """Start of the job in seconds of time.time(); also set for the ranks."""
-GENERATION = "NEONDIST_GENERATION"
+GENERATION_VARIABLE = "NEONDIST_GENERATION"
 """Number of the generation, from 1; set for the ranks of a supervised job."""
 
 # size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
@@ -45,7 +45,7 @@ class Job:
 
 def detect_job(env: Mapping[str, str]) -> Job | None:
     """Return the job that this process belongs to, or None outside of one."""
-    launched = _read_number(env, LAUNCHED_RANKS)
+    launched = _read_number(env, LAUNCHED_RANKS_VARIABLE)
     for names in _JOB_VARIABLES:
         size, rank, local = (_read_number(env, name) for name in names)
         # a shell in a single-task Slurm step is no job: -n starts one there

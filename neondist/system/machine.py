@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..io.files import write_text
 from ..io.regular_file import read_bytes
 
-DEFAULT_SPEED = 2e10
+DEFAULT_FLOPS_PER_SECOND = 2e10
 """Default floating point operations per second of a rank."""
 DEFAULT_SAMPLES_PER_REPLICA = 32
 """Default batch size of a replica."""
@@ -37,7 +37,7 @@ class MachineProfile:
 
     latency: float = 2e-5
     bandwidth: float = 5e9
-    speed: float = DEFAULT_SPEED
+    speed: float = DEFAULT_FLOPS_PER_SECOND
     samples: int = DEFAULT_SAMPLES_PER_REPLICA
     itemsize: int = 4
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Machine:
     slowdown: float = 1.0
     memory_slowdown: float = 1.0
     memory_bandwidth: float = 1e10
-    speed: float = DEFAULT_SPEED
+    speed: float = DEFAULT_FLOPS_PER_SECOND
     shared_slowdown: float = 1.0
     shared_latency: float = 0.0
     jitter: float = 0.0
@@ -136,7 +136,7 @@ class Machine:
         """Return the seconds of waiting at a number of exchanges or reductions of ranks that share cores."""
         return synchronisation_count * self.shared_latency * (self.ranks_per_core(ranks) - 1)
 
-    def expected_delay(self, ranks: int, compute_seconds: float) -> float:
+    def expected_delay_seconds(self, ranks: int, compute_seconds: float) -> float:
         """Return the expected delay in seconds of the slowest node, for work of `compute_seconds`."""
         return self.jitter * compute_seconds * self.relative_delay(ranks)
 

@@ -18,7 +18,7 @@ from .job import detect_job
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _USAGE_FILE_BY_LIMIT_FILE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-_UNCHECKED_BYTES = 1 << 26  # bytes that are not checked
+_MIN_CHECKED_BYTES = 1 << 26  # bytes that are not checked
 
 
 def require_memory(
@@ -33,7 +33,7 @@ def require_memory(
     remedy : for the message
     get_free_bytes : returns the available bytes; default `free_bytes`
     """
-    available = (get_free_bytes or free_bytes)() if needed_bytes > _UNCHECKED_BYTES else None
+    available = (get_free_bytes or free_bytes)() if needed_bytes > _MIN_CHECKED_BYTES else None
     if available is not None and needed_bytes > available:
         raise DataError(
             f"{what} needs {format_bytes(needed_bytes)} of memory, but only {format_bytes(available)} are"
@@ -56,7 +56,7 @@ def free_bytes() -> int | None:
 
     None if unknown. The page cache counts as free.
     """
-    bounds = [*_machine_memory(), *_control_group_memory(), *_process_memory()]
+    bounds = [*_machine_free_bytes(), *_cgroup_free_bytes(), *_process_free_bytes()]
     return max(0, min(bounds)) if bounds else None
 
 
@@ -83,7 +83,7 @@ def parse_bytes(field: str, memory: int | str) -> int:
     return count
 
 
-def network_bytes_per_rank(memory: int, ranks: int) -> int:
+def model_bytes_per_rank(memory: int, ranks: int) -> int:
     """Return the bytes per rank for its network, given the limit for all ranks on a machine.
 
     Raises
@@ -102,7 +102,7 @@ def network_bytes_per_rank(memory: int, ranks: int) -> int:
     return share
 
 
-def freed_memory_threshold(share: int) -> int:
+def memory_trim_threshold(share: int) -> int:
     """Return the bytes above which a process should return freed memory, if its network may use `share`."""
     return share + PROCESS_OVERHEAD_BYTES * 15 // 16  # the rest is for temporary buffers of kernels
 
@@ -171,14 +171,14 @@ def format_bytes(count: float) -> str:
     return f"{count:,.4g} TB"
 
 
-def _machine_memory() -> Iterator[int]:
+def _machine_free_bytes() -> Iterator[int]:
     import psutil
 
     with suppress(OSError):
         yield psutil.virtual_memory().available
 
 
-def _control_group_memory() -> Iterator[int]:
+def _cgroup_free_bytes() -> Iterator[int]:
     """Yield the available bytes of this process's control groups and their parents."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -189,10 +189,10 @@ def _control_group_memory() -> Iterator[int]:
             place = root / name.strip("/")
             for folder in (place, *place.parents):
                 if folder.is_relative_to(root):
-                    yield from _group_memory(folder)
+                    yield from _group_free_bytes(folder)
 
 
-def _group_memory(folder: Path) -> Iterator[int]:
+def _group_free_bytes(folder: Path) -> Iterator[int]:
     for most, used in _USAGE_FILE_BY_LIMIT_FILE.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
             limit = int((folder / most).read_text())
@@ -204,7 +204,7 @@ def _is_cache(line: str) -> bool:
     return line.split()[0] in ("inactive_file", "active_file")
 
 
-def _process_memory() -> Iterator[int]:
+def _process_free_bytes() -> Iterator[int]:
     import psutil
 
     with suppress(ImportError, OSError):

@@ -113,7 +113,7 @@ class Signals:
         timer.start()
 
 
-def signal_name(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Return the name of the signal that ended a process, such as 'SIGKILL', or else the exit code.
 
     The code is a negative signal, as in subprocess, or 128 plus the signal, as in shells.
@@ -126,27 +126,27 @@ def signal_name(code: int) -> str:
 
 
 def install_command_handlers() -> None:
-    """Install handlers if this process is the `neondist` command, which retrieves them with `installed_signals`."""
+    """Install handlers if this process is the `neondist` command, which retrieves them with `find_command_signals`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
     if name == "-m":  # `python -m neondist`, while its package is being imported
         name = words[words.index("-m") + 1]
-    if name == "neondist" and installed_signals() is None:
+    if name == "neondist" and find_command_signals() is None:
         Signals(whole_process=True).install_handlers()
 
 
-def installed_signals() -> Signals | None:
+def find_command_signals() -> Signals | None:
     """Return the Signals installed at the start of this process, if any."""
     return next(
         (
             signals
             for name in (*STOP_SIGNALS, "SIGINT")
-            if (signals := get_active_signals(name)) and signals.whole_process
+            if (signals := find_active_signals(name)) and signals.whole_process
         ),
         None,
     )
 
 
-def get_active_signals(name: str) -> Signals | None:
+def find_active_signals(name: str) -> Signals | None:
     """Return the Signals that handles a signal in this process, if any."""
     handler = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
     return handler if isinstance(handler, Signals) else None

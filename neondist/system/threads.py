@@ -11,7 +11,7 @@ from pathlib import Path
 from ..terminal.console import counted
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-CROWDED_RANKS_PER_CORE = 2
+MAX_EFFICIENT_RANKS_PER_CORE = 2
 """ranks per core that lose little time; several threads of a rank busy-wait and need a core each"""
 THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -45,7 +45,7 @@ def limit_threads(ranks: int) -> int | None:
 
     Returns the number of threads, None where the user has set it.
     """
-    if is_set_by_user(os.environ):
+    if is_thread_count_set(os.environ):
         return None
     # a launcher may have bound this rank already; its parent still has all cores
     threads = max(1, min(count_cores(), count_cores(os.getppid()) // ranks))
@@ -62,7 +62,7 @@ def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]
 
     Oversubscription slows a job by a factor of 15 to 30, since threads busy-wait. Returns a function that undoes it.
     """
-    if is_set_by_user(os.environ):
+    if is_thread_count_set(os.environ):
         return lambda: None
     from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -86,7 +86,7 @@ def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]
 
 def describe_oversubscription(ranks: int, thread_count: int, cores: int) -> str:
     """Return a warning with its remedies if the ranks of a machine lose time waiting for cores, otherwise ''."""
-    if ranks * thread_count <= cores * (CROWDED_RANKS_PER_CORE if thread_count == 1 else 1):
+    if ranks * thread_count <= cores * (MAX_EFFICIENT_RANKS_PER_CORE if thread_count == 1 else 1):
         return ""
     fewer_ranks = max(1, cores // thread_count)
     remedies = [
@@ -107,7 +107,7 @@ def log_oversubscription(ranks: int) -> None:
         logging.getLogger("neondist").warning("%s", warning)
 
 
-def is_set_by_user(env: Mapping[str, str]) -> bool:
+def is_thread_count_set(env: Mapping[str, str]) -> bool:
     """Return whether the user has set the number of threads."""
     return any(name in env for name in THREAD_COUNT_VARIABLES)
 

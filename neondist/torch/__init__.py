@@ -7,7 +7,7 @@ experiments and scripts, convert/ the conversion to and from neondist layers.
 """
 
 from ..errors import MissingPackageError
-from ..version import SUPPORTED_TORCH, parse_version, torch_remedy
+from ..version import SUPPORTED_TORCH_RANGE, major_and_minor_version, unsupported_torch_remedy
 
 try:
     import torch
@@ -16,9 +16,9 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError("neondist.torch needs PyTorch: pip install 'neondist[torch]'") from error
 
-_remedy = torch_remedy(torch.__version__)
-if _remedy and parse_version(torch.__version__) < SUPPORTED_TORCH[0]:
-    raise MissingPackageError(_remedy)
+_version_remedy = unsupported_torch_remedy(torch.__version__)
+if _version_remedy and major_and_minor_version(torch.__version__) < SUPPORTED_TORCH_RANGE[0]:
+    raise MissingPackageError(_version_remedy)
 try:
     from . import rules
     from .convert import from_torch, to_torch
@@ -34,9 +34,9 @@ try:
     from .training.distributed_optimizer import DistributedOptimizer
     from .training.experiment import TorchModel
 except (ImportError, AttributeError) as error:  # a newer PyTorch may work
-    if not _remedy:
+    if not _version_remedy:
         raise
-    raise MissingPackageError(f"{_remedy} ({error})") from error
+    raise MissingPackageError(f"{_version_remedy} ({error})") from error
 
 __all__ = [
     "DistributedModule",

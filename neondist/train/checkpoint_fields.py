@@ -116,16 +116,16 @@ def field_texts(fields: FieldMetadata | None) -> dict[str, str]:
     if fields is None:
         return {}
     values = {
-        "inputs": list(fields.inputs),
+        "inputs": list(fields.input_names),
         "input_units": list(fields.input_units),
         "outputs": fields.names,
         "units": [channel.units for channel in fields.channels],
         "mean": fields.mean.tolist(),
         "std": fields.std.tolist(),
-        "lead": fields.lead,
-        "step": fields.step,
+        "lead": fields.lead_steps,
+        "step": fields.step_seconds,
         "month_step": None if fields.month_step is None else asdict(fields.month_step),
-        "order": list(fields.order),
+        "order": list(fields.axis_orders),
     }
     return {TEXT_NAME: json.dumps(values)}
 
@@ -139,7 +139,9 @@ def restore_fields(texts: Mapping[str, str], fields: FieldMetadata) -> FieldMeta
         Its channels differ, with the first name that differs, or are not recorded.
     """
     values = CheckpointFields.from_texts(texts)
-    values.check_compatible(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
+    values.check_compatible(
+        fields.input_names, fields.input_units, fields.lead_steps, fields.step_seconds, fields.axis_orders
+    )
     _require_same("outputs", values.output_names, fields.names)
     return replace(fields, mean=values.mean, std=values.std)
 

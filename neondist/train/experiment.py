@@ -39,7 +39,7 @@ from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
-from ..system.job import GENERATION
+from ..system.job import GENERATION_VARIABLE
 from ..system.memory import convert_memory_error, min_free_bytes_per_rank
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
@@ -323,7 +323,7 @@ def _run_locked(
         run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
         run.start_messages.append(note)
-    supervised = GENERATION in os.environ
+    supervised = GENERATION_VARIABLE in os.environ
     store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or supervised) else None
     start = initialise_run(run, folder, resume, init_from, store)
     remote = None

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..formats.base import read_errors
+from ..formats.base import convert_read_errors
 from ..formats.class_colours import class_colours
 from ..io.files import short_reason
-from ..io.generation_log import read_events
 from ..io.output import CLASS_NAMES
 from ..io.regular_file import open_regular, read_bytes
+from ..io.run_event_log import read_events
 from ..terminal.console import counted
 from .job_report import job_section_html
 from .page import (
@@ -302,7 +302,7 @@ def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[st
 
 def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a worst.npz; DataError if they are not what a run writes."""
-    with read_errors(path), open_regular(path, path.parent) as file:
+    with convert_read_errors(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
         if size > _MAX_BYTES:

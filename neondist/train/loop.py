@@ -103,7 +103,12 @@ def _join_running_job(run: TrainState) -> None:
 
     The first worker writes the records of all epochs.
     """
-    if run.master_client is None or run.master_client.is_first or run.stop is not None or run.epoch >= run.epochs:
+    if (
+        run.master_client is None
+        or run.master_client.is_first_worker
+        or run.stop is not None
+        or run.epoch >= run.epochs
+    ):
         return
     epoch = run.master_client.next_epoch(run.has_stop_request)
     if run.master_client.wait_interrupted:
@@ -177,7 +182,7 @@ def selection_losses(run: TrainState) -> list[float | None]:
 def apply_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
     """Set the model's learning rate and momentum for the current position in the data."""
     model, epoch = run.model, run.epoch + run.samples_seen / run.epoch_size
-    model.learning_rate_scale = model.optimizer.schedule_factor(epoch, losses)
+    model.learning_rate_scale = model.optimizer.rate_factor_at(epoch, losses)
     model.scheduled_momentum = model.optimizer.momentum_at(epoch)
 
 
@@ -206,7 +211,7 @@ def close_epoch(run: TrainState, record: Record) -> None:
     scaler, scaling = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
         scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
-        scaler.begin_epoch()
+        scaler.reset_skipped_steps()
     run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, EpochTotals()
     run.history.append(
         Record(

@@ -167,7 +167,7 @@ class TrainState:
 
     def has_stop_request(self) -> bool:
         """Whether this rank has a stop request, which all ranks receive in the next step."""
-        return bool(self.model.sync.flags.own_flags[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
+        return bool(self.model.sync.flags.own_flags[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME_LIMIT, Flag.STOP]].any())
 
     def receive_stop_requests(self) -> None:
         """Stop if a rank requested it in the completed step."""

@@ -72,7 +72,7 @@ def validate_experiment(
         model.available_bytes = free_bytes_per_rank(1) if available_bytes is None else available_bytes
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.fit_to_memory(plan)
-        if model.precision.narrow:
+        if model.precision.has_16_bit_operands:
             model.array_backend()
         if not plan.is_streamed:
             _check_memory_for_layers(plan, free_bytes_per_rank)
@@ -84,9 +84,9 @@ def validate_experiment(
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
         with name_in_errors(part):
             part.check_weights_available(plan.output_shape, dataset.fields)
-    model.optimizer.check_epochs(experiment.epochs)
+    model.optimizer.check_run_length(experiment.epochs)
     if model.num_pretrain_epochs:
-        model.pretrain_optimizer.check_epochs(model.num_pretrain_epochs)
+        model.pretrain_optimizer.check_run_length(model.num_pretrain_epochs)
     for transform in experiment.augment:
         with name_in_errors(transform):
             transform.check_shape(dataset.sample_shape)

@@ -9,13 +9,13 @@ import yaml
 
 from ..errors import ConfigError
 from .scalars import parse_scalar
-from .tree import Node, Plain, format_message, join_path, node_error
+from .tree import Node, PlainValue, format_message, join_path, node_error
 
-MAX_NODES = 10_000  # nested aliases can expand to billions
+MAX_EXPANDED_NODES = 10_000  # nested aliases can expand to billions
 MAX_DEPTH = 50
 CORE_TAG_PREFIX = "tag:yaml.org,2002:"
 SCALAR_KINDS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge")
-ALLOWED_KINDS: dict[type, tuple[str, ...]] = {
+ALLOWED_KINDS_BY_NODE_TYPE: dict[type, tuple[str, ...]] = {
     yaml.ScalarNode: SCALAR_KINDS,
     yaml.SequenceNode: ("seq",),
     yaml.MappingNode: ("map",),
@@ -24,7 +24,7 @@ ALLOWED_KINDS: dict[type, tuple[str, ...]] = {
 Locator: TypeAlias = Callable[[int], str]
 
 
-def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_NODES) -> Node | None:
+def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_EXPANDED_NODES) -> Node | None:
     """Return the tree of a YAML document, or None for an empty one.
 
     Parameters
@@ -39,11 +39,11 @@ def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_
     ConfigError
         For syntax errors, forbidden tags, duplicate keys, and aliases that expand without end.
     """
-    root = _compose(text, locate, path)
+    root = _compose_yaml_graph(text, locate, path)
     return None if root is None else _TreeCopier(locate, max_nodes).copy_node(root, path, locate(root.start_mark.line))
 
 
-def _compose(text: str, locate: Locator, path: str) -> yaml.Node | None:
+def _compose_yaml_graph(text: str, locate: Locator, path: str) -> yaml.Node | None:
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -109,12 +109,12 @@ class _TreeCopier:
         if tag.startswith("!"):
             return tag[1:] or None
         kind = tag.removeprefix(CORE_TAG_PREFIX)
-        if tag == kind or kind not in ALLOWED_KINDS.get(type(source), ()):
+        if tag == kind or kind not in ALLOWED_KINDS_BY_NODE_TYPE.get(type(source), ()):
             name = f"!!{kind}" if tag != kind else f"!<{tag}>"
             raise node_error(node, path, f"the tag {name} is not allowed; a tag names a neondist class, such as !MNIST")
         return None
 
-    def _scalar_value(self, source: yaml.ScalarNode, path: str, node: Node) -> Plain:
+    def _scalar_value(self, source: yaml.ScalarNode, path: str, node: Node) -> PlainValue:
         kind = source.tag.removeprefix(CORE_TAG_PREFIX)
         try:
             return parse_scalar(source.value, kind, quoted=source.style is not None)

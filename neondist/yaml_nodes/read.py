@@ -7,14 +7,14 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..io.regular_file import open_regular
 from ..registry.names import suggest
-from .parse import MAX_NODES, parse_yaml
+from .parse import MAX_EXPANDED_NODES, parse_yaml
 from .tree import Node
 
-MAX_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 
 def parse_file(
-    path: Path, text: str | None = None, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES
+    path: Path, text: str | None = None, max_bytes: int = MAX_FILE_BYTES, max_nodes: int = MAX_EXPANDED_NODES
 ) -> Node | None:
     """Return the tree of a file, or of its `text` if already read; None for an empty one.
 
@@ -27,7 +27,7 @@ def parse_file(
     return parse_yaml(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of a file of at most `max_bytes` bytes; otherwise raise ConfigError."""
     try:
         with open_regular(path) as file:
@@ -40,7 +40,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if len(content) > max_bytes:
-        raise ConfigError(f"{path}: larger than {max_bytes >> 20} MiB; this cannot be an experiment or settings file")
+        raise ConfigError(f"{path}: larger than {max_bytes >> 20} MiB; give an experiment or settings file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -6,13 +6,13 @@ import re
 
 from yaml.constructor import SafeConstructor
 
-from .tree import Plain
+from .tree import PlainValue
 
 # YAML 1.1 reads 1e-3 (no dot, no sign) as text; a number is meant
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-def parse_scalar(text: str, kind: str, quoted: bool) -> Plain:
+def parse_scalar(text: str, kind: str, quoted: bool) -> PlainValue:
     """Return the value of a scalar of a YAML core `kind` ('int', 'str', ...); ValueError for invalid text."""
     if kind == "null":
         return None
@@ -25,12 +25,12 @@ def parse_scalar(text: str, kind: str, quoted: bool) -> Plain:
     return text
 
 
-def needs_quotes(text: str) -> bool:
+def is_exponent_number(text: str) -> bool:
     """Return whether this text, written without quotes, would be read as a number."""
     return bool(_EXPONENT_NUMBER.fullmatch(text))
 
 
-def _parse_number(text: str) -> Plain:
+def _parse_number(text: str) -> PlainValue:
     digits = text.replace("_", "").lower()
     if digits.lstrip("+-") in (".inf", ".nan"):
         return float(digits.replace(".", ""))

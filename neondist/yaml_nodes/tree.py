@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 
-Plain: TypeAlias = "bool | int | float | str | None"
+PlainValue: TypeAlias = "bool | int | float | str | None"
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Node:
     tag : the class named by a YAML tag, without its '!'; such a node's value is a mapping
     """
 
-    value: Plain | list[Node] | dict[str, Node]
+    value: PlainValue | list[Node] | dict[str, Node]
     place: str
     tag: str | None = None
 

@@ -57,7 +57,7 @@ def test_kernels_match_the_reference(kernels, shape, dtype, layout):
     kernels.relu(x, y)
     check(y, np.maximum(x64, 0))
     check(kernels.relu_backward(x, dy), dy64 * (x64 > 0))
-    kernels.add([x, dy], y, clip=True)
+    kernels.add([x, dy], y, clip_negative=True)
     check(y, np.maximum(x64 + dy64, 0))
     kernels.add([x, dy, x], y)
     check(y, x64 + dy64 + x64)

@@ -16,7 +16,7 @@ from neondist.backends import cupy, gpus
 from neondist.backends.cupy_torch import torch_allocator
 from neondist.system.memory import format_bytes, out_of_memory_error
 
-YAML = """
+EXPERIMENT_YAML = """
 !FitExperiment
 dataset: !Synthetic {shape: [8, 8, 1], classes: 2, train: 8, test: 4}
 model: !Convnet {layers: [!FCLayer {out_features: 2}]}
@@ -85,7 +85,7 @@ def test_no_gpu(install_gpu, options, message):
 def test_errors_name_line_and_remedy(monkeypatch, tmp_path, capsys):
     from neondist.cli import main
 
-    (tmp_path / "one.yaml").write_text(YAML)
+    (tmp_path / "one.yaml").write_text(EXPERIMENT_YAML)
     monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: None)
     assert main(["check", str(tmp_path / "one.yaml")]) == 2
     message = capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_pytorch_allocator():
 def test_check_detects_insufficient_memory(install_gpu, tmp_path, capsys):
     from neondist.cli import main
 
-    (tmp_path / "one.yaml").write_text(YAML.replace("shape: [8, 8, 1]", "shape: [4096, 2048, 1]"))
+    (tmp_path / "one.yaml").write_text(EXPERIMENT_YAML.replace("shape: [8, 8, 1]", "shape: [4096, 2048, 1]"))
     install_gpu(memory=1 << 26)
     assert main(["check", str(tmp_path / "one.yaml")]) == 2
     message = capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_auto_selects_a_gpu(install_gpu):
     assert nd.get_backend("auto").name == next(backend.name for backend in nd.available() if backend.usable) != "cupy"
 
 
-JOB = """
+JOB_YAML = """
 !FitExperiment
 dataset: !Synthetic {shape: [8, 8, 2], classes: 3, train: 12, test: 6}
 model: !Convnet
@@ -218,7 +218,7 @@ def test_run_metrics_and_predictions(install_gpu, tmp_path, capsys):
     from neondist.cli import main
 
     install_gpu()
-    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "job.yaml").write_text(JOB_YAML)
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5, 8, 8, 2)))
     results = []
     for backend in ("numpy", "cupy"):

@@ -225,7 +225,9 @@ def test_skipped_step():
         assert np.isnan(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
         model.load_state(initial_state)
         assert np.isfinite(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
-        outcomes.append((model.nonfinite_monitor.where, {name: array.sum() for name, array in model.state().items()}))
+        outcomes.append(
+            (model.nonfinite_monitor.nonfinite_value, {name: array.sum() for name, array in model.state().items()})
+        )
     assert outcomes[0][0] == outcomes[1][0]
     assert outcomes[0][1] == pytest.approx(outcomes[1][1], rel=TOLERANCES["rtol"], abs=TOLERANCES["atol"])
 

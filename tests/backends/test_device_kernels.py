@@ -160,7 +160,7 @@ def test_bfloat16_rounding_is_one_launch(wide):
     x, launches_before = device.xp.array(values)[:, 1::2].swapaxes(0, 2), device.launches
     rounded = kernels.round_operand(x, precision)
     assert device.launches - launches_before <= 1
-    np.testing.assert_array_equal(to_host(rounded), precision.rounded(values[:, 1::2].swapaxes(0, 2)))
+    np.testing.assert_array_equal(to_host(rounded), precision.round_to_operands(values[:, 1::2].swapaxes(0, 2)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from availability import KERNELS, make_backend
+from availability import KERNEL_VARIANTS, make_backend
 from device import HostCalls, select_device
 
 from neondist.backends.cupy import CupyKernels
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 DEVICES = {"device": CupyKernels, "device by torch": CupyTorchKernels}
 
 
-@pytest.fixture(params=[*KERNELS, *DEVICES])
+@pytest.fixture(params=[*KERNEL_VARIANTS, *DEVICES])
 def backend(request):
     name = request.param
     return HostCalls(select_device(DEVICES[name])) if name in DEVICES else make_backend(name).kernels
@@ -93,7 +93,7 @@ def test_blocks_of_rows_match_complete_kernels(monkeypatch, block):
 
     expected = compute_all()
     uncompiled.block_elements = uncompiled.unshared_block_elements = block
-    monkeypatch.setattr("neondist.backends.torch_conv._GATHER_BLOCK", block)
+    monkeypatch.setattr("neondist.backends.torch_conv._BLOCK_ELEMENTS", block)
     for actual, reference in zip(compute_all(), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-11 * np.abs(reference).max())
 

@@ -9,7 +9,7 @@ from device import Device
 
 import neondist as nd
 
-SOURCE = '''
+BACKEND_MODULE = '''
 import neondist as nd
 
 class Doubled(nd.Kernels):
@@ -20,7 +20,7 @@ class Doubled(nd.Kernels):
 
 backend = nd.Backend("doubled", Doubled())
 '''
-YAML = """
+EXPERIMENT_YAML = """
 !FitExperiment
 dataset: !Synthetic {shape: [8, 8, 1], classes: 2, train: 8, test: 4}
 model: !Convnet {layers: [!ConvLayer {out_channels: 2, kernel_size: 3}, !FCLayer {out_features: 2}]}
@@ -72,8 +72,8 @@ def test_names_are_not_imported(monkeypatch, tmp_path):
 def test_on_the_command_line(tmp_path, capsys):
     from neondist.cli import main
 
-    (tmp_path / "doubled.py").write_text(SOURCE)
-    (tmp_path / "toy.yaml").write_text(YAML)
+    (tmp_path / "doubled.py").write_text(BACKEND_MODULE)
+    (tmp_path / "toy.yaml").write_text(EXPERIMENT_YAML)
     try:
         assert main(["check", str(tmp_path / "toy.yaml"), "-n", "1"]) == 2
         assert "toy.yaml:7: backend: backend 'doubled' is unknown" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from availability import BACKENDS, KERNELS, make_backend
+from availability import BACKENDS, KERNEL_VARIANTS, make_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ def convolutions(draw):
     return draw(st.integers(0, 3)), extent, kernel, stride, dilation, draw(st.sampled_from([1, 2]))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.parametrize("strip", [1, 40, 1 << 22])
 @given(convolutions())
 @pytest.mark.long
@@ -53,7 +53,7 @@ def test_strips_match_complete_convolutions(backend, strip, case):
     np.testing.assert_allclose(in_place, dx * (x > 0), atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.parametrize("kernel", [(12, 22), (257, 2), (23, 12)])
 def test_large_windows_in_place(backend, kernel):
     """Overwrite the input by the gradient, even if only parts of the convolution are compiled."""

@@ -15,9 +15,9 @@ from neondist.backends import Kernels
 from neondist.cli import main
 
 torch = pytest.importorskip("torch")
-from neondist.backends.torch import TorchTable  # noqa: E402
+from neondist.backends.torch import TorchKernelMixin  # noqa: E402
 
-torch_kernels, reference = TorchTable(), Kernels()
+torch_kernels, reference = TorchKernelMixin(), Kernels()
 RNG = np.random.default_rng(0)
 
 
@@ -227,7 +227,7 @@ def test_auto_selects_numpy_without_torch():
 
 def test_broken_torch_falls_back_to_numpy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    kernels, x = TorchTable(), np.ones((1, 40, 40, 8), np.float32)
+    kernels, x = TorchKernelMixin(), np.ones((1, 40, 40, 8), np.float32)
     with pytest.warns(UserWarning, match="PyTorch cannot be imported"):
         y = kernels.conv_forward(x, np.ones((3, 3, 1, 8), np.float32), (1, 1), (1, 1), 8)
     assert (y == 9).all()

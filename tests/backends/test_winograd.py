@@ -22,7 +22,7 @@ REFERENCE = Kernels()
 @pytest.fixture(scope="module", autouse=True)
 def transform_small_inputs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("neondist.backends.compiled_conv._MIN_CELLS", 1)
+        patch.setattr("neondist.backends.compiled_conv._MIN_WINOGRAD_CELLS", 1)
         yield
 
 

@@ -25,39 +25,41 @@ from neondist.geometry import GridShape
 from neondist.system import machine
 from neondist.train.inference.progress import first_rank_progress
 
-NODE, NET = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
+NODE_LINK, NETWORK_LINK = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
 
 
 def test_link_and_allreduce():
-    cluster = machine.Machine(4, NODE, NET)
-    assert NODE.message_seconds(2, 1e9) == pytest.approx(1 + 2e-6)
-    assert cluster.slowest_link(4) is NODE
-    assert cluster.slowest_link(5) is NET
+    cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK)
+    assert NODE_LINK.message_seconds(2, 1e9) == pytest.approx(1 + 2e-6)
+    assert cluster.slowest_link(4) is NODE_LINK
+    assert cluster.slowest_link(5) is NETWORK_LINK
     assert cluster.allreduce_seconds(1, 1e9) == 0
     assert cluster.allreduce_seconds(4, 4e6) == pytest.approx(4 * 1e-6 + 6e-3)
 
 
 def test_allreduce_is_hierarchical():
-    cluster = machine.Machine(4, NODE, NET)
+    cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK)
     assert cluster.allreduce_seconds(32, 4e6) == pytest.approx(
         cluster.allreduce_seconds(4, 4e6) + 6 * 1e-5 + 2 * 4e6 * 7 / 8 / 1e8
     )
-    assert machine.Machine(4, NODE, NET, nodes=2).allreduce_seconds(12, 0) == pytest.approx(
+    assert machine.Machine(4, NODE_LINK, NETWORK_LINK, nodes=2).allreduce_seconds(12, 0) == pytest.approx(
         6 * 1e-6 + 2 * 1e-5
     )  # 6 on each
 
 
 def test_lateness_of_the_slowest_node():
-    cluster = machine.Machine(4, NODE, NET, jitter=0.1)
-    assert [cluster.expected_delay(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx([0, 0, 0.1, 0.1 + 0.2 / 3])
+    cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK, jitter=0.1)
+    assert [cluster.expected_delay_seconds(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx(
+        [0, 0, 0.1, 0.1 + 0.2 / 3]
+    )
     row = predict.predict_step(GridShape(1, 4, 2), cluster, RankProfile(2.0))
     assert row["seconds_per_step"] == pytest.approx(2.1)
     assert row["mpi_share"] == pytest.approx(0.1 / 2.1)
 
 
 def test_calibration_by_measured_steps():
-    target = machine.Machine(4, NODE, NET, compute_factor=0.5, jitter=0.03, nodes=None)
-    guess = machine.Machine(4, NODE, NET, compute_factor=0.1, jitter=0.2)
+    target = machine.Machine(4, NODE_LINK, NETWORK_LINK, compute_factor=0.5, jitter=0.03, nodes=None)
+    guess = machine.Machine(4, NODE_LINK, NETWORK_LINK, compute_factor=0.1, jitter=0.2)
 
     def predict_rows(cluster):
         message_log = MessageLog([(2, 1000)], [(32, 10**6)])
@@ -91,36 +93,36 @@ def test_rows_recomputed_by_strips():
     assert stripped.recomputed_fraction == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
     assert set(stripped.cell_seconds) == set(full.cell_seconds)
     assert stripped.moved_bytes < full.moved_bytes
-    rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE, NET), stripped) | {"schemes": []}]
+    rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE_LINK, NETWORK_LINK), stripped) | {"schemes": []}]
     assert f"| {stripped.recomputed_fraction:.1%} |" in prediction_table(rows)
 
 
 def test_compute_time():
-    one_node = machine.Machine(4, NODE, NET, nodes=1, compute_factor=0.5, slowdown=1.6)
+    one_node = machine.Machine(4, NODE_LINK, NETWORK_LINK, nodes=1, compute_factor=0.5, slowdown=1.6)
     assert [one_node.compute_seconds(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])
-    assert machine.Machine(4, NODE, NET, slowdown=1.6).compute_seconds(1.0, 4000) == pytest.approx(1.6)
-    assert one_node.slowest_link(8) is NODE
+    assert machine.Machine(4, NODE_LINK, NETWORK_LINK, slowdown=1.6).compute_seconds(1.0, 4000) == pytest.approx(1.6)
+    assert one_node.slowest_link(8) is NODE_LINK
     # half of the time is spent on memory: 1e10 bytes in 1 s
-    busy = machine.Machine(2, NODE, NET, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
+    busy = machine.Machine(2, NODE_LINK, NETWORK_LINK, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
     assert busy.compute_seconds(2.0, 2, moved_bytes=1e10) == pytest.approx(3.0)
     assert busy.compute_seconds(2.0, 1, moved_bytes=1e10) == 2.0
     assert busy.compute_seconds(2.0, 4, moved_bytes=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
 
 
 def test_waiting_for_ranks_on_shared_cores():
-    crowded = machine.Machine(2, NODE, NET, nodes=1, shared_latency=1e-3)
+    crowded = machine.Machine(2, NODE_LINK, NETWORK_LINK, nodes=1, shared_latency=1e-3)
     assert [crowded.waiting_seconds(ranks, 3) for ranks in (1, 2, 4, 6)] == pytest.approx([0, 0, 3e-3, 6e-3])
-    assert machine.Machine(2, NODE, NET, shared_latency=1e-3).waiting_seconds(64, 3) == 0
+    assert machine.Machine(2, NODE_LINK, NETWORK_LINK, shared_latency=1e-3).waiting_seconds(64, 3) == 0
 
 
 def test_figures_of_the_link_in_use():
-    cluster = machine.Machine(4, NODE, NET, compute_factor=0.5, speed=1e9)
+    cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK, compute_factor=0.5, speed=1e9)
     assert cluster.planner_profile(4) == machine.MachineProfile(1e-6, 1e9, 2e9)
     assert cluster.planner_profile(5).latency == 1e-5
 
 
 def test_round_trip_of_machines(tmp_path):
-    cluster = machine.Machine(4, NODE, NET, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
+    cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
     machine.write_machine(tmp_path / "m.yaml", cluster, "a comment")
     assert machine.read_machine(tmp_path / "m.yaml") == cluster
 
@@ -199,7 +201,7 @@ def test_best_grid_and_turning_point(tmp_path):
         flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
         return RankProfile(8.0 / shape.size + flat, MessageLog([(2, 10**6)], [(shape.size, 100)]), 7)
 
-    cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
+    cluster = machine.Machine(1, NODE_LINK, machine.Link(0.1, 1e9))
     rows = predict.predict(make_experiment, [1, 4, 16, 64], cluster, profile)
     assert [row["grid"] for row in rows[:2]] == [{"replicas": 1, "rows": n, "cols": m} for n, m in ((1, 1), (2, 2))]
     parts = [rows[1][f"{name}_seconds"] for name in ("compute", "exchange", "sum", "waiting")]
@@ -232,7 +234,7 @@ def test_best_schemes_are_applied_and_profiled():
             1.0, MessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
         )
 
-    cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
+    cluster = machine.Machine(1, NODE_LINK, machine.Link(0.1, 1e9))
     (row,) = predict.predict(lambda: make_experiment(rows=2, cols=2), [4], cluster, profile)
     assert schemes == [["Halo", "Halo", "Halo"], ["OverlapTile", "OverlapTile", "Halo"]]
     assert [choice["scheme"] for choice in row["schemes"]] == ["overlap_tile", "overlap_tile"]
@@ -245,9 +247,9 @@ def test_best_schemes_are_applied_and_profiled():
 
 def test_prediction_on_a_machine_whose_speed_changes():
     """The times of the rank around a measurement replace those of the prediction; the messages stay."""
-    cluster = machine.Machine(2, NODE, NET, slowdown=1.5)
+    cluster = machine.Machine(2, NODE_LINK, NETWORK_LINK, slowdown=1.5)
     before, after = (predict.predict_step(GridShape(1, 1, 2), cluster, RankProfile(t)) for t in (2.0, 3.0))
-    alone = predict.time_alone(
+    alone = predict.measure_alone_seconds(
         before, make_experiment(), lambda experiment, shape, least: RankProfile(3.0 * (shape.cols == 2))
     )
     row = predict.replace_alone_seconds(cluster, before, [alone, 3.0])
@@ -285,14 +287,14 @@ def test_calibrate_on_cores_of_changing_speed(speeds):
     assert calibrate._fit_slowdown(seconds, "product") == pytest.approx(1.25)
     for count in (2, 30):
         seconds["shared", count] = [1.1 * 0.5 * s * count + 0.01 for s in speeds]
-    assert calibrate._fit_sharing(seconds, 2, 30) == pytest.approx((1.1, 0.01))
+    assert calibrate._fit_core_sharing(seconds, 2, 30) == pytest.approx((1.1, 0.01))
 
 
 def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "CALIBRATION_ROUNDS", 1)
     monkeypatch.setattr(calibrate, "TURN_SECONDS", 1e-3)
     monkeypatch.setattr(calibrate, "MESSAGE_SIZES", (1 << 8, 1 << 16))
-    monkeypatch.setattr(calibrate, "SYNC_INTERVALS", (1e-4, 1e-3))
+    monkeypatch.setattr(calibrate, "SYNC_INTERVAL_SECONDS", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED_BYTES", 1 << 16)
     monkeypatch.setattr(workload.ConvolutionWork, "SHAPE", (8, 8, 2))
     output = io.StringIO()
@@ -319,7 +321,7 @@ def test_prediction_error(monkeypatch):
     monkeypatch.setattr(calibrate, "bench_step", lambda make_experiment, grid: {"seconds_per_step": 2.0 * grid.size})
     monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
     monkeypatch.setattr(calibrate, "predict_step", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
-    errors = loopback.run(2, lambda world: calibrate.prediction_error(world, 2, machine.Machine.default()))
+    errors = loopback.run(2, lambda world: calibrate.measure_prediction_error(world, 2, machine.Machine.default()))
     assert errors == [pytest.approx((0.5 + 0.25) / 2)] * 2
 
 

@@ -147,7 +147,7 @@ def test_times_of_modules():
 
     report, plan = loopback.run(2, measure_on_ranks)[0]
     rows = {row["name"]: row for row in report["layers"]}
-    assert list(plan.rows) == [name for name in rows if name in plan.rows]
+    assert list(plan.benchmark_rows) == [name for name in rows if name in plan.benchmark_rows]
     for name in ("first.0", "first.1", "second.0", "last"):
         assert rows[name]["forward"] > 0
         assert rows[name]["backward"] > 0
@@ -163,7 +163,7 @@ from torch import nn
 def build():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(70, 2))
 """
-FILE = """
+EXPERIMENT_FILE = """
 !FitExperiment
 dataset: !Synthetic {shape: [9, 7, 1], classes: 2, train: 4, test: 2}
 model: !TorchModel {factory: nets:build}
@@ -178,7 +178,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predict, "PREDICTION_SECONDS", 1e-3)
     monkeypatch.setattr(predict, "COMPARISON_SECONDS", 1e-3)
     (tmp_path / "nets.py").write_text(NETS)
-    (tmp_path / "one.yaml").write_text(FILE)
+    (tmp_path / "one.yaml").write_text(EXPERIMENT_FILE)
     machine.write_machine(
         tmp_path / "machine.yaml", machine.Machine(2, machine.Link(1e-6, 1e9), machine.Link(1e-6, 1e9)), ""
     )

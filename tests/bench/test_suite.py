@@ -18,7 +18,13 @@ from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError, LaunchError
 from neondist.models import ModelStep
 
-SMALL = {"unet": (8, 12, 3), "vol": (6, 5, 7, 4), "unet3d": (8, 4, 8, 1), "lcn": (20, 16, 3), "mnist": (28, 28, 1)}
+SMALL_SHAPES = {
+    "unet": (8, 12, 3),
+    "vol": (6, 5, 7, 4),
+    "unet3d": (8, 4, 8, 1),
+    "lcn": (20, 16, 3),
+    "mnist": (28, 28, 1),
+}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -27,7 +33,7 @@ def test_networks_match_pytorch(name, tmp_path):
     pytest.importorskip("torch")
     from neondist.bench.torch_twin import TorchTwin
 
-    shape = SMALL.get(name, (20, 24, NETWORKS[name].sample_shape[-1]))
+    shape = SMALL_SHAPES.get(name, (20, 24, NETWORKS[name].sample_shape[-1]))
     entry = NETWORKS[name]._replace(batch_size=3, sample_shape=shape)
     experiment = load_experiment("network.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
     model = experiment.model
@@ -43,7 +49,7 @@ def test_networks_match_pytorch(name, tmp_path):
     assert worst < 1e-8, worst_name
 
 
-TIMES = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0, 9.0, 9.0], "warm": [4.0, 4.0, 2.0]}
+TURN_SECONDS = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0, 9.0, 9.0], "warm": [4.0, 4.0, 2.0]}
 
 
 class FakeMeasurements:
@@ -60,7 +66,7 @@ class FakeMeasurements:
         assert first == (turn == 0)
         layer = {"forward": 1.0, "backward": 0.0, "exchange": 0.0, "wait": 0.0, "flops": 8, "flops_per_second": 8e9}
         layers = [{"name": "conv1", **layer, "bytes_moved": 4, "limit": "GEMM", "share_of_limit": 0.5}]
-        result = {"seconds": TIMES[side][turn], "peak_bytes": 600 if side == "eager" else 300}
+        result = {"seconds": TURN_SECONDS[side][turn], "peak_bytes": 600 if side == "eager" else 300}
         if first and side == "ranks":
             result |= {"layers": layers, "machine": {"flops_per_second": 16e9, "bytes_per_second": 1e9}}
             result |= {"batch_size": 2, "sample_shape": [4, 5, 1]}
@@ -69,8 +75,8 @@ class FakeMeasurements:
 
 def test_rounds_measure_every_side():
     measure, progress = FakeMeasurements(), []
-    (row,) = bench_suite(["a"], [*TIMES, "compile"], measure, 3, progress.append)
-    assert measure.turns == [("a", side) for _ in range(3) for side in TIMES]
+    (row,) = bench_suite(["a"], [*TURN_SECONDS, "compile"], measure, 3, progress.append)
+    assert measure.turns == [("a", side) for _ in range(3) for side in TURN_SECONDS]
     assert progress[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
     assert (row["best"], row["memory"], row["why"]) == ("warm", 0.5, {"compile": "no compiler"})
     assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
@@ -85,7 +91,7 @@ def make_suite_report(sides, networks=("a", "b")):
     return report | {"notes": ["a note"], "compared": "warm" in sides}
 
 
-@pytest.mark.parametrize("sides", [[*TIMES, "compile"], ["ranks", "one"]])
+@pytest.mark.parametrize("sides", [[*TURN_SECONDS, "compile"], ["ranks", "one"]])
 @pytest.mark.long
 def test_tables_and_picture(sides, tmp_path):
     from rich.console import Console

@@ -27,7 +27,7 @@ LAYOUTS = [(1, {}), (4, {}), (6, {"replicas": 3})]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 200)
+    monkeypatch.setattr(pieces, "MAX_TRANSFER_BYTES", 200)
 
 
 @pytest.fixture(scope="module")

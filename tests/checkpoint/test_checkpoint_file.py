@@ -19,8 +19,8 @@ LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6,
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 1000)
-    monkeypatch.setattr(checksum, "READ_SIZE", 1000)
+    monkeypatch.setattr(pieces, "MAX_TRANSFER_BYTES", 1000)
+    monkeypatch.setattr(checksum, "READ_PIECE_BYTES", 1000)
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
@@ -246,4 +246,4 @@ def test_last_three_are_kept(tmp_path, monkeypatch, links):
         assert (tmp_path / "c.h5").read_bytes() == (tmp_path / f"c-{step:08d}.h5").read_bytes()
     names = ["c-00000007.h5", "c-00000020.h5", "c-00000100.h5", "c.h5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert [path.name for path in keep.kept_files(tmp_path / "c.h5")] == [names[0], names[2], names[1]]
+    assert [path.name for path in keep.checkpoints_by_step(tmp_path / "c.h5")] == [names[0], names[2], names[1]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from availability import needs_mpirun
-from elastic_runs import GRIDS, STEPS, check_arrays, check_curves, run_stage, run_uninterrupted
+from elastic_runs import GRIDS, STEPS_BY_STAGE, check_arrays, check_curves, run_stage, run_uninterrupted
 
 from neondist.comm import loopback
 from neondist.launcher.mpirun import find_mpirun
@@ -16,7 +16,7 @@ from neondist.launcher.mpirun import find_mpirun
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """Folders and arrays of the uninterrupted runs, by kind."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in STEPS}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in STEPS_BY_STAGE}
     return {kind: (folder, run_uninterrupted(kind, folder)) for kind, folder in folders.items()}
 
 
@@ -27,7 +27,7 @@ def run_stages(kind, folder, first=0, end=None):
     return state
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", STEPS_BY_STAGE)
 @pytest.mark.long
 def test_moving_between_virtual_ranks(tmp_path, uninterrupted, kind):
     folder, expected = uninterrupted[kind]

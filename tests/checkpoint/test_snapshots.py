@@ -8,7 +8,7 @@ from interruptions import Killed
 import neondist as nd
 from neondist.comm import loopback
 from neondist.io.checkpoint import SnapshotStore, snapshots
-from neondist.io.generation_log import GenerationLog, read_events
+from neondist.io.run_event_log import RunEventLog, read_events
 from neondist.train.callbacks.checkpoint import Checkpoint
 from neondist.train.callbacks.snapshots import MAX_TIME_SHARE, Snapshots
 
@@ -55,7 +55,7 @@ def train(world, folder, hooks=(), **options):
 def train_until_killed(folder):
     """Train on two nodes with a snapshot after each step, up to a step in the middle of the second epoch."""
     folder.mkdir()
-    GenerationLog(folder)
+    RunEventLog(folder)
     log = folder / "generations.jsonl"
     log.write_text(log.read_text().split('"key"')[0] + f'"key": "{KEY}"}}\n')
 

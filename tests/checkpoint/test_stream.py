@@ -50,7 +50,7 @@ def make_pieces(grid, array, layout):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pieces, "TRANSFER_BYTES", 48)
+    monkeypatch.setattr(pieces, "MAX_TRANSFER_BYTES", 48)
 
 
 @settings(max_examples=50)

@@ -138,7 +138,7 @@ def test_rank_option_inside_a_job(folder):
     assert (code, out.count("written:")) == (0, 1)
 
 
-FAIL = """
+FAILING_OPTIMIZER_MODULE = """
 import neondist as nd
 from neondist.errors import DataError
 
@@ -161,7 +161,7 @@ class FailingSGD(nd.SGD):
 @pytest.mark.parametrize(("user", "code"), [("false", 1), ("true", 2)])
 @pytest.mark.long
 def test_one_rank_fails_during_training(folder, user, code):
-    (folder / "fail.py").write_text(FAIL.replace("{calls}", "2"))
+    (folder / "fail.py").write_text(FAILING_OPTIMIZER_MODULE.replace("{calls}", "2"))
     words = ["toy.yaml", "--import", "fail.py", "--set", f"model.optimizer=!FailingSGD {{user: {user}}}", "-n", 3]
     exit_code, _, err = run_command(build_command("run", *words), folder)
     assert exit_code == code, err

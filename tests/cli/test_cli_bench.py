@@ -138,7 +138,7 @@ def test_exchange_of_a_tile_in_place_copies_no_tile(monkeypatch):
 
 
 def test_rest_on_a_single_rank():
-    from neondist.bench.rest import sleeping_barrier
+    from neondist.bench.sleeping_barrier import sleeping_barrier
 
     sleeping_barrier(SingleTransport())
 
@@ -162,7 +162,7 @@ def test_scaling_errors(file, monkeypatch, capsys):
         main(["bench", "scaling", str(file), "--ranks", "1,x"])
 
 
-DATASET = """\
+DATASET_MODULE = """\
 import neondist as nd
 
 class InspectedData(nd.Synthetic):
@@ -183,7 +183,7 @@ def test_predict_with_shapes_read_from_data(file, tmp_path, capsys, monkeypatch,
     monkeypatch.setattr("neondist.bench.model.predict.COMPARISON_SECONDS", 1e-3)
     monkeypatch.setattr("neondist.bench.model.predict.PREDICTION_SECONDS", 1e-3)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_data.py").write_text(DATASET)
+    (tmp_path / "own_data.py").write_text(DATASET_MODULE)
     with h5py.File("data.h5", "w") as data:
         for split in "train", "test":
             data[f"{split}/images"], data[f"{split}/labels"] = np.zeros((8, 12, 10, 1)), np.arange(8) % 3

@@ -4,7 +4,7 @@ import pytest
 from availability import needs_mpirun
 from cli_runs import EXPERIMENT, build_command, run_command, strip_mpirun_notices
 
-LAYER = """
+LAYER_MODULE = """
 import neondist as nd
 
 class CentresDist(nd.ConvLayerDist):
@@ -18,7 +18,7 @@ class CentresDist(nd.ConvLayerDist):
 @needs_mpirun
 @pytest.mark.long
 def test_in_place_change_is_reported_once_with_its_line(tmp_path):
-    (tmp_path / "centres.py").write_text(LAYER)
+    (tmp_path / "centres.py").write_text(LAYER_MODULE)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT.replace("!ConvLayerDist", "!CentresDist"))
     code, _, err = run_command(
         build_command("run", "toy.yaml", "-n", 2, "--debug-halo", "--import", "centres.py"), tmp_path

@@ -13,7 +13,7 @@ from processes import is_alive
 from neondist.launcher.mpirun import find_mpirun
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")]
-SLEEPY = """
+SLEEPING_ACTIVATION_MODULE = """
 import os, time
 import neondist as nd
 class Sleepy(nd.Activation):
@@ -39,7 +39,7 @@ def await_end(pids, seconds=60.0):
 
 @pytest.mark.long
 def test_sleeping_rank_is_reported(folder, pids):
-    (folder / "sleepy.py").write_text(SLEEPY)
+    (folder / "sleepy.py").write_text(SLEEPING_ACTIVATION_MODULE)
     activation = "model.layers.0.activation=!Sleepy {}"
     modules = "--import", "write_pid.py", "--import", "sleepy.py"
     words = ["toy.yaml", "-n", 2, "--set", activation, *modules, "--stall-timeout", "5s"]
@@ -62,13 +62,13 @@ def test_ranks_with_different_files(folder):
     assert "start all ranks with the same files" in err
 
 
-FAULT = "import os, signal\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n    {}\n"
-STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+FAULT_STATEMENT = "import os, signal\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n    {}\n"
+STOP_STATEMENT = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def run_with_fault(folder, fault, early=False, expected=1):
     """Run a job whose rank 1 executes `fault` in user code or, with `early`, before any import; return stderr."""
-    (folder / ("sitecustomize.py" if early else "fault.py")).write_text(FAULT.format(fault))
+    (folder / ("sitecustomize.py" if early else "fault.py")).write_text(FAULT_STATEMENT.format(fault))
     env = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"} if early else {}
     words = [] if early else ["--import", "fault.py"]
     code, _, err = run_command(
@@ -81,13 +81,13 @@ def run_with_fault(folder, fault, early=False, expected=1):
 @pytest.mark.long
 def test_rank_stopped_before_the_start_of_mpi(folder):
     assert "rank 0 of 2: no progress for 3 s (--stall-timeout): waits in the start of MPI" in run_with_fault(
-        folder, STOP, True
+        folder, STOP_STATEMENT, True
     )
 
 
 @pytest.mark.long
 def test_rank_stopped_in_user_code(folder):
-    err = run_with_fault(folder, STOP)
+    err = run_with_fault(folder, STOP_STATEMENT)
     assert re.search(
         r"^rank 0 of 2: no progress for 3 s .*(: waits in the start|, most recent call first:$)", err, re.M
     )

@@ -14,10 +14,10 @@ from processes import communicate
 
 from neondist.cli import main
 from neondist.cli.arguments import create_parser
-from neondist.cli.run import parse_duration
+from neondist.cli.run import parse_duration_seconds
 from neondist.launcher.launch import rank_args
 
-LONG = ("--set", "epochs=100000")
+LONG_RUN_OPTIONS = ("--set", "epochs=100000")
 
 
 DURATIONS = {
@@ -28,13 +28,13 @@ DURATIONS = {
 
 @pytest.mark.parametrize(("text", "seconds"), DURATIONS.items())
 def test_duration(text, seconds):
-    assert parse_duration(text) == seconds
+    assert parse_duration_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "h", "3x", "30m3h", "1:99:00", "01:00:00:00", "nan", "1e3", "٣"])
 def test_invalid_durations(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected 3h30m"):
-        parse_duration(text)
+        parse_duration_seconds(text)
 
 
 def test_ranks_receive_the_time_limit():
@@ -46,7 +46,7 @@ def test_ranks_receive_the_time_limit():
 
 @pytest.mark.long
 def test_time_limit(folder):
-    code, out, err = run_command(build_command("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
+    code, out, err = run_command(build_command("run", "toy.yaml", *LONG_RUN_OPTIONS, "--time-limit", "4s"), folder)
     assert (code, err) == (75, "")
     assert "the time limit of 4 s is close; --resume continues from here" in out
     assert "checkpoint.h5" in out
@@ -63,7 +63,7 @@ def test_debug_halo_changes_no_loss(folder, capsys, monkeypatch):
 
 def stop_run(folder, list_pids, number, process_index, *options):
     """Signal the launcher (0) or a rank of a job in its second epoch; return the output."""
-    words = build_command("run", "toy.yaml", "-n", 2, *LONG, "--import", "write_pid.py", *options)
+    words = build_command("run", "toy.yaml", "-n", 2, *LONG_RUN_OPTIONS, "--import", "write_pid.py", *options)
     process = start_command(words, folder)
     out = ""
     for line in process.stdout:
@@ -87,7 +87,7 @@ def test_signals_stop_all_ranks_with_a_checkpoint(folder, pids):
     assert "received SIGUSR1" in stop_run(folder, pids, signal.SIGUSR1, 2, "--resume")
 
 
-KILL = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
+KILL_STATEMENT = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
 
 
 @pytest.mark.parametrize("words", [(), ("--virtual", 2), ("-n", 2)])
@@ -96,8 +96,10 @@ def test_signal_before_training(folder, words):
     """Send the signal from an imported module, before any data are loaded and before mpirun starts."""
     if "-n" in words:
         pytest.importorskip("mpi4py")
-    (folder / "kill.py").write_text(KILL.format("SIGUSR1"))
-    code, out, err = run_command(build_command("run", "toy.yaml", *LONG, "--import", "kill.py", *words), folder)
+    (folder / "kill.py").write_text(KILL_STATEMENT.format("SIGUSR1"))
+    code, out, err = run_command(
+        build_command("run", "toy.yaml", *LONG_RUN_OPTIONS, "--import", "kill.py", *words), folder
+    )
     assert (code, err) == (75, "")
     assert "received SIGUSR1" in out
 
@@ -107,14 +109,16 @@ def test_signal_before_training(folder, words):
 def test_signal_before_mpi_starts(folder):
     text = "import os, signal\nif 'OMPI_COMM_WORLD_RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
     (folder / "kill.py").write_text(text)
-    code, out, err = run_command(build_command("run", "toy.yaml", *LONG, "--import", "kill.py", "-n", 2), folder)
+    code, out, err = run_command(
+        build_command("run", "toy.yaml", *LONG_RUN_OPTIONS, "--import", "kill.py", "-n", 2), folder
+    )
     assert (code, err) == (75, "")
     assert "stopped at step 0: received SIGTERM" in out
 
 
 @pytest.mark.long
 def test_virtual_ranks_stop(folder):
-    process = start_command(build_command("run", "toy.yaml", *LONG, "--virtual", 2), folder)
+    process = start_command(build_command("run", "toy.yaml", *LONG_RUN_OPTIONS, "--virtual", 2), folder)
     assert "2 ranks" in process.stdout.readline()
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -128,7 +132,7 @@ def test_signal_before_imports(folder, name):
     """Expect no traceback after SIGINT, and the default action of SIGTERM."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("SIGINT is ignored here and in subprocesses")
-    early = KILL.format(name) + "import sys; sys.path.pop(0); del sys.modules['numpy']; import numpy\n"
+    early = KILL_STATEMENT.format(name) + "import sys; sys.path.pop(0); del sys.modules['numpy']; import numpy\n"
     (folder / "early").mkdir()
     (folder / "early" / "numpy.py").write_text(early)
     path = os.pathsep.join([str(folder / "early"), os.environ["PYTHONPATH"]])

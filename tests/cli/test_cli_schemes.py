@@ -8,7 +8,7 @@ from neondist.bench.schemes import summarise_by_scheme
 from neondist.cli import main
 from neondist.train import Record
 
-FILE = """\
+EXPERIMENT_FILE = """\
 !FitExperiment
 dataset: !Synthetic {shape: [10, 9, 1], train: 12, test: 6, classes: 4}
 model: !ConvnetDist
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(FILE)
+    (tmp_path / "small.yaml").write_text(EXPERIMENT_FILE)
     return tmp_path
 
 
@@ -113,7 +113,7 @@ def test_seams_of_a_run_of_layers(folder, capsys, monkeypatch, scheme):
     """Leave out cells of other tiles, which layers inside a run hold."""
     monkeypatch.setattr("neondist.bench.seams.plot_seam_errors", lambda seams, file: False)
     layers = "!ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, scheme: " + scheme + "}"
-    text = FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")
+    text = EXPERIMENT_FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")
     (folder / "small.yaml").write_text(text)
     assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower"]) == 0, capsys.readouterr().err
     seams = json.loads((folder / "runs/small-seams/seams.json").read_text())["tower"]
@@ -121,7 +121,7 @@ def test_seams_of_a_run_of_layers(folder, capsys, monkeypatch, scheme):
     assert max(seams["conv1"]["output"]) < 1e-5 < seams["conv3"]["output"][0]
 
 
-SCHEME = """\
+SCHEME_MODULE = """\
 import neondist as nd
 
 print("imported")
@@ -134,7 +134,7 @@ class OddHalo(nd.schemes.Halo):
 
 def test_user_scheme_on_virtual_ranks(folder, capsys):
     """Import its module once: each thread would otherwise define a different class of the same name."""
-    (folder / "odd_halo.py").write_text(SCHEME)
+    (folder / "odd_halo.py").write_text(SCHEME_MODULE)
     words = ["--import", "odd_halo.py", "--set", "model.scheme=odd_halo", "--virtual", "3", "--output", "out"]
     assert main(["run", "small.yaml", *words]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.count("imported") == 1

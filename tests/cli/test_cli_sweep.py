@@ -12,7 +12,7 @@ from neondist.config import load_experiment
 from neondist.errors import ConfigError
 
 pytest.importorskip("optuna")
-RATES = "model.optimizer.learning_rate=1e-3..1e-1:log"
+LEARNING_RATE_SPACE = "model.optimizer.learning_rate=1e-3..1e-1:log"
 
 
 @pytest.fixture
@@ -54,7 +54,15 @@ def test_invalid_spaces(text):
 
 @pytest.mark.long
 def test_best_trial_is_written(run_sweep, capsys, tmp_path):
-    words = ["--vary", RATES, "model.layers.0.kernel_size=[3, 99]", "--number", "accuracy", "--output", "here"]
+    words = [
+        "--vary",
+        LEARNING_RATE_SPACE,
+        "model.layers.0.kernel_size=[3, 99]",
+        "--number",
+        "accuracy",
+        "--output",
+        "here",
+    ]
     assert run_sweep(*words, "--trials", "3") == 0
     out = capsys.readouterr().out
     results = {int(n): outcome for n, outcome in re.findall(r"^trial (\d): \S+, \S+: (.*)", out, re.M)}
@@ -77,13 +85,13 @@ def test_best_trial_is_written(run_sweep, capsys, tmp_path):
     assert "<th>accuracy</th><th>learning_<wbr>rate</th><th>kernel_<wbr>size</th>" in page
     assert run_sweep(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "a complete sweep trains nothing"
-    assert run_sweep("--vary", RATES, "--output", "here") == 2
+    assert run_sweep("--vary", LEARNING_RATE_SPACE, "--output", "here") == 2
     assert "here: holds a sweep started with another --vary and another --number;" in capsys.readouterr().err
 
 
 @pytest.mark.long
 def test_interrupted_sweep_resumes(run_sweep, capsys, monkeypatch):
-    words = ["--vary", RATES, "--trials", "2", "--output"]
+    words = ["--vary", LEARNING_RATE_SPACE, "--trials", "2", "--output"]
     assert run_sweep(*words, "full") == 0
     start, calls = sweep.start_training, []
 
@@ -140,7 +148,7 @@ class FakeTrial:
 
 def test_concurrent_trials_are_pruned(run_sweep, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "start_training", FakeTrial)
-    words = ["--vary", RATES, "--trials", "7", "--jobs", "3", "--prune", "median", "--output", "here"]
+    words = ["--vary", LEARNING_RATE_SPACE, "--trials", "7", "--jobs", "3", "--prune", "median", "--output", "here"]
     assert run_sweep(*words) == 0
     out = capsys.readouterr().out
     assert FakeTrial.peak == 3
@@ -153,7 +161,7 @@ def test_concurrent_trials_are_pruned(run_sweep, capsys, tmp_path, monkeypatch):
 def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "start_training", FakeTrial)
     monkeypatch.setattr(FakeTrial, "terminated", [])
-    words = ["--vary", RATES, "--trials", "4", "--jobs", "2", "--output", "here"]
+    words = ["--vary", LEARNING_RATE_SPACE, "--trials", "4", "--jobs", "2", "--output", "here"]
     with monkeypatch.context() as patch:
         patch.setattr(FakeTrial, "poll", lambda self: 75 if self.number == 1 else self.code)
         assert run_sweep(*words) == 75
@@ -168,7 +176,11 @@ def test_errors_before_training(run_sweep, capsys, tmp_path):
     for words, message in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
         ("epochs=0..2",): "--set epochs=0: epochs",
-        (RATES, "--number", "acuracy"): "number: 'acuracy' is not in any record; did you mean 'accuracy'?",
+        (
+            LEARNING_RATE_SPACE,
+            "--number",
+            "acuracy",
+        ): "number: 'acuracy' is not in any record; did you mean 'accuracy'?",
     }.items():
         assert run_sweep("--vary", *words, "--output", "x") == 2
         assert message in capsys.readouterr().err
@@ -179,7 +191,7 @@ def test_errors_before_training(run_sweep, capsys, tmp_path):
     (tmp_path / "x").mkdir(exist_ok=True)
     (tmp_path / "x" / "sweep.db").write_text("no data base" * 100)
     capsys.readouterr()
-    assert run_sweep("--vary", RATES, "--output", "x") == 2
+    assert run_sweep("--vary", LEARNING_RATE_SPACE, "--output", "x") == 2
     assert re.match(r"error: x/sweep\.db: cannot be used \(.*\); choose another folder", capsys.readouterr().err)
 
 

@@ -6,26 +6,28 @@ from pathlib import Path
 import pytest
 
 from neondist.cli import doctor
-from neondist.version import SUPPORTED_TORCH, torch_remedy
+from neondist.version import SUPPORTED_TORCH_RANGE, unsupported_torch_remedy
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_version_range_matches_pyproject():
     bounds = re.search(r'^torch = \["torch>=([0-9.]+),<([0-9.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in SUPPORTED_TORCH)
+    assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in SUPPORTED_TORCH_RANGE)
     pinned = re.search(r"^torch==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
-    assert not torch_remedy(pinned)
+    assert not unsupported_torch_remedy(pinned)
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.2", "2.8.0+cpu", "2.16.0", "2.16.0a0+git1", "3.0", "unknown"])
 def test_unsupported_versions(version):
-    assert re.search(rf"{re.escape(version)} is not supported.*pip install 'torch>=2\.9,<2\.16'", torch_remedy(version))
+    assert re.search(
+        rf"{re.escape(version)} is not supported.*pip install 'torch>=2\.9,<2\.16'", unsupported_torch_remedy(version)
+    )
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128", "2.13.0+cpu", "2.15.0"])
 def test_supported_versions(version):
-    assert not torch_remedy(version)
+    assert not unsupported_torch_remedy(version)
 
 
 def test_failed_imports(tmp_path, monkeypatch):

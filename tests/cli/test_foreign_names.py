@@ -10,8 +10,8 @@ from neondist.cli import main
 from neondist.terminal.console import emit, say
 from neondist.terminal.rich_console import Console
 
-NASTY = "[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
-SHOWN = r"[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
+HOSTILE_TEXT = "[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
+ESCAPED_TEXT = r"[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -19,21 +19,21 @@ def test_control_characters_are_escaped(terminal, capsys):
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(NASTY, title=NASTY)
-    table.add_row(Text(NASTY))
-    table.add_row(NASTY)
-    for item in (NASTY, Text(NASTY, style="bold"), table):
+    table = Table(HOSTILE_TEXT, title=HOSTILE_TEXT)
+    table.add_row(Text(HOSTILE_TEXT))
+    table.add_row(HOSTILE_TEXT)
+    for item in (HOSTILE_TEXT, Text(HOSTILE_TEXT, style="bold"), table):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
         console.print(item)
         text = console.file.getvalue()
-        assert SHOWN in text or r"\x1b[31m" in text
+        assert ESCAPED_TEXT in text or r"\x1b[31m" in text
         assert all(
             character.isprintable() or character == "\n"
             for character in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
         )
-    emit(NASTY)
-    say(NASTY, start="\r")
-    assert capsys.readouterr().out == f"{SHOWN}\n\r{SHOWN}\n"
+    emit(HOSTILE_TEXT)
+    say(HOSTILE_TEXT, start="\r")
+    assert capsys.readouterr().out == f"{ESCAPED_TEXT}\n\r{ESCAPED_TEXT}\n"
 
 
 def test_names_of_layers(tmp_path, monkeypatch, capsys):

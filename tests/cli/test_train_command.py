@@ -40,7 +40,7 @@ def read_records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
 
 
-DATA = "--training-data", "train.csv", "--validation-data", "test.csv"
+DATA_OPTIONS = "--training-data", "train.csv", "--validation-data", "test.csv"
 
 
 @pytest.mark.long
@@ -57,7 +57,7 @@ def eval_metrics_fn():
     file = write_model(project, MODEL_DEFINITION + processor, "processor")
     steps = "--evaluation-steps", "3", "--checkpoint-steps", "2", "--num-minibatches-per-task", "2"
     options = "--minibatch-size", "16", "--num-epochs", "3", "--checkpoint-dir", "run", "--output", "out"
-    assert main(["train", file, *DATA, *steps, *options]) == 0
+    assert main(["train", file, *DATA_OPTIONS, *steps, *options]) == 0
     history = read_records("run")
     assert history[-1]["train_loss"] < history[0]["train_loss"]
     assert history[-1]["validation_right"] == pytest.approx(1 - history[-1]["validation_error"])
@@ -97,7 +97,7 @@ class Stop(nd.Hook):
 def callbacks():
     return [Stop()]
 """
-    options = *DATA, "--minibatch-size", "16", "--num-epochs", "2", "--checkpoint-steps", "3"
+    options = *DATA_OPTIONS, "--minibatch-size", "16", "--num-epochs", "2", "--checkpoint-steps", "3"
     assert main(["train", write_model(project, MODEL_DEFINITION + stop, "stop"), *options, "--output", "a"]) == 130
     assert main(["train", write_model(project), *options, "--output", "a", "--resume"]) == 0
     assert main(["train", write_model(project), *options, "--output", "b"]) == 0
@@ -105,7 +105,7 @@ def callbacks():
     assert last[0]["validation_loss"] == last[1]["validation_loss"]
 
 
-OPTIONS = *DATA, "--minibatch-size", "32", "--distribution-strategy", "AllreduceStrategy"
+OPTIONS = *DATA_OPTIONS, "--minibatch-size", "32", "--distribution-strategy", "AllreduceStrategy"
 
 
 @needs_mpirun
@@ -153,7 +153,7 @@ def test_tiled_replicas_match_one_process(project):
 )
 def test_bad_definitions(project, capsys, text, message):
     file = write_model(project, text, f"bad{abs(hash(text))}")
-    assert main(["train", file, *DATA, "--output", "run"]) == 2
+    assert main(["train", file, *DATA_OPTIONS, "--output", "run"]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert file in error or "out" in error
@@ -164,16 +164,19 @@ def test_bad_records(project, capsys):
     text = (project / "train.csv").read_text().splitlines()
     text[9] = "1,2,3"
     (project / "train.csv").write_text("\n".join(text))
-    assert main(["train", write_model(project), *DATA, "--output", "run"]) == 2
+    assert main(["train", write_model(project), *DATA_OPTIONS, "--output", "run"]) == 2
     assert "train.csv:10: has 3 columns, expected 17" in capsys.readouterr().err
-    assert main(["train", write_model(project), *DATA, "--output", "run", "--skip-bad-records", "--overwrite"]) == 0
+    assert (
+        main(["train", write_model(project), *DATA_OPTIONS, "--output", "run", "--skip-bad-records", "--overwrite"])
+        == 0
+    )
     output = capsys.readouterr()
     assert "1 bad records are skipped" in output.out + output.err
     assert "63 training" in output.out + output.err
 
 
-SERVED = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
-ELASTIC = "--distribution-strategy", "ParameterServerStrategy", "--num-workers"
+SERVER_OPTIONS = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
+ELASTIC_OPTIONS = "--distribution-strategy", "ParameterServerStrategy", "--num-workers"
 
 
 @pytest.mark.long
@@ -181,12 +184,12 @@ def test_servers_average_the_requested_gradients(project):
     words = (
         "train",
         write_model(project),
-        *DATA,
+        *DATA_OPTIONS,
         "--minibatch-size",
         "16",
         "--num-epochs",
         "2",
-        *SERVED,
+        *SERVER_OPTIONS,
         "--num-ps",
         "1",
     )
@@ -218,7 +221,7 @@ def test_update_rules(project, options, rule):
     (project / "slots").write_text("localhost:2\n")
     slots = ["--hosts-from", "slots"] if any(":" in option for option in options) else []
     arguments = create_parser().parse_args(
-        ["train", write_model(project), "--training-data", "train.csv", *SERVED, *options, *slots]
+        ["train", write_model(project), "--training-data", "train.csv", *SERVER_OPTIONS, *options, *slots]
     )
     _resolve_arguments(arguments)
     assert arguments.update_rule == rule
@@ -232,20 +235,26 @@ def test_update_rules(project, options, rule):
         (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
         (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "give --num-workers"),
         (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
-        ([*SERVED, "--lr-staleness-modulation"], "give --use-async"),
-        ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
-        ([*SERVED, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
+        ([*SERVER_OPTIONS, "--lr-staleness-modulation"], "give --use-async"),
+        ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
+        ([*SERVER_OPTIONS, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
         (["--num-workers", "1:2"], "a varying number of workers needs parameter servers"),
-        ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),
-        ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
-        ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"], "4 slots, too few for 2 workers of 2 tiles"),
-        ([*ELASTIC, "1:2", "--hosts-from", "nodes.yaml"], "its SSH settings apply to neondist launch"),
-        ([*ELASTIC, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
-        ([*ELASTIC, "1:2", "--hosts-from", "absent"], "absent: no such file"),
-        ([*ELASTIC, "1:99999"], "this machine has"),
-        ([*ELASTIC, "1:1"], "give --num-workers 2 or more, or MIN:2"),
-        ([*SERVED, "--wait", "1m"], "--wait applies to a varying number of workers"),
+        (
+            [*ELASTIC_OPTIONS, "1:3", "--hosts-from", "slots"],
+            "slots lists 2 slots, too few for 3 workers; give at most 2",
+        ),
+        ([*ELASTIC_OPTIONS, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
+        (
+            [*ELASTIC_OPTIONS, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"],
+            "4 slots, too few for 2 workers of 2 tiles",
+        ),
+        ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "nodes.yaml"], "its SSH settings apply to neondist launch"),
+        ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
+        ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "absent"], "absent: no such file"),
+        ([*ELASTIC_OPTIONS, "1:99999"], "this machine has"),
+        ([*ELASTIC_OPTIONS, "1:1"], "give --num-workers 2 or more, or MIN:2"),
+        ([*SERVER_OPTIONS, "--wait", "1m"], "--wait applies to a varying number of workers"),
     ],
 )
 def test_conflicting_options(project, capsys, options, message):

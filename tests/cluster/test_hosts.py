@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neondist.cluster.hosts import HostPool, HostSource, fill_slots, find_unusable_hosts, parse_hosts
+from neondist.cluster.hosts import HostPool, HostSource, find_unusable_hosts, parse_hosts, ranks_per_host
 from neondist.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
-FORMS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\tslots={1}")
+HOST_LINE_FORMATS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\tslots={1}")
 
 
-@given(st.dictionaries(NAMES, st.tuples(st.integers(1, 99), st.sampled_from(FORMS))))
+@given(st.dictionaries(NAMES, st.tuples(st.integers(1, 99), st.sampled_from(HOST_LINE_FORMATS))))
 def test_line_formats(hosts):
     text = "# hosts\n\n" + "\n".join(form.format(name, slots) for name, (slots, form) in hosts.items())
     assert parse_hosts(text, "hosts") == {name: slots for name, (slots, _) in hosts.items()}
@@ -38,7 +38,7 @@ def test_invalid_hosts(line):
 
 @given(st.dictionaries(NAMES, st.integers(1, 4), max_size=5), st.integers(0, 20))
 def test_hosts_are_filled_in_order(hosts, ranks):
-    filled = fill_slots(hosts, ranks)
+    filled = ranks_per_host(hosts, ranks)
     assert sum(filled.values()) == min(ranks, sum(hosts.values()))
     assert list(filled) == list(hosts)[: len(filled)]
     assert all(filled[host] == hosts[host] for host in list(filled)[:-1])

@@ -11,10 +11,10 @@ import pytest
 
 from neondist.cli.submit import DEFAULT_IMAGE
 from neondist.cluster.submit import Submission
-from neondist.cluster.submit.manifests import SSH_PORT, mpi_job
+from neondist.cluster.submit.manifests import SSH_PORT, mpi_job_manifests
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "Dockerfile").read_text()
+DOCKERFILE_TEXT = (ROOT / "Dockerfile").read_text()
 
 
 def find_obstacle():
@@ -32,15 +32,24 @@ def find_obstacle():
 
 
 def test_image_matches_manifests():
-    worker = mpi_job(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), DEFAULT_IMAGE)[-1]
+    worker = mpi_job_manifests(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), DEFAULT_IMAGE)[-1]
     spec = worker["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert f"docker build -t {spec['image']} ." in TEXT
-    assert spec["command"][-1] in TEXT
-    assert f"--uid {spec['securityContext']['runAsUser']} " in TEXT
-    assert f"'{worker['spec']['sshAuthMountPath']}/authorized_keys'" in TEXT.replace("AuthorizedKeysFile ", "")
-    assert f"'Port {SSH_PORT}' 'PidFile" in TEXT
+    assert f"docker build -t {spec['image']} ." in DOCKERFILE_TEXT
+    assert spec["command"][-1] in DOCKERFILE_TEXT
+    assert f"--uid {spec['securityContext']['runAsUser']} " in DOCKERFILE_TEXT
+    assert f"'{worker['spec']['sshAuthMountPath']}/authorized_keys'" in DOCKERFILE_TEXT.replace(
+        "AuthorizedKeysFile ", ""
+    )
+    assert f"'Port {SSH_PORT}' 'PidFile" in DOCKERFILE_TEXT
     assert spec["readinessProbe"]["tcpSocket"]["port"] == SSH_PORT
-    assert set(re.findall(r"^([A-Z]+) ", TEXT, re.MULTILINE)) == {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR"}
+    assert set(re.findall(r"^([A-Z]+) ", DOCKERFILE_TEXT, re.MULTILINE)) == {
+        "FROM",
+        "RUN",
+        "ENV",
+        "COPY",
+        "USER",
+        "WORKDIR",
+    }
 
 
 @pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())

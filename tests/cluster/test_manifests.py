@@ -13,15 +13,21 @@ from fake_nodes import FakeNodes, needs_fake_nodes
 
 import yaml
 from neondist.cluster.submit import Submission, job_name
-from neondist.cluster.submit.manifests import DISCOVERY_SCRIPT, HOST_FILE, dump_yaml, mpi_job, train_job
+from neondist.cluster.submit.manifests import (
+    DISCOVERY_SCRIPT,
+    HOST_FILE,
+    dump_yaml,
+    mpi_job_manifests,
+    train_job_manifests,
+)
 from neondist.errors import ConfigError
 
 SCHEMAS = Path(__file__).parent / "schemas"
-FILES = {
+SCHEMA_FILE_BY_KIND = {
     "MPIJob": "kubeflow.org_mpijobs.v2beta1", "TrainJob": "trainer.kubeflow.org_trainjobs.v1alpha1",
     "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.v1alpha1",
 }  # fmt: skip
-KINDS = {"--mpijob": mpi_job, "--trainjob": train_job}
+MANIFESTS_BY_OPTION = {"--mpijob": mpi_job_manifests, "--trainjob": train_job_manifests}
 # both operators add these to a manifest, for Open MPI 4
 OPERATORS = {
     "OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_default_hostfile": HOST_FILE,
@@ -50,7 +56,7 @@ def strict_schema(node):
 
 @functools.cache
 def validator(kind):
-    crd = yaml.load(gzip.decompress((SCHEMAS / f"{FILES[kind]}.yaml.gz").read_bytes()), yaml.CSafeLoader)
+    crd = yaml.load(gzip.decompress((SCHEMAS / f"{SCHEMA_FILE_BY_KIND[kind]}.yaml.gz").read_bytes()), yaml.CSafeLoader)
     strict = strict_schema(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     strict["properties"]["metadata"] = {"type": "object"}
     return jsonschema.Draft202012Validator(strict)
@@ -84,7 +90,7 @@ def containers(objects):
     return [{**launcher, "command": trainer["command"], "env": trainer["env"]}, worker]
 
 
-@pytest.mark.parametrize("make", KINDS.values())
+@pytest.mark.parametrize("make", MANIFESTS_BY_OPTION.values())
 @pytest.mark.parametrize("claim", [None, "disk"])
 def test_manifests_match_the_schemas(make, claim, folder):
     objects = make(
@@ -106,7 +112,7 @@ def test_manifests_match_the_schemas(make, claim, folder):
         assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/etc/neondist", "/dev/shm"}
 
 
-@pytest.mark.parametrize("make", KINDS.values())
+@pytest.mark.parametrize("make", MANIFESTS_BY_OPTION.values())
 def test_schemas_reject_unknown_fields(make, folder):
     """Reject fields that the cluster would drop silently, at the top and in containers."""
     objects = make(submission(folder), "image")[1:]
@@ -121,7 +127,7 @@ def test_schemas_reject_unknown_fields(make, folder):
 
 def test_trainjob_leaves_commands_of_workers(folder):
     """Label the launcher alone: Trainer replaces the commands of labelled jobs."""
-    _, runtime, trainjob = train_job(submission(folder), "image")
+    _, runtime, trainjob = train_job_manifests(submission(folder), "image")
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     labels = {job["name"]: job["template"].get("metadata", {}).get("labels") for job in jobs}
     assert labels == {"node": None, "launcher": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
@@ -137,7 +143,7 @@ def test_job_names(text, name):
     assert job_name(text) == name
 
 
-@pytest.mark.parametrize("make", KINDS.values())
+@pytest.mark.parametrize("make", MANIFESTS_BY_OPTION.values())
 def test_workers_with_servers_run_on_the_pods(make, folder):
     launcher, _ = containers(make(submission(folder, needs_servers=True), "image"))
     words = launcher["command"]
@@ -171,20 +177,20 @@ def test_modules_that_fit_no_config_map(folder):
         (folder / name).touch()
     for modules in (("layers.py", "other/layers.py"), ("a b.py",)):
         with pytest.raises(ConfigError, match="need unique names"):
-            mpi_job(submission(folder, modules=modules), "image")
+            mpi_job_manifests(submission(folder, modules=modules), "image")
     (folder / "large.py").write_text("#" * (1 << 20))
     with pytest.raises(ConfigError, match="a ConfigMap holds at most 1 MiB"):
-        mpi_job(submission(folder, modules=(str(folder / "large.py"),)), "image")
+        mpi_job_manifests(submission(folder, modules=(str(folder / "large.py"),)), "image")
 
 
 @needs_fake_nodes
 @needs_mpirun
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MANIFESTS_BY_OPTION)
 @pytest.mark.long
 def test_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
     """Provide the operator's variables, host file and discovery script at the paths of a container."""
     names = [f"toy-1-worker-{i}.toy-1-worker.default.svc" for i in range(2)]
-    launcher, _ = containers(KINDS[kind](submission(folder), "image"))
+    launcher, _ = containers(MANIFESTS_BY_OPTION[kind](submission(folder), "image"))
     nodes = FakeNodes(tmp_path, *names, slots=2)
     script = tmp_path / "discover_hosts.sh"
     script.write_text("#!/bin/sh\n" + "".join(f"echo {name}\n" for name in names))

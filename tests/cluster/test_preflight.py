@@ -8,7 +8,7 @@ import pytest
 
 import neondist as nd
 from neondist.cluster import Node, SSHConfig
-from neondist.cluster.preflight import COLUMNS, check_nodes, raise_on_problems
+from neondist.cluster.preflight import REPORT_COLUMNS, check_nodes, raise_on_problems
 from neondist.cluster.ssh_config import (
     SSH_AGENT_VARIABLE,
     USER_CONFIG_VARIABLE,
@@ -30,7 +30,7 @@ case $host in
 esac
 exec sh -c "cd /; $*"
 """
-MPIRUN = """#!/bin/sh
+MPIRUN_SCRIPT = """#!/bin/sh
 echo "mpirun (Open MPI) ${MPI_THERE:-5.0.11}"
 echo
 echo "Report bugs to https://www.open-mpi.org/community/help/"
@@ -53,7 +53,7 @@ def check(tmp_path, monkeypatch):
     (folder / "file.yaml").write_text("text")
     (tmp_path / "agent").write_text(AGENT_SCRIPT)
     (tmp_path / "agent").chmod(0o755)
-    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").write_text(MPIRUN_SCRIPT)
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "prted").touch()
     (tmp_path / "older" / "neondist-0.0.1.dist-info").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_report(check):
     reports = check(resources("a", "b"))
     assert [report.problems for report in reports] == [[]] * 3
     for report in reports:
-        row = dict(zip(COLUMNS, report.table_row(), strict=True))
+        row = dict(zip(REPORT_COLUMNS, report.table_row(), strict=True))
         assert (row["node"], row["files"], row["Open MPI"]) == (report.node.address, "shared", "5.0.11")
         assert row["neondist"] == nd.__version__
     raise_on_problems(reports)

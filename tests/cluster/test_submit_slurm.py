@@ -17,13 +17,13 @@ from neondist.cluster.submit.slurm import MAX_REQUEUES, batch_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 # stands in for Python: prints its words; with `wait`, sleeps until a signal and exits as a stopped run
-RUN = """#!/bin/bash
+RUN_SCRIPT = """#!/bin/bash
 printf '<%s>' "$@"; echo
 [[ "$*" == *wait* ]] || exit ${CODE:-0}
 trap 'kill $!; exit 75' USR1
 sleep 60 & touch ready; wait $!
 """
-SCONTROL = """#!/bin/sh
+SCONTROL_SCRIPT = """#!/bin/sh
 if [ "$1" = show ]; then printf 'n1\\nn2\\n'; else echo "$@" >> requeued; fi
 """
 CONFIG = os.environ.get("SLURM_CONF")
@@ -35,7 +35,7 @@ def folder(tmp_path):
     folder = tmp_path / SPECIAL
     folder.mkdir()
     (folder / "a b.yaml").write_text(EXPERIMENT)
-    for name, text in (("run", RUN), ("scontrol", SCONTROL)):
+    for name, text in (("run", RUN_SCRIPT), ("scontrol", SCONTROL_SCRIPT)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return folder

@@ -15,7 +15,7 @@ from neondist.errors import DataError, GridError, RemoteError
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_use_of_a_closed_grid_is_an_error(debug):
-    def body(comm):
+    def run_rank(comm):
         grid = nd.ProcessGrid(DebugTransport(comm) if debug else comm, replicas=2)
         array = nd.GlobalArray(grid, (BATCH, 6, 5, 1), nd.Window(3, padding=1))
         model, images = build_small_model(grid), np.ones((BATCH, *SHAPE), np.float32)
@@ -39,7 +39,7 @@ def test_use_of_a_closed_grid_is_an_error(debug):
                 use()
         return comm.allgather(comm.rank)  # the caller's transport stays open
 
-    assert loopback.run(4, body) == [[0, 1, 2, 3]] * 4
+    assert loopback.run(4, run_rank) == [[0, 1, 2, 3]] * 4
 
 
 def test_closed_grid_of_one_process():
@@ -57,12 +57,12 @@ def test_closed_grid_of_one_process():
 def test_agreed_errors_close_the_grid(error, closes):
     """Keep the grid open after an error on one rank, whose job must end without waiting for the others."""
 
-    def body(comm):
+    def run_rank(comm):
         with pytest.raises((DataError, OSError, RemoteError)), nd.ProcessGrid(comm) as grid:
             nd.comm.raise_if_any_failed(comm, error if comm.rank == 0 else None)
         return grid.closed
 
-    assert loopback.run(2, body)[0] == closes
+    assert loopback.run(2, run_rank)[0] == closes
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -18,13 +18,13 @@ from neondist.errors import ConfigError, DataError, RemoteError
 
 
 def test_collectives():
-    def body(comm):
+    def run_rank(comm):
         array = np.full(3, comm.rank + 1.0)
         comm.allreduce(array)
         odd = comm.split(comm.rank % 2, -comm.rank)
         return array[0], comm.allgather(comm.rank), comm.bcast(comm.rank, 2), odd.allgather(comm.rank), odd.rank
 
-    results = loopback.run(4, body)
+    results = loopback.run(4, run_rank)
     assert [r[:3] for r in results] == [(10.0, [0, 1, 2, 3], 2)] * 4
     assert [r[3] for r in results] == [[2, 0], [3, 1], [2, 0], [3, 1]]
     assert [r[4] for r in results] == [1, 1, 0, 0]
@@ -40,18 +40,18 @@ def test_collectives_of_arrays():
 
 
 def test_mismatched_shapes():
-    def body(comm):
+    def run_rank(comm):
         shapes = [make_block(0, comm.rank).shape, make_block(comm.rank, comm.rank).shape]  # invalid on rank 0
         comm.all_to_all([make_block(comm.rank, peer) for peer in range(2)], shapes)
 
     with pytest.raises(ValueError, match=r"rank 1 sent an array of shape \(4, 3, 1\); expected \(4, 3, 0\)"):
-        loopback.run(2, body)
+        loopback.run(2, run_rank)
 
 
 def test_values_are_copied_for_each_rank():
     """Isolate ranks like processes: later changes to sent or received arrays are not visible elsewhere."""
 
-    def body(comm):
+    def run_rank(comm):
         array = np.full(3, float(comm.rank))
         peer = comm.size - 1 - comm.rank
         received = [comm.allgather(array), comm.allgather({"a": [array]}), comm.bcast(array, comm.size - 1)]
@@ -65,15 +65,15 @@ def test_values_are_copied_for_each_rank():
         gathered, nested, last = received
         return [a[0] for a in gathered], [d["a"][0][0] for d in nested], last[0], message
 
-    assert loopback.run(2, body) == [([0, 11], [0, 1], 1, 1), ([0, 1], [0, 1], 1, 0)]
-    assert body(SingleTransport()) == ([10], [0], 0, 0)
+    assert loopback.run(2, run_rank) == [([0, 11], [0, 1], 1, 1), ([0, 1], [0, 1], 1, 0)]
+    assert run_rank(SingleTransport()) == ([10], [0], 0, 0)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_number_of_ranks_that_compute_at_once(at_once):
     busy, counts, lock = [], [], threading.Lock()
 
-    def body(comm):
+    def run_rank(comm):
         for _ in range(3):
             with lock:
                 busy.append(comm.rank)
@@ -83,7 +83,7 @@ def test_number_of_ranks_that_compute_at_once(at_once):
                 busy.remove(comm.rank)
             assert comm.allgather(comm.rank) == list(range(5))
 
-    loopback.run(5, body, at_once=at_once)
+    loopback.run(5, run_rank, at_once=at_once)
     assert max(counts) == at_once
 
 
@@ -91,7 +91,7 @@ def test_signals_are_handled_without_waking_the_caller():
     """Send signals to the thread of a rank, as if they arrived just before the caller waits for its ranks."""
     handled = threading.Semaphore(0)
 
-    def body(comm):
+    def run_rank(comm):
         for _ in range(4):  # the first may arrive while the caller starts the threads
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             if not handled.acquire(timeout=10):
@@ -100,19 +100,19 @@ def test_signals_are_handled_without_waking_the_caller():
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: handled.release())
     try:
-        assert loopback.run(1, body) == [True]
+        assert loopback.run(1, run_rank) == [True]
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
 
 def test_error_of_one_rank_ends_all():
-    def body(comm):
+    def run_rank(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("rank 1")
         comm.allgather(0)
 
     with pytest.raises(ZeroDivisionError):
-        loopback.run(3, body)
+        loopback.run(3, run_rank)
 
 
 def test_deadlock_is_reported():
@@ -122,13 +122,13 @@ def test_deadlock_is_reported():
 
 @pytest.mark.parametrize(("error", "elsewhere"), [(DataError("bad file"), DataError), (OSError("disk"), RemoteError)])
 def test_agreement_raises_everywhere(error, elsewhere):
-    def body(comm):
+    def run_rank(comm):
         try:
             raise_if_any_failed(comm, error if comm.rank == 2 else None)
         except Exception as raised:
             return raised
 
-    results = loopback.run(3, body)
+    results = loopback.run(3, run_rank)
     assert results[2] is error
     assert all(type(r) is elsewhere and str(error) in str(r) for r in results[:2])
 
@@ -138,15 +138,15 @@ def test_agreement_without_errors():
 
 
 def test_grid_numbers_ranks_row_major_with_replicas_slowest():
-    def body(comm):
+    def run_rank(comm):
         grid = nd.ProcessGrid(comm, replicas=2, rows=1, cols=3)
         return grid.size, grid.rank, grid.replica, grid.row, grid.col, grid.tile_comm.size, grid.replica_comm.size
 
-    assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
+    assert loopback.run(6, run_rank) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
 
 
 def test_sent_arrays_may_change_before_they_are_received():
-    def body(transport):
+    def run_rank(transport):
         array, all_cells = np.full(3, 1.0 + transport.rank), (slice(0, 3),)
         message = [Message(1 - transport.rank, array, all_cells)]
         if transport.rank == 0:
@@ -159,7 +159,7 @@ def test_sent_arrays_may_change_before_they_are_received():
             exchange.run()
         return array
 
-    np.testing.assert_array_equal(loopback.run(2, body)[1], [1, 1, 1])
+    np.testing.assert_array_equal(loopback.run(2, run_rank)[1], [1, 1, 1])
 
 
 @given(

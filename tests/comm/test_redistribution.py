@@ -36,17 +36,17 @@ def test_cells_without_an_owner_are_zero():
 
 
 def test_replicated_arrays_need_no_messages():
-    def body(comm):
+    def run_rank(comm):
         plan = check_redistribution(ProcessGrid(comm), (6, 5), "whole", (2, 2)).plan
         return len(plan.sends), len(plan.receives)
 
-    assert loopback.run(4, body) == [(0, 0)] * 4
+    assert loopback.run(4, run_rank) == [(0, 0)] * 4
 
 
 def test_owners_of_the_same_cells_share_the_messages():
     """Replicate an array of two ranks on four: each owner sends to one other rank."""
 
-    def body(comm):
+    def run_rank(comm):
         full, empty = Box.of((5,)), Box((0,), (0,))
         log, owned = Reductions(ProcessGrid(comm)), [full, full, empty, empty]
         moves = Redistribution(partial(log.all_to_all, "world"), comm.rank, owned, [full] * 4)
@@ -54,19 +54,19 @@ def test_owners_of_the_same_cells_share_the_messages():
         np.testing.assert_array_equal(moves.forward(x), np.arange(5.0))
         return [piece.peer for piece in moves.plan.sends], log.bytes_reduced
 
-    assert loopback.run(4, body) == [([2], 40), ([3], 40), ([], 0), ([], 0)]
+    assert loopback.run(4, run_rank) == [([2], 40), ([3], 40), ([], 0), ([], 0)]
 
 
 def test_allgather_and_reduce_scatter():
     """Gather shards, and sum partial results into shards in the order of the ranks."""
 
-    def body(comm):
+    def run_rank(comm):
         shards = [Box((lo,), (hi,)) for lo, hi in ((0, 3), (3, 5), (5, 7))]
         moves = Redistribution(comm.all_to_all, comm.rank, shards, [Box.of((7,))] * 3)
         array = np.arange(14.0).reshape(2, 7)
         np.testing.assert_array_equal(moves.forward(array[(..., *shards[comm.rank].slices)]), array)
         return moves.adjoint(array * 0.1 ** np.float64(comm.rank))
 
-    parts = np.concatenate(loopback.run(3, body), axis=1)
+    parts = np.concatenate(loopback.run(3, run_rank), axis=1)
     array = np.arange(14.0).reshape(2, 7)
     np.testing.assert_array_equal(parts, array * 0.1**0 + array * 0.1 ** np.float64(1) + array * 0.1 ** np.float64(2))

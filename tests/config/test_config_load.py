@@ -5,7 +5,7 @@ from toy_registry import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModel
 
 import neondist as nd
 from neondist.config import describe_location, dump, load_experiment
-from neondist.registry.words import example_names
+from neondist.registry.words import example_class_names
 
 FILE = """\
 # a comment
@@ -163,5 +163,5 @@ def test_older_class_names_are_read_and_replaced():
     experiment = load("!ToyExperiment\nmodel: !ToyModel {layers: []}\nanything: [!RectLin {}, !ReLU {}]")
     assert [type(activation) for activation in experiment.arguments()["anything"]] == [nd.ReLU, nd.RectLin]
     assert "RectLin" not in dump(experiment)
-    assert "RectLin" not in example_names(nd.Activation, max_names=99)
-    assert "!ReLU" in example_names(nd.Activation, max_names=99)
+    assert "RectLin" not in example_class_names(nd.Activation, max_names=99)
+    assert "!ReLU" in example_class_names(nd.Activation, max_names=99)

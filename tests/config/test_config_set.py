@@ -58,7 +58,7 @@ def test_later_settings_win_and_empty_values_are_null():
         ("epochs", "--set epochs: write --set key.path=value"),
         ("model..x=1", "--set model..x=1: write --set key.path=value"),
         ("epochs=ten", "--set epochs=ten: epochs: expected an integer, got the text 'ten'"),
-        ("epochs.x=1", "--set epochs.x=1: epochs: is a scalar (3) and has no 'epochs.x'"),
+        ("epochs.x=1", "--set epochs.x=1: epochs: is a scalar (3) and has no 'epochs.x'; write --set epochs=value"),
         (
             "grid.replica=2",
             "--set grid.replica=2: grid.replica: there is no 'replica'; did you mean 'replicas'?",

@@ -9,7 +9,7 @@ import pytest
 import neondist as nd
 import yaml
 from neondist.cli import main
-from neondist.cli.complete import settable_fields
+from neondist.cli.completion import settable_fields
 from neondist.config import load_experiment
 from neondist.config.keys import settable_keys
 from neondist.config.schema import experiment_schema, yaml_custom_tags
@@ -164,7 +164,7 @@ def test_init_ignores_255_and_negative_labels(tmp_path, monkeypatch, capsys, lab
             np.save(tmp_path / "mine" / folder / f"{i}.npy", np.resize(np.array(values, "i2"), (16, 16)))
     assert main(["init", "mine"]) == (0 if 1 in labels else 2)
     if 1 not in labels:
-        assert "masks: holds [0, 255] alone; number the classes 0, 1" in capsys.readouterr().err
+        assert "masks: has only the values [0, 255]; number the classes from 0 on" in capsys.readouterr().err
         return
     experiment = load_experiment("mine.yaml")
     experiment.validate(2)

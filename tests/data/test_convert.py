@@ -16,7 +16,7 @@ from small_datasets import encode_idx, make_grids, write_bytes, write_mnist
 from small_hdf5 import write_image_folder
 
 import neondist as nd
-from neondist.data.chunks import cells_read, chunk_shape
+from neondist.data.chunks import chunk_shape, count_cells_read
 from neondist.data.datasets import hdf5_tiles
 
 SERIAL = nd.ProcessGrid.serial()
@@ -220,10 +220,10 @@ def test_chunks_limit_the_excess_of_four_tiles(seed):
     channels, itemsize = int(rng.integers(1, 5)), int(rng.choice([1, 2, 4]))
     chunk = chunk_shape(spatial, channels, itemsize)
     assert all(1 <= c <= n for c, n in zip(chunk[1:], (*spatial, channels), strict=True))
-    excess = [cells_read(n, c, 2) / n for n, c in zip(spatial, chunk[1:], strict=False)]
+    excess = [count_cells_read(n, c, 2) / n for n, c in zip(spatial, chunk[1:], strict=False)]
     assert prod(sorted(excess)[-2:]) <= 1.2
     if prod(spatial) * channels * itemsize > 1 << 16:
-        assert all(cells_read(n, c, 4) <= 1.2 * n for n, c in zip(spatial, chunk[1:], strict=False))
+        assert all(count_cells_read(n, c, 4) <= 1.2 * n for n, c in zip(spatial, chunk[1:], strict=False))
         assert prod(chunk) * itemsize < 1 << 24
 
 

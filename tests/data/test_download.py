@@ -69,7 +69,7 @@ def mirror(tmp_path, monkeypatch):
         raw = gzip.decompress((tmp_path / "mirror" / f"{file.name}.gz").read_bytes())
         files.append(mnist.MnistFile(file.name, file.magic, file.count, hashlib.md5(raw).hexdigest()))
     monkeypatch.setattr(download, "ALL_FILES", tuple(files))
-    monkeypatch.setattr(download, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(download, "_DOWNLOAD_PIECE_BYTES", 1000)
     monkeypatch.setenv("no_proxy", "*")
     server = Mirror(tmp_path / "mirror")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dataset_factories import FACTORIES, make_hdf5, open_dataset, raw_cells
+from dataset_factories import DATASET_FACTORIES, make_hdf5, open_dataset, read_raw_cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_hdf5 import write_image_folder
@@ -18,21 +18,21 @@ def make_image_files(path, validation=None):
     return nd.ImageFiles(str(path / "x" / "*" / "*.png"), labels="folders", crop=(6, 5), validation=validation or 2)
 
 
-@pytest.mark.parametrize("make", [*FACTORIES, make_hdf5, make_image_files])
+@pytest.mark.parametrize("make", [*DATASET_FACTORIES, make_hdf5, make_image_files])
 @pytest.mark.parametrize("validation", [None, 3])
 def test_shards_partition_the_samples(tmp_path, make, validation):
     """Check every dataset class, with and without a validation split."""
     complete = open_dataset(make(tmp_path, validation=validation))
     shards = [open_dataset(make(tmp_path, validation=validation).shard(3, index)) for index in range(3)]
-    images, targets = raw_cells(complete.train), complete.train.targets(np.arange(len(complete.train)))
+    images, targets = read_raw_cells(complete.train), complete.train.targets(np.arange(len(complete.train)))
     for index, shard in enumerate(shards):
-        assert np.array_equal(raw_cells(shard.train), images[index::3])
+        assert np.array_equal(read_raw_cells(shard.train), images[index::3])
         assert np.array_equal(shard.train.targets(np.arange(len(shard.train))), targets[index::3])
         assert shard.splits.keys() == complete.splits.keys()
         assert validation is None or len(shard.validation) == len(complete.validation) > 0
     assert sum(len(shard.train) for shard in shards) == len(complete.train)
     shard_of_open = complete.shard(3, 1)  # an open dataset, which does not change
-    assert np.array_equal(raw_cells(shard_of_open.train), images[1::3])
+    assert np.array_equal(read_raw_cells(shard_of_open.train), images[1::3])
     assert len(complete.train) == len(images)
 
 
@@ -52,9 +52,9 @@ def test_tiles_of_a_replica_share_a_shard(replicas, tiles, after_open, by_rank, 
         number = (grid.size, grid.rank) if by_rank else (grid.replicas, grid.replica)
         data = nd.Synthetic((4, 3, 1), train=n, test=2)
         data = open_dataset(data, grid).shard(*number) if after_open else open_dataset(data.shard(*number), grid)
-        return grid.replica, grid.row, raw_cells(data.train)
+        return grid.replica, grid.row, read_raw_cells(data.train)
 
-    images = raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=n, test=2)).train)
+    images = read_raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=n, test=2)).train)
     for replica, row, tile in loopback.run(replicas * tiles, body):
         lo, hi = nd.part_range(4, tiles, row)
         assert np.array_equal(tile, images[replica::replicas, lo:hi])
@@ -84,7 +84,7 @@ def test_each_replica_trains_on_its_own_shard():
                 samples.append(x)
         return np.concatenate(samples), session.global_step
 
-    images = raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=9, test=2)).train)
+    images = read_raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=9, test=2)).train)
     for replica, (samples, steps) in enumerate(loopback.run(2, body)):
         assert steps == 4
         rows = {sample.tobytes(): number for number, sample in enumerate(images.astype(samples.dtype))}
@@ -97,7 +97,7 @@ def test_each_replica_trains_on_its_own_shard():
 
 @pytest.mark.parametrize(("numbers", "message"), [
     ((0, 0), "num_shards"),
-    ((2, 2), "index: 2, but 2 shards"),
+    ((2, 2), "index: 2 is out of range; give 0 to 1"),
     ((2, -1), "index"),
     ((2, 0.5), "index"),
 ])  # fmt: skip

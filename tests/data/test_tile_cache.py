@@ -6,7 +6,7 @@ import pytest
 from small_datasets import encode_idx, make_grids, write_bytes, write_mnist
 
 from neondist.data import MNIST, cache
-from neondist.data.cache import cache_path, check_path_template
+from neondist.data.cache import check_path_template, resolve_cache_path
 from neondist.data.datasets import mnist
 from neondist.errors import ConfigError, DataError
 
@@ -304,7 +304,7 @@ def test_invalid_templates(template, message):
 
 def test_template_requires_the_rank(tmp_path):
     template = str(tmp_path / "mnist_{size}.h5")
-    assert cache_path(template, SERIAL_GRID) == tmp_path / "mnist_1.h5"
+    assert resolve_cache_path(template, SERIAL_GRID) == tmp_path / "mnist_1.h5"
     for shape in ((1, 1, 2), (2, 1, 1)):
         with pytest.raises(ConfigError, match=r"has no \{rank\}, but each of the 2 ranks needs a file"):
             MNIST(serialized_path=template).open_splits(make_grids(*shape)[0])
@@ -314,7 +314,7 @@ def test_template_fields(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     check_path_template(tmp_path / "a_{rank}")
     grid = make_grids(1, 2, 3)[4]
-    assert cache_path("~/c/{rank:03d}_of_{size}.h5", grid) == tmp_path / "c" / "004_of_6.h5"
+    assert resolve_cache_path("~/c/{rank:03d}_of_{size}.h5", grid) == tmp_path / "c" / "004_of_6.h5"
 
 
 def test_empty_arrays_are_kept(tmp_path):

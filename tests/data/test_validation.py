@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 from convert_runs import convert
-from dataset_factories import FACTORIES, CustomDataset, make_hdf5, open_dataset, raw_cells
+from dataset_factories import DATASET_FACTORIES, CustomDataset, make_hdf5, open_dataset, read_raw_cells
 from small_datasets import GRIDS
 from small_hdf5 import write_hdf5, write_image_folder
 
@@ -25,7 +25,7 @@ def open_on_ranks(shape, make):
     return loopback.run(int(np.prod(shape)), body)
 
 
-@pytest.mark.parametrize("make", FACTORIES)
+@pytest.mark.parametrize("make", DATASET_FACTORIES)
 @pytest.mark.parametrize(("validation", "count"), [(0.25, 5), (0.01, 1), (0.999, 19), (7, 7), (19, 19)])
 @pytest.mark.long
 def test_validation_takes_the_last_training_samples(tmp_path, make, validation, count):
@@ -46,7 +46,7 @@ def test_validation_takes_the_last_training_samples(tmp_path, make, validation, 
             np.testing.assert_array_equal(
                 split.targets(positions), expected.train.targets(np.array(numbers)[positions])
             )
-        np.testing.assert_array_equal(raw_cells(data.test), raw_cells(expected.test))
+        np.testing.assert_array_equal(read_raw_cells(data.test), read_raw_cells(expected.test))
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), True, [3]])
@@ -58,7 +58,7 @@ def test_invalid_validation_arguments(value, make):
         make(validation=value)
 
 
-@pytest.mark.parametrize("make", [*FACTORIES, make_hdf5])
+@pytest.mark.parametrize("make", [*DATASET_FACTORIES, make_hdf5])
 @pytest.mark.parametrize("validation", [20, 10**9])
 def test_validation_leaves_training_samples(tmp_path, make, validation):
     with pytest.raises(DataError, match=f"validation: {validation} of 20 training samples leave no"):
@@ -100,11 +100,11 @@ def test_validation_split_without_test_split():
 @pytest.mark.parametrize(("validation", "count"), [(0.25, 5), (7, 7)])
 def test_hdf5_draws_the_same_samples_on_all_ranks(tmp_path, validation, count):
     """Draw samples at random, as files are often sorted by class."""
-    images = raw_cells(open_dataset(make_hdf5(tmp_path)).train)
+    images = read_raw_cells(open_dataset(make_hdf5(tmp_path)).train)
     data = open_dataset(make_hdf5(tmp_path, validation=validation))
     assert [len(split) for split in data.splits.values()] == [20 - count, count, 7]
     numbers = {
-        name: [next(n for n in range(20) if np.array_equal(images[n], x)) for x in raw_cells(split)]
+        name: [next(n for n in range(20) if np.array_equal(images[n], x)) for x in read_raw_cells(split)]
         for name, split in data.splits.items()
         if name != "test"
     }
@@ -123,8 +123,8 @@ def test_hdf5_test_and_validation_samples_are_disjoint(tmp_path):
     undivided = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", **options))
     data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=6, **options))
     assert [len(split) for split in data.splits.values()] == [30, 6, 4]
-    np.testing.assert_array_equal(raw_cells(data.test), raw_cells(undivided.test))
-    values = np.concatenate([raw_cells(split).ravel() for split in data.splits.values()])
+    np.testing.assert_array_equal(read_raw_cells(data.test), read_raw_cells(undivided.test))
+    values = np.concatenate([read_raw_cells(split).ravel() for split in data.splits.values()])
     assert sorted(values) == list(range(40))
 
 
@@ -137,9 +137,9 @@ def test_hdf5_groups(tmp_path):
         file["other/images"] = arrays["test", "images"][::-1]
     data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", scale=1))
     assert list(data.splits) == ["train", "validation", "test"]
-    np.testing.assert_array_equal(raw_cells(data.validation), arrays["test", "images"])
+    np.testing.assert_array_equal(read_raw_cells(data.validation), arrays["test", "images"])
     other = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation="other"))
-    np.testing.assert_array_equal(raw_cells(other.validation), arrays["test", "images"][::-1])
+    np.testing.assert_array_equal(read_raw_cells(other.validation), arrays["test", "images"][::-1])
     assert open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=None)).validation is None
     for dataset in (data, other):
         dataset.close()
@@ -163,7 +163,7 @@ def test_hdf5_validation_from_another_file(tmp_path):
         ):
             assert [len(split) for split in data.splits.values()] == [20, 3, 7]
             np.testing.assert_array_equal(
-                raw_cells(data.validation), expected[(slice(None), *grid.tile_box((13, 10)).slices)]
+                read_raw_cells(data.validation), expected[(slice(None), *grid.tile_box((13, 10)).slices)]
             )
     data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": file, "group": "test"}))
     np.testing.assert_array_equal(data.validation.targets(range(4)), arrays["test", "labels"])
@@ -191,7 +191,7 @@ def test_folders(tmp_path, folder_name):
     assert convert(tmp_path, tmp_path / "in") == "fine"
     data = open_dataset(nd.HDF5Dataset(tmp_path / "out.h5"))
     for split, opened_split in data.splits.items():
-        np.testing.assert_array_equal(raw_cells(opened_split), [image for image, _ in samples[split]])
+        np.testing.assert_array_equal(read_raw_cells(opened_split), [image for image, _ in samples[split]])
     (tmp_path / "in" / "test").rename(tmp_path / "test")
     assert convert(tmp_path, tmp_path / "in") == "fine"
     assert [len(split) for split in open_dataset(nd.HDF5Dataset(tmp_path / "out.h5")).splits.values()] == [4, 4]
@@ -225,5 +225,5 @@ def test_numpy_files(tmp_path):
         assert convert(tmp_path, *words) == "fine"
         splits = open_dataset(nd.HDF5Dataset(tmp_path / "out.h5")).splits
         for opened_split, split in zip(splits.values(), ("train", "val", "test"), strict=True):
-            np.testing.assert_array_equal(raw_cells(opened_split)[..., 0], arrays[f"x_{split}"])
+            np.testing.assert_array_equal(read_raw_cells(opened_split)[..., 0], arrays[f"x_{split}"])
     assert "four files (training, test), or six" in convert(tmp_path, *words[:3])

@@ -12,8 +12,8 @@ rasterio = pytest.importorskip("rasterio", reason="made by rasterio")
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
 
 from calibrated_sources import (  # noqa: E402
-    SOURCES,
-    SYMBOLS,
+    SOURCE_WRITERS,
+    UNIT_SYMBOLS,
     write_nifti,
     write_ome_tiff,
     write_ome_tiff_level,
@@ -25,7 +25,7 @@ FACTORS = {
     "nanometer": 1e-9, "micrometer": 1e-6, "millimeter": 1e-3, "centimeter": 1e-2, "meter": 1.0, "angstrom": 1e-10,
     "inch": 0.0254, "second": 1.0, "millisecond": 1e-3, "minute": 60.0, "hour": 3600.0,
 }  # fmt: skip
-NAMES = {symbol: name for name, symbol in SYMBOLS.items()}
+NAMES = {symbol: name for name, symbol in UNIT_SYMBOLS.items()}
 NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
 
 
@@ -146,7 +146,7 @@ def is_kept(entry, entries, copied):
 
 
 RANDOM_SOURCES = (write_ome_tiff, write_ome_tiff_level, write_nifti, write_ome_zarr, write_ome_zarr_5)
-CASES = [(source, seed) for source in SOURCES for seed in ((0, 1, 3) if source in RANDOM_SOURCES else (0,))]
+CASES = [(source, seed) for source in SOURCE_WRITERS for seed in ((0, 1, 3) if source in RANDOM_SOURCES else (0,))]
 IDS = [f"{source.__name__.removeprefix('write_')}-{seed}" for source, seed in CASES]
 
 

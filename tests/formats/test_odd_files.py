@@ -15,7 +15,7 @@ import neondist as nd
 from neondist.config import load_experiment
 from neondist.config.keys import settable_keys
 from neondist.data.convert import open_split_sources
-from neondist.data.csv_table import read_rows
+from neondist.data.csv_table import read_csv_rows
 from neondist.data.datasets.cifar10_files import BatchSource
 from neondist.data.datasets.hdf5 import HDF5Dataset
 from neondist.data.datasets.idx import LABELS_MAGIC, read_idx_header
@@ -34,7 +34,7 @@ SUFFIXES = [".h5", ".nc", ".nii", ".nii.gz", ".npy", ".tif", ".svs", ".png", ".j
 READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFIXES} | {
     "experiment": (".yaml", load_experiment),
     "machine": (".yaml", read_machine),
-    "table": (".csv", lambda path: read_rows(path, "FILE,CLASS")),
+    "table": (".csv", lambda path: read_csv_rows(path, "FILE,CLASS")),
     "IDX": ("", lambda path: read_idx_header(path, LABELS_MAGIC)),
     "CIFAR-10": (".tar.gz", lambda path: BatchSource(path).file_sizes()),
     "checkpoint": (".h5", verify_checksum),

@@ -122,7 +122,7 @@ def test_sink_resumes_after_a_killed_process(tmp_path, suffix):
         nd.create_sink(path, array.shape, "float64", "YXC", resume=True)
     with nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True) as sink:
         assert sink.resumed
-        for chunk in list(sink._draft.rglob("0")) if sink._draft.is_dir() else ():
+        for chunk in list(sink._temp_path.rglob("0")) if sink._temp_path.is_dir() else ():
             if chunk.is_file():  # zarr's temporary name of a chunk
                 (chunk.parent / "0.0123abcd.partial").write_bytes(b"half of a chunk")
     with nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True) as sink:

@@ -212,4 +212,4 @@ def test_chunks_with_too_many_bytes(tmp_path, monkeypatch, codec):
         assert (source.read([(0, 1), *((0, n) for n in source.shape[1:])]) == 7).all()
         with pytest.raises(nd.DataError, match=r"a\.zarr.*: unpacks to more than .*; restore it from a good copy"):
             source.read([(0, n) for n in source.shape])
-    assert max(sizes) > zarr_store._LIMIT_MARGIN
+    assert max(sizes) > zarr_store._EXPANSION_MARGIN_BYTES

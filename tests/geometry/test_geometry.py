@@ -6,7 +6,7 @@ from math import floor
 
 import numpy as np
 import pytest
-from common_checks import can_slide, list_window_cells, slice_padded_image
+from common_checks import list_window_cells, slice_padded_image, window_fits
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from window_strategies import windows
@@ -22,10 +22,10 @@ from neondist.geometry import (
     RepartitionPlan,
     Upsampling,
     Window,
-    as_ranges,
     clip_ranges,
     fold_index,
     grid_shape,
+    group_into_ranges,
     halo_volume,
     part_range,
     same_padding,
@@ -74,7 +74,7 @@ def test_box_operations_match_cell_sets(a, b):
 @given(windows(ndim=1))
 def test_window_needs_match_convolution_reads(case):
     (n,), window = case
-    assume(can_slide((n,), window))
+    assume(window_fits((n,), window))
     (k,), (s,), ((p, q),), (d,) = window.kernel, window.stride, window.padding, window.dilation
     reads = [[o * s + d * i - p for i in range(k)] for o in range(1000) if o * s + d * (k - 1) < n + p + q]
     assert window.output_extent(n) == len(reads)
@@ -89,11 +89,11 @@ def test_window_needs_match_convolution_reads(case):
 def test_plans_deliver_every_needed_cell_once(case, parts):
     """Execute all plans on numbered cells; check the views, and that senders and receivers agree."""
     extent, window = case
-    assume(can_slide(extent, window))
+    assume(window_fits(extent, window))
     partition = GridShape(1, *parts).partition(extent)
     image = np.arange(1, 1 + int(np.prod(extent)), dtype=float).reshape(1, *extent, 1)
     plans = [HaloPlan.of(partition, window, tile) for tile in range(partition.tiles)]
-    outputs = Partition(window.output_extent(extent), partition.parts, partition.copies)
+    outputs = Partition(window.output_extent(extent), partition.parts, partition.num_copies_of_vector)
     for tile, plan in enumerate(plans):
         reads = list_window_cells(window, outputs.box(tile))
         axes = zip(reads, extent, window.modes, strict=True)
@@ -190,7 +190,7 @@ def expand_ranges(ranges):
 
 @given(st.sets(st.integers(-20, 40)), st.integers(-25, 40), st.integers(0, 20))
 def test_cell_ranges_and_clipping(indices, lo, length):
-    ranges = as_ranges(sorted(indices))
+    ranges = group_into_ranges(sorted(indices))
     assert expand_ranges(ranges) == sorted(indices)
     assert expand_ranges(clip_ranges(ranges, lo, lo + length)) == sorted(i for i in indices if lo <= i < lo + length)
 
@@ -200,7 +200,7 @@ def test_cell_ranges_and_clipping(indices, lo, length):
     [(range(0, 999, 3), 1), (range(5, 99), 1), ([i for i in range(60) if i % 3], 2), ([0, 1, 10, 11, 20, 21], 2)],
 )
 def test_cell_ranges_are_merged(cells, ranges):
-    assert len(as_ranges([*cells])) == ranges
+    assert len(group_into_ranges([*cells])) == ranges
 
 
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])

@@ -46,11 +46,11 @@ def test_tiles_of_a_kind_have_equivalent_plans(axes, mode):
         kinds, signatures = HaloPlan.kinds(partition, window, None, level), {}
         assert kinds.parts == parts
         for tile, plan in enumerate(plans):
-            kind = tuple(axis[part] for axis, part in zip(kinds.axes, partition.coords(tile), strict=True))
+            kind = tuple(axis[part] for axis, part in zip(kinds.by_axis, partition.coords(tile), strict=True))
             assert signatures.setdefault(kind, signature(plan)) == signature(plan)
         covered = {
-            axis: {kinds.axes[axis][partition.coords(t)[axis]] for t in kinds.tiles_of_every_kind}
+            axis: {kinds.by_axis[axis][partition.coords(t)[axis]] for t in kinds.tiles_of_every_kind}
             for axis in range(len(parts))
         }
-        assert covered == {axis: set(kinds.axes[axis]) for axis in range(len(parts))}
+        assert covered == {axis: set(kinds.by_axis[axis]) for axis in range(len(parts))}
         assert len(kinds.tiles_of_every_kind) <= 1 + sum(parts) <= 1 + len(parts) * prod(parts)

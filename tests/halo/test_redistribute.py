@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.geometry.regions import Overlapping
+from neondist.geometry.regions import OverlappingPartition
 
 
 def factor_grids(ranks):
@@ -70,7 +70,7 @@ def test_overlapping_tiles():
     def body(comm):
         grid = nd.ProcessGrid(comm, rows=2)
         plain, wide = nd.GlobalArray(grid, full.shape), nd.GlobalArray(grid, full.shape)
-        tiles = Overlapping((8, 5), (2, 1), 2, (((0, 6), (3, 8)), ((0, 5),)))
+        tiles = OverlappingPartition((8, 5), (2, 1), 2, (((0, 6), (3, 8)), ((0, 5),)))
         wide.repartition(tiles, tiles)
         moved = plain.redistribute(plain.scatter(full), wide)
         np.testing.assert_array_equal(moved, wide.scatter(full))

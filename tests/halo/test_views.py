@@ -4,7 +4,7 @@ from copy import copy
 
 import numpy as np
 import pytest
-from common_checks import can_slide, check_views
+from common_checks import check_views, window_fits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from window_strategies import windows
@@ -29,7 +29,7 @@ def check_on_ranks(extent, window, parts):
 @pytest.mark.long
 def test_views_and_dot_test(case, parts):
     extent, window = case
-    assume(can_slide(extent, window))
+    assume(window_fits(extent, window))
     check_on_ranks(extent, window, parts)
 
 

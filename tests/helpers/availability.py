@@ -13,20 +13,20 @@ from neondist.launcher.mpirun import find_mpirun
 
 BACKENDS = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
 """installed backends"""
-KERNELS = [*BACKENDS, "not compiled", *(["torch throughout"] if "torch" in BACKENDS else [])]
+KERNEL_VARIANTS = [*BACKENDS, "not compiled", *(["torch throughout"] if "torch" in BACKENDS else [])]
 """the same, NumPy's kernels without compiled ones, and torch's kernels at all sizes"""
 
 
 def make_backend(name: str) -> Backend:
-    """Return a backend by its name in KERNELS."""
+    """Return a backend by its name in KERNEL_VARIANTS."""
     if name == "not compiled":
         return Backend(name, Kernels())
     if name != "torch throughout":
         return get_backend(name)
-    from neondist.backends.torch import TorchTable
+    from neondist.backends.torch import TorchKernelMixin
 
-    class TorchKernels(TorchTable):
-        min_elements = 0
+    class TorchKernels(TorchKernelMixin):
+        min_torch_elements = 0
 
         def _prefers_torch_conv(self, x, out, kernel=(), stride=(1,)):
             crashes = max(stride) > 1 and kernel != () and max(kernel) == 1

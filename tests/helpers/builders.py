@@ -1,6 +1,6 @@
 """Strategy builders as configuration strings."""
 
-BUILDERS = {
+STRATEGY_BUILDERS = {
     "AllReduce(chunk_size=2, compressor='topk(0.01)')",
     "PartitionedAllReduce",
     "RandomAxisPartitionAR(seed=3)",
@@ -13,4 +13,7 @@ BUILDERS = {
 }
 
 #: synchronous strategies: each builder with its defaults, and another seed
-SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]
+SYNCHRONOUS_STRATEGIES = [
+    *sorted({text.partition("(")[0] for text in STRATEGY_BUILDERS}),
+    "RandomAxisPartitionAR(seed=5)",
+]

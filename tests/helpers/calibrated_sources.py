@@ -9,14 +9,14 @@ nibabel = pytest.importorskip("nibabel", reason="made by nibabel")
 rasterio = pytest.importorskip("rasterio", reason="made by rasterio")
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
 
-SYMBOLS = {"nanometer": "nm", "micrometer": "µm", "millimeter": "mm", "centimeter": "cm", "meter": "m", "inch": "in",
-           "angstrom": "Å", "second": "s", "millisecond": "ms", "minute": "min", "hour": "h"}  # fmt: skip
-EXTENTS = {"T": 3, "Z": 4, "Y": 6, "X": 10, "C": 2}
-TRANSFORM = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
+UNIT_SYMBOLS = {"nanometer": "nm", "micrometer": "µm", "millimeter": "mm", "centimeter": "cm", "meter": "m",
+           "inch": "in", "angstrom": "Å", "second": "s", "millisecond": "ms", "minute": "min", "hour": "h"}  # fmt: skip
+EXTENT_BY_AXIS = {"T": 3, "Z": 4, "Y": 6, "X": 10, "C": 2}
+AFFINE_TRANSFORM = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
 
 
 def make_cells(axes, dtype="uint8"):
-    shape = [EXTENTS[name] for name in axes]
+    shape = [EXTENT_BY_AXIS[name] for name in axes]
     return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
 
 
@@ -59,11 +59,11 @@ def write_shaped_tiff(folder, seed):
 
 def write_geotiff(folder, seed, dtype="float32", overviews=()):
     options = {"driver": "GTiff", "height": 6, "width": 10, "count": 2, "dtype": dtype, "crs": "EPSG:32633"}
-    with rasterio.open(folder / "a.tif", "w", **options, transform=TRANSFORM, nodata=-99) as file:
+    with rasterio.open(folder / "a.tif", "w", **options, transform=AFFINE_TRANSFORM, nodata=-99) as file:
         file.write(make_cells("CYX", dtype))
         file.scales, file.descriptions = (0.1, 0.2), ("red", "green")
         file.build_overviews(list(overviews))
-    return "a.tif", {"georeference": TRANSFORM, "nodata": 1, "GDAL metadata": 1}
+    return "a.tif", {"georeference": AFFINE_TRANSFORM, "nodata": 1, "GDAL metadata": 1}
 
 
 def write_geotiff_with_mask(folder, seed):
@@ -76,7 +76,7 @@ def write_geotiff_with_mask(folder, seed):
 
 def write_geotiff_overview(folder, seed):
     path, entries = write_geotiff(folder, seed, overviews=[2])
-    return path + "#1", entries | {"georeference": TRANSFORM * rasterio.Affine.scale(2, 2)}
+    return path + "#1", entries | {"georeference": AFFINE_TRANSFORM * rasterio.Affine.scale(2, 2)}
 
 
 def write_point_geotiff(folder, seed):
@@ -129,9 +129,9 @@ def write_ome_tiff(folder, seed, axes="TZCYX", level=0, **options):
         seed, axes.replace("C", ""), ["nanometer", "inch", "micrometer", "angstrom"], ["hour", "millisecond"]
     )
     pixel_sizes = {"TimeIncrement" if axis == "T" else f"PhysicalSize{axis}": n for axis, n in scale.items()}
-    unit_names = {name + "Unit": SYMBOLS[units[name[-1] if name[0] == "P" else "T"]] for name in pixel_sizes}
+    unit_names = {name + "Unit": UNIT_SYMBOLS[units[name[-1] if name[0] == "P" else "T"]] for name in pixel_sizes}
     metadata = {"axes": axes, "AcquisitionDate": "2021-02-03T04:05:06", **pixel_sizes, **unit_names}
-    count = int(np.prod([EXTENTS[axis] for axis in axes if axis not in "YX"]))
+    count = int(np.prod([EXTENT_BY_AXIS[axis] for axis in axes if axis not in "YX"]))
     metadata |= {"Channel": {"Name": ["dapi", "gfp"], "Color": [255, 65535]}} if "C" in axes else {}
     metadata |= {"Plane": {"PositionX": [1.5] * count, "DeltaT": [2.5] * count}, "Description": "cells"}
     with tifffile.TiffWriter(folder / "a.ome.tif", ome=True) as file:
@@ -267,7 +267,7 @@ def write_npy(folder, seed):
     return "a.npy", {}
 
 
-SOURCES = [
+SOURCE_WRITERS = [
     write_scanned_tiff, write_scanned_tiff_level, write_plain_tiff, write_shaped_tiff, write_geotiff,
     write_geotiff_with_mask, write_geotiff_overview,
     write_point_geotiff, write_rational_polynomials, write_world_file, write_rotated_geotiff, write_imagej,

@@ -33,11 +33,11 @@ def select_tests(items):
     for item in items:
         if item.get_closest_marker("long") and not ALL_CASES:
             functions[item.nodeid.partition("[")[0]].append(item)
-    deselected = {case for name, cases in functions.items() for case in deselect_cases(name, cases, SEED)}
+    deselected = {case for name, cases in functions.items() for case in list_deselected_cases(name, cases, SEED)}
     return [item for item in items if item not in deselected], [item for item in items if item in deselected]
 
 
-def deselect_cases(name, cases, seed):
+def list_deselected_cases(name, cases, seed):
     """Return the cases of a long test that this seed does not run."""
     # shuffled, since every sixth case of a table may have the same dtype
     order = random.Random(name).sample(range(len(cases)), len(cases))

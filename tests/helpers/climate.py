@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import xarray
 
-LEVELS = np.array([850, 500, 250], "int32")
+PRESSURE_LEVELS = np.array([850, 500, 250], "int32")
 
 
 def make_weather(first=0, times=10, extent=(6, 8), seed=0):
@@ -26,7 +26,7 @@ def make_weather(first=0, times=10, extent=(6, 8), seed=0):
         },
         {
             "time": time,
-            "level": ("level", LEVELS, {"units": "hPa", "positive": "down"}),
+            "level": ("level", PRESSURE_LEVELS, {"units": "hPa", "positive": "down"}),
             "lat": ("lat", np.linspace(75, -75, h), north),
             "lon": ("lon", np.arange(w) * 360.0 / w, {"units": "degrees_east", "standard_name": "longitude"}),
         },

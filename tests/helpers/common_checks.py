@@ -11,7 +11,7 @@ from neondist.comm import Message, Redistribution, Reductions
 from neondist.errors import UserError
 from neondist.geometry import Box, GridShape, Partition
 
-PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "wrap": "wrap"}
+NUMPY_PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "wrap": "wrap"}
 
 
 def pad_image(image, window):
@@ -19,7 +19,7 @@ def pad_image(image, window):
     for axis, (sides, mode) in enumerate(zip(window.padding, window.modes, strict=True), start=1):
         options = {"constant_values": window.fill} if mode == "zeros" else {}
         padding = [sides if axis == other_axis else (0, 0) for other_axis in range(image.ndim)]
-        image = np.pad(image, padding, mode=PAD_MODE[mode], **options)
+        image = np.pad(image, padding, mode=NUMPY_PAD_MODE[mode], **options)
     return image
 
 
@@ -85,7 +85,7 @@ def mask_image_cells(ga, view):
     return mask
 
 
-def can_slide(shape, window):
+def window_fits(shape, window):
     """Return whether a window fits a shape."""
     try:
         window.check(shape)

@@ -55,7 +55,7 @@ def make_custom(path, **options):
     return CustomDataset(**options)
 
 
-FACTORIES = [make_mnist, make_cifar10, make_synthetic, make_photographs, make_custom]
+DATASET_FACTORIES = [make_mnist, make_cifar10, make_synthetic, make_photographs, make_custom]
 """datasets whose validation samples are the last training samples; HDF5Dataset draws them at random"""
 
 
@@ -65,6 +65,6 @@ def open_dataset(data, grid=None):
     return data
 
 
-def raw_cells(split):
+def read_raw_cells(split):
     """Return the raw values of all samples of a split."""
     return split.tiles[np.arange(len(split))]

@@ -26,9 +26,9 @@ ON_GPU = "NEONDIST_GPU" in os.environ
 _MISSING_FUNCTIONS = {"errstate", "ndindex", "nditer", "put_along_axis"}
 """functions of NumPy that a device does not have"""
 _MISSING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
-_SYNCHRONISING = {"argwhere", "flatnonzero", "nonzero", "unique"}
+_SYNCHRONISING_FUNCTIONS = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the size of the result depends on values, which the host waits for"""
-_ALLOCATIONS = {"empty", "empty_like"}
+_ALLOCATING_FUNCTIONS = {"empty", "empty_like"}
 """no kernel is launched"""
 _ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
 _METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
@@ -149,7 +149,7 @@ def call_on_device(device, function, args, kwargs):
     """Call a NumPy function on device memory; TypeError for arguments that CuPy does not support."""
     if unsupported := kwargs.keys() & _MISSING_ARGUMENTS:
         raise TypeError(f"{function.__name__} has no argument {', '.join(unsupported)} on a device")
-    device.synchronisations += function.__name__ in _SYNCHRONISING
+    device.synchronisations += function.__name__ in _SYNCHRONISING_FUNCTIONS
     if function is np.may_share_memory:  # CuPy crashes on NumPy arrays
         assert all(isinstance(argument, DeviceArray) for argument in args)
     call = function, [unwrap(value) for value in args], {name: unwrap(value) for name, value in kwargs.items()}
@@ -158,7 +158,7 @@ def call_on_device(device, function, args, kwargs):
         if isinstance(argument, DeviceArray) and argument.memory is result:  # returned unchanged, without a copy
             return argument
     launched = "out" in kwargs or getattr(result, "base", result) is None or isinstance(result, np.generic)
-    device.launches += launched and function.__name__ not in _ALLOCATIONS
+    device.launches += launched and function.__name__ not in _ALLOCATING_FUNCTIONS
     return kwargs.get("out", device.wrap(result))
 
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 
-HEADER = """
+CUDA_HEADER = """
 #include <math.h>
 #define KERNEL
 typedef struct { int x, y, z; } Dim3;
@@ -38,7 +38,7 @@ def compile_kernel(source):
     """Return the compiled source of a kernel and a lock for its calls."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.c")
-        path.write_text(HEADER + source)
+        path.write_text(CUDA_HEADER + source)
         command = [find_compiler(), "-std=c11", "-Wall", "-Werror", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
         subprocess.run([*command, "-o", path.with_suffix(".so"), path, "-lm"], check=True)
         return ctypes.CDLL(path.with_suffix(".so")), Lock()
@@ -69,7 +69,7 @@ class RawKernel:
             self.device.capturing.calls.append(lambda: self._run(arguments))
 
     def _run(self, arguments):
-        values = [_to_c(argument) for argument in arguments]
+        values = [_to_ctypes(argument) for argument in arguments]
         variables = {name: Dim3.in_dll(self.library, name) for name in ("gridDim", "blockDim", "blockIdx", "threadIdx")}
         with self.lock:
             variables["gridDim"].x, variables["blockDim"].x = GRID, BLOCK
@@ -78,7 +78,7 @@ class RawKernel:
                 self.function(*values)
 
 
-def _to_c(argument):
+def _to_ctypes(argument):
     if isinstance(argument, np.int64):
         return ctypes.c_longlong(argument)
     if isinstance(argument, np.float32):

@@ -4,7 +4,7 @@ import numpy as np
 
 from neondist.backends.cupy import CupyKernels
 
-_IN_PLACE = {"copyto", "fill"}
+_IN_PLACE_FUNCTIONS = {"copyto", "fill"}
 """functions that write to an argument and return None"""
 
 
@@ -28,7 +28,7 @@ class RecordedLaunches:
 
     def record(self, function, args, kwargs):
         """Record a call of a NumPy function on memory; return its result, of which only the shape is defined."""
-        if "out" in kwargs or function.__name__ in _IN_PLACE:
+        if "out" in kwargs or function.__name__ in _IN_PLACE_FUNCTIONS:
             self.calls.append(lambda: function(*args, **kwargs))
             return kwargs.get("out")
         with np.errstate(all="ignore"):

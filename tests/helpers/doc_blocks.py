@@ -36,11 +36,11 @@ def parse_blocks(page: Path) -> list[Block]:
     result = []
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        result.append(Block(line, match["language"], match["text"], _marks(match["mark"] or "")))
+        result.append(Block(line, match["language"], match["text"], _parse_marks(match["mark"] or "")))
     return result
 
 
-def _marks(mark: str) -> dict[str, str]:
+def _parse_marks(mark: str) -> dict[str, str]:
     if mark.startswith("not run:"):
         return {"not run": mark}
     matches = (re.match(r"(file|in|exact|exit):? ?(.*)", part.strip()) for part in mark.split(",") if part.strip())

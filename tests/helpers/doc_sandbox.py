@@ -15,7 +15,7 @@ from neondist.data.datasets.mnist import EMBEDDED_FOLDER
 from neondist.launcher.mpirun import find_mpirun
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"train": 128, "t10k": 32}
+DIGIT_COUNTS = {"train": 128, "t10k": 32}
 
 
 class DocSandbox:
@@ -83,7 +83,7 @@ def write_digits(folder: Path) -> None:
     """Write the first of the embedded digits in the official file format."""
     for source in EMBEDDED_FOLDER.glob("*.gz"):
         raw = gzip.decompress(source.read_bytes())
-        count = next(count for name, count in COUNTS.items() if source.name.startswith(name))
+        count = next(count for name, count in DIGIT_COUNTS.items() if source.name.startswith(name))
         head = 16 if "images" in source.name else 8
         sample = 28 * 28 if "images" in source.name else 1
         subset = raw[:4] + struct.pack(">i", count) + raw[8:head] + raw[head : head + count * sample]

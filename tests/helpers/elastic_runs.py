@@ -13,10 +13,13 @@ import neondist as nd
 from neondist.comm import loopback, mpi
 from neondist.train import Stop
 
-TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
+VARYING_FIELDS = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 GRIDS = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]
 STRATEGIES = ["ShardedOptimizer", "PSLoadBalancing", "PartitionedPS", "Parallax"]  # by stage
-STEPS = {"everything": [2, 2, 3], "autoencoder": [2, 5, 7]}  # by stage but the last; every stage ends within an epoch
+STEPS_BY_STAGE = {
+    "everything": [2, 2, 3],
+    "autoencoder": [2, 5, 7],
+}  # by stage but the last; every stage ends within an epoch
 
 
 class StepLimit(nd.Hook):
@@ -25,11 +28,11 @@ class StepLimit(nd.Hook):
     runs_during_pretraining = True
 
     def __init__(self, steps):
-        self.left = steps
+        self.steps_left = steps
 
     def after_step(self, run):
-        self.left -= 1
-        if not self.left:
+        self.steps_left -= 1
+        if not self.steps_left:
             run.stop = Stop("preempted")
 
 
@@ -80,7 +83,7 @@ def run_uninterrupted(kind, folder):
 
 def run_stage(kind, stage, world, folder):
     """Continue a run from the previous stage; return the full arrays."""
-    stops = STEPS[kind][stage : stage + 1]
+    stops = STEPS_BY_STAGE[kind][stage : stage + 1]
     hooks = [StepLimit(steps) for steps in stops]
     result, state = run_experiment(
         kind, world, folder, GRIDS[stage][1], STRATEGIES[stage], resume=stage > 0, hooks=hooks
@@ -92,7 +95,7 @@ def run_stage(kind, stage, world, folder):
 def read_records(folder, name):
     """Return the records of a log without fields that depend on the machine or the number of ranks."""
     lines = (folder / name).read_text().splitlines() if (folder / name).exists() else []
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in VARYING_FIELDS} for line in lines]
 
 
 def select_floats(record):
@@ -121,5 +124,5 @@ def check_arrays(actual, expected):
 
 if __name__ == "__main__":
     world = mpi.world_transport()
-    for kind in STEPS:
+    for kind in STEPS_BY_STAGE:
         run_stage(kind, int(sys.argv[2]), world, Path(sys.argv[1]) / kind)

@@ -5,7 +5,7 @@ import numpy as np
 import neondist as nd
 
 SHAPE = (9, 7, 3)
-BATCHES = (8, 5)
+BATCH_SIZES = (8, 5)
 
 
 def make_every_layer(kind=""):
@@ -66,7 +66,7 @@ def draw_batch(model, batch, seed):
 def run_steps(model):
     """Return the losses, gradients and state of two steps of different sizes."""
     arrays = {}
-    for step, batch in enumerate(BATCHES):
+    for step, batch in enumerate(BATCH_SIZES):
         x, labels = draw_batch(model, batch, step)
         arrays[f"loss {step}"] = np.array([model.train_batch(model.scatter(x), labels, batch)])
         arrays |= {f"{name} {step}": gradient for name, gradient in model.gradients().items()}

@@ -17,7 +17,7 @@ import pytest
 
 import neondist
 
-AGENT = """#!/bin/sh
+SSH_AGENT_SCRIPT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do
     case $1 in -[FlpioO]) shift;; esac
     shift
@@ -32,7 +32,7 @@ unset PRTE_MCA_prte_default_hostfile
 case "$*" in *prted*) wait=;; *) wait=--wait;; esac # mpirun's daemons leave this script at once
 exec setsid $wait unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
 """
-MARK = "NEONDIST_FAKE_NODES"
+MARK_VARIABLE = "NEONDIST_FAKE_NODES"
 
 
 def find_obstacle():
@@ -59,7 +59,7 @@ class FakeNodes:
 
     def __init__(self, folder, *nodes, slots=1):
         agent, hosts = folder / "agent", folder / "hosts"
-        agent.write_text(AGENT.replace("PACKAGE", str(Path(neondist.__file__).parent)))
+        agent.write_text(SSH_AGENT_SCRIPT.replace("PACKAGE", str(Path(neondist.__file__).parent)))
         agent.chmod(0o755)
         hosts.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
         self.nodes, self.mark, self.folder = nodes, uuid.uuid4().hex, folder
@@ -67,7 +67,7 @@ class FakeNodes:
             "PRTE_MCA_plm_ssh_agent": str(agent),
             "PRTE_MCA_prte_do_not_resolve": "1",
             "PRTE_MCA_prte_default_hostfile": str(hosts),
-            MARK: self.mark,
+            MARK_VARIABLE: self.mark,
         }
 
     def processes(self):
@@ -76,7 +76,7 @@ class FakeNodes:
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 env, command = process.environ(), process.cmdline()
-                if env.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if env.get(MARK_VARIABLE) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     result.append((_kind(process, env, command), env.get("FAKE_HOST", ""), process.pid))
         return result
 

@@ -26,8 +26,8 @@ import psutil
 
 from neondist.errors import UserError
 
-SECONDS = 60  # timeout of a case on a busy machine
-MEMORY = 2 << 30  # limit of a case, in addition to the memory of the tests
+TIMEOUT_SECONDS = 60  # timeout of a case on a busy machine
+MEMORY_LIMIT_BYTES = 2 << 30  # limit of a case, in addition to the memory of the tests
 
 
 def damage_copies(raw: bytes, count: int, seed: int = 0, head: int = 4096) -> Iterator[bytes]:
@@ -38,7 +38,7 @@ def damage_copies(raw: bytes, count: int, seed: int = 0, head: int = 4096) -> It
     rng = random.Random(seed)
     for case in range(count):
         part = len(raw) if case % 2 else min(head, len(raw))
-        yield _DAMAGE[case // 2 % len(_DAMAGE)](bytearray(raw), part, rng)
+        yield _DAMAGE_FUNCTIONS[case // 2 % len(_DAMAGE_FUNCTIONS)](bytearray(raw), part, rng)
 
 
 def _cut(raw: bytearray, part: int, rng: random.Random) -> bytes:
@@ -67,7 +67,7 @@ def _extreme(raw: bytearray, part: int, rng: random.Random) -> bytes:
     return bytes(raw)
 
 
-_DAMAGE = (_cut, _flip, _flip, _zero, _move, _extreme, _flip)
+_DAMAGE_FUNCTIONS = (_cut, _flip, _flip, _zero, _move, _extreme, _flip)
 
 
 def classify_call(call: Callable[[], Any]) -> str:
@@ -128,7 +128,7 @@ def _try_all(cases: list, call: Callable, write: int) -> None:
     """Run the cases in the child process and write each outcome as a line of JSON; never returns."""
     try:
         size = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT_BYTES, size + MEMORY_LIMIT_BYTES))
         with os.fdopen(write, "w", buffering=1) as pipe:
             for case in cases:
                 pipe.write(json.dumps(call(case)) + "\n")
@@ -142,7 +142,7 @@ def _collect(read: int, child: int) -> tuple[list[str], bool]:
     """Return the outcomes up to the end of the child, and whether it was killed after a timeout."""
     buffer = b""
     while True:
-        ready, _, _ = select.select([read], [], [], SECONDS)
+        ready, _, _ = select.select([read], [], [], TIMEOUT_SECONDS)
         if not ready:
             os.kill(child, signal.SIGKILL)
         piece = os.read(read, 1 << 16) if ready else b""

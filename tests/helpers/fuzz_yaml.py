@@ -10,7 +10,7 @@ PAYLOAD = "neondist-was-here"
 BILLION_LAUGHS = "\n".join(
     ["x0: &x0 [a, a, a, a, a, a, a, a, a]", *(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 10))]
 )
-VALUES = [
+HOSTILE_VALUES = [
     "", "0", "-1", "1", "2", "1e9", "-1e-9", "1000000000", "99999999999999999999999", ".inf", "-.inf", ".nan", "1e400",
     "true", "no", "null", "~", "[]", "{}", "[1, 2]", "[[1, 2], [3]]", "{a: 1}",
     "text", "'5'", '"\\0"', "é", "'''", "#",
@@ -44,9 +44,9 @@ def mutate_texts(texts: Sequence[str], count: int, seed: int = 0) -> Iterator[st
 def _value(text: str, rng: random.Random) -> str:
     words = list(_WORDS.finditer(text))
     if not words:
-        return text + rng.choice(VALUES)
+        return text + rng.choice(HOSTILE_VALUES)
     target = rng.choice(words)
-    return text[: target.start()] + rng.choice(VALUES) + text[target.end() :]
+    return text[: target.start()] + rng.choice(HOSTILE_VALUES) + text[target.end() :]
 
 
 def _swap(text: str, rng: random.Random) -> str:
@@ -76,7 +76,9 @@ def _field(text: str, rng: random.Random) -> str:
     """Change the name of a field, or add a field."""
     names = list(re.finditer(r"\w+(?=:)", text))
     if not names or rng.random() < 0.2:
-        return text + rng.choice([f"\nextra: {rng.choice(VALUES)}\n", f"\n{BILLION_LAUGHS}\n", "\n<<: {epochs: 2}\n"])
+        return text + rng.choice(
+            [f"\nextra: {rng.choice(HOSTILE_VALUES)}\n", f"\n{BILLION_LAUGHS}\n", "\n<<: {epochs: 2}\n"]
+        )
     name = rng.choice(names)
     new = rng.choice([name[0] + "s", name[0][1:], name[0].upper(), "__class__", "self", "0", rng.choice(names)[0]])
     return text[: name.start()] + new + text[name.end() :]

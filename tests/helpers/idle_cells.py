@@ -4,7 +4,7 @@ import torch
 
 from neondist.torch.execution.runner import Runner
 
-FILLS = (torch.nan, 1e3, -1e3)
+PERTURBATIONS = (torch.nan, 1e3, -1e3)
 
 
 def find_idle_cells(model, tiles):
@@ -47,7 +47,7 @@ class _PerturbingRunner(Runner):
 
         def is_idle(cells, perturbed):
             inputs = [*tensors[:index], perturbed, *tensors[index + 1 :]]
-            return not any(_differs(step.run(*inputs), result) for _ in map(cells.fill_, FILLS))
+            return not any(_differs(step.run(*inputs), result) for _ in map(cells.fill_, PERTURBATIONS))
 
         needs = {request.dim: k for k, request in enumerate(self.channels[id(view)].transfer.requests)}
         for dim in range(2, tensors[index].dim()) if pieces else ():

@@ -20,7 +20,7 @@ VIEWS = {
     "means": lambda v: v.flatten(2).mean(2) if v.shape[1] > 1 else v.flatten(2)[..., 1],
 }
 """Arguments of a loss: images, (cells, C), images with one axis less, (N, C) of one cell or the mean of all."""
-VECTORS = "cells", "vectors", "means"
+VECTOR_VIEWS = "cells", "vectors", "means"
 
 
 def make_weights(*zeros):
@@ -188,5 +188,5 @@ def list_losses():
     dense = product(VIEWS, [*yield_class_losses(), *yield_cell_losses()])
     result = {f"{name}, {view}": apply_view(view, loss) for view, (name, loss) in dense}
     return result | {
-        f"{name}, {v}": apply_view(v, loss) for v, (name, loss) in product(VECTORS, list(yield_vector_losses()))
+        f"{name}, {v}": apply_view(v, loss) for v, (name, loss) in product(VECTOR_VIEWS, list(yield_vector_losses()))
     }

@@ -43,22 +43,22 @@ def send_messages(address, path, token, count, seed):
     return refused
 
 
-METHODS = (
+SERVER_METHODS = (
     "push_model", "pull_variable", "pull_embedding_vector", "push_gradient", "join", "leave", "wait_turn",
     "finish_round", "finish_epoch", "credits", "hold", "release", "save_checkpoint", "load_checkpoint", "status",
 )  # fmt: skip
 """methods of a parameter server"""
-NAMES = (
+FIELD_NAMES = (
     "worker", "client", "sequence", "version", "at_least", "samples", "scale", "credit", "incarnation", "layout",
     "optimizer", "rule", "values", "name", "save", "admitted", "epoch",
 )  # fmt: skip
 LAYOUT = {"index": 0, "servers": 1, "pieces": [], "tables": []}
-HUGE = ["w", "float32", [1 << 40, 1 << 40], [1 << 80], [0], [1 << 80], True]
-VALUES = (
+HUGE_ARRAY = ["w", "float32", [1 << 40, 1 << 40], [1 << 80], [0], [1 << 80], True]
+FIELD_VALUES = (
     *(None, True, False, -1, 0, 3, 1 << 62, 1 << 70, 0.5, -2.5, 1e300, "", "a", "../a", "x" * 3000),
     *([], [1, 2, 3], [[1]], {}, {"a": 1}, LAYOUT),
     LAYOUT | {"pieces": [["w", "float32", [-1], [3], [0], [3], True]]},
-    LAYOUT | {"pieces": [HUGE]},
+    LAYOUT | {"pieces": [HUGE_ARRAY]},
     LAYOUT | {"tables": [["t", 9, 2, "float32", ["System", {}], 0, False]]},
     LAYOUT | {"tables": [["t", 9, 2, "float32", ["Gaussian", {"x": 1}], 0, False]]},
     {"kind": "neondist", "name": "SGD", "arguments": {"learning_rate": "x"}},
@@ -71,18 +71,18 @@ VALUES = (
 
 def draw_request(rng):
     """Return a method of a parameter server with well-formed, mostly invalid fields and arrays."""
-    fields = {name: rng.choice(VALUES) for name in NAMES if rng.random() < 0.8}
+    fields = {name: rng.choice(FIELD_VALUES) for name in FIELD_NAMES if rng.random() < 0.8}
     names = ["dense/float32", "dense/float64", "ids/table", "rows/table", "ids", "rows/"]
     arrays = [np.zeros(3, "f4"), np.zeros(5), np.zeros((2, 2)), np.arange(2) - 1, np.full(2, np.nan), np.zeros(0, "?")]
     payload = {name: rng.choice(arrays) for name in names if rng.random() < 0.5}
-    return rng.choice(METHODS), fields | {"seconds": rng.choice([0, 0.0, "1", -1])}, payload
+    return rng.choice(SERVER_METHODS), fields | {"seconds": rng.choice([0, 0.0, "1", -1])}, payload
 
 
 def change_value(rng, value):
     """Return JSON with one value replaced at any depth."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     if not keys or rng.random() < 0.1:
-        return rng.choice(VALUES)
+        return rng.choice(FIELD_VALUES)
     key = rng.choice(list(keys))
     value[key] = change_value(rng, value[key])
     return value if isinstance(value, (dict, list)) else {}

@@ -11,7 +11,7 @@ from neondist.comm import loopback
 from neondist.config import load_experiment
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
-from neondist.launcher.supervise import JobEnding
+from neondist.launcher.supervision import JobEnding
 from neondist.system.signals import Signals
 
 

@@ -70,14 +70,14 @@ JOBS = {
     "module": ((), "run module.yaml --import nets.py --output w/m"),
     "convert": ((), "data convert x.npy labels.npy --to w/data.h5"),
 }
-RESUME = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml --output w/gb --resume auto"}
+RESUME_COMMANDS = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml --output w/gb --resume auto"}
 # commands that continue a killed job; by default, the job itself
 CONTINUATIONS = {
     "fresh": ("run net.yaml --output w/out --resume", "run net.yaml --output w/out --resume auto"),
     "GB": ("run gb.yaml --output w/gb --resume", "run gb.yaml --output w/gb --resume auto"),
     "module": tuple(f"run module.yaml --import nets.py --output w/m --resume{how}" for how in ("", " auto")),
 }
-CLOCK = re.compile(r'"(seconds|samples_per_second)": [^,}]*')
+TIMES_PATTERN = re.compile(r'"(seconds|samples_per_second)": [^,}]*')
 
 
 def read_contents(folder):
@@ -98,7 +98,7 @@ def read_contents(folder):
                 key: item.tobytes() for key, item in arrays.items() if getattr(item, "dtype", "S").kind in "iuf"
             }
         elif path.suffix == ".jsonl":
-            result[name] = CLOCK.sub("", path.read_text()) if path.name != "ledger.jsonl" else path.read_text()
+            result[name] = TIMES_PATTERN.sub("", path.read_text()) if path.name != "ledger.jsonl" else path.read_text()
         elif path.suffix == ".npz":
             with np.load(path) as file:
                 result[name] = {key: file[key].tobytes() for key in file.files}
@@ -238,7 +238,7 @@ class CommandSandbox:
         if leftovers:
             return f"leaves {leftovers[0].name}"
         for name in kept:
-            code, output, *_ = self.call(RESUME[name])
+            code, output, *_ = self.call(RESUME_COMMANDS[name])
             if code:
                 return f"cannot be resumed: {output.strip().splitlines()[-1]}"
         return ""

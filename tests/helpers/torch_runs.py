@@ -26,10 +26,10 @@ from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU", allow_module_level=True)
-training_memory.MIN_BYTES = 1  # tests are small: let views replace all saved tensors
+training_memory.MIN_DEDUPLICATED_BYTES = 1  # tests are small: let views replace all saved tensors
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 """device of modules; inputs and results are on the host"""
-CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")
+FROM_TORCH_MODULE = importlib.import_module("neondist.torch.convert.from_torch")
 COMBINED_GRIDS = (1, 3, 2), (2, 1, 2)
 OTHER_GRIDS = (1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (2, 1, 1)
 GRIDS = (*COMBINED_GRIDS, *OTHER_GRIDS)
@@ -60,11 +60,11 @@ def run_serial(module, inputs, gradients=None, change=None):
     """
     module = copy.deepcopy(module).to(DEVICE)
     with _default_device():
-        result = _serial_pass(module, inputs, gradients)
+        result = _run_serial_pass(module, inputs, gradients)
         if change is not None:
             module.zero_grad()
             change(module)
-            result["after"] = _serial_pass(module, inputs)
+            result["after"] = _run_serial_pass(module, inputs)
     return result
 
 
@@ -73,23 +73,23 @@ def _default_device():
     return nullcontext() if DEVICE.type == "cpu" else DEVICE
 
 
-def _serial_pass(module, inputs, gradients=None):
+def _run_serial_pass(module, inputs, gradients=None):
     inputs = [x.to(DEVICE, copy=True).requires_grad_(x.is_floating_point()) for x in inputs]
     result = module(*inputs)
     outputs = [y for y in torch.utils._pytree.tree_leaves(result) if isinstance(y, torch.Tensor)]
     gradients = gradients or draw_gradients(outputs)
     torch.autograd.backward(*select_differentiable(outputs, [g.to(DEVICE) for g in gradients]))
     return {
-        "outputs": [_on_host(y) for y in outputs],
+        "outputs": [_to_host(y) for y in outputs],
         "differentiable": [y.requires_grad for y in outputs],
         "gradients": gradients,
-        "inputs": [_on_host(x.grad) for x in inputs],
-        "parameters": {name: _on_host(p.grad) for name, p in module.named_parameters()},
-        "buffers": {name: _on_host(b).clone() for name, b in module.named_buffers()},
+        "inputs": [_to_host(x.grad) for x in inputs],
+        "parameters": {name: _to_host(p.grad) for name, p in module.named_parameters()},
+        "buffers": {name: _to_host(b).clone() for name, b in module.named_buffers()},
     }
 
 
-def _on_host(tensor):
+def _to_host(tensor):
     return None if tensor is None else tensor.detach().cpu()
 
 
@@ -136,13 +136,13 @@ def run_distributed(module, inputs, gradients, grid, **options):
                 local_module, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **options
             )
             if inference:
-                _inference_pass(model, inputs)
-            result = _distributed_pass(model, inputs, gradients)
+                _run_inference_pass(model, inputs)
+            result = _run_distributed_pass(model, inputs, gradients)
             if change is not None:
                 model.comm.ledger.clear()
                 local_module.zero_grad()
                 change(local_module)
-                result["after"] = _distributed_pass(model, inputs, gradients_after)
+                result["after"] = _run_distributed_pass(model, inputs, gradients_after)
             if check_cells and DEVICE.type == "cpu":
                 result["idle"] = find_idle_cells(model, [model.scatter(x, index) for index, x in enumerate(inputs)])
             return result
@@ -150,7 +150,7 @@ def run_distributed(module, inputs, gradients, grid, **options):
     return loopback.run(replicas * rows * cols * planes, body, **run_options)
 
 
-def _inference_pass(model, inputs):
+def _run_inference_pass(model, inputs):
     """Run a pass without effects: buffers, step number and message counts are restored."""
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     with torch.inference_mode():
@@ -161,7 +161,7 @@ def _inference_pass(model, inputs):
     model.comm.ledger.clear()
 
 
-def _distributed_pass(model, inputs, gradients):
+def _run_distributed_pass(model, inputs, gradients):
     module, ranks = model.module, model.grid
     inputs, gradients = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (inputs, gradients))
     tiles = [model.scatter(x, index).requires_grad_(x.is_floating_point()) for index, x in enumerate(inputs)]
@@ -173,21 +173,21 @@ def _distributed_pass(model, inputs, gradients):
     if ranks.size > 1:
         assert count_sent_bytes(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
     return {
-        "outputs": [_on_host(model.tiling.gathered(y, layout)) for y, layout in zip(outputs, layouts, strict=True)],
+        "outputs": [_to_host(model.tiling.gather(y, layout)) for y, layout in zip(outputs, layouts, strict=True)],
         "differentiable": [y.requires_grad for y in outputs],
         "inputs": [
             None if x.grad is None else gather_input_gradient(model, index, x.grad) for index, x in enumerate(tiles)
         ],
-        "parameters": {name: _on_host(p.grad) for name, p in module.named_parameters()},
-        "buffers": {name: _on_host(b).clone() for name, b in module.named_buffers()},
+        "parameters": {name: _to_host(p.grad) for name, p in module.named_parameters()},
+        "buffers": {name: _to_host(b).clone() for name, b in module.named_buffers()},
     }
 
 
 def gather_input_gradient(model, index, gradient):
     """Return the full gradient of an input from local ones, which add up where tiles overlap."""
-    layout, overlaps = model.tiling.input_layouts[index], model._compiled_state().overlaps
+    layout, overlaps = model.tiling.input_layouts[index], model._compiled_state().widened_ranges
     if not overlaps or not overlaps[index]:
-        return _on_host(model.tiling.gathered(gradient, layout))
+        return _to_host(model.tiling.gather(gradient, layout))
     full = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")
     for dim, (lo, hi) in place_ranges(overlaps[index], model.comm.place).items():
         part = part.narrow(dim, lo, hi - lo)
@@ -281,14 +281,14 @@ def share_captures(programs=None):
                 return programs[key]
             program = capture_module(module, shapes, *arguments, **options)
             # programs that hold tensors of this module are not shared, since ranks change theirs independently
-            shared = {_address(t) for t in (*program.reads.others, *program.constants.values())} - {None}
+            shared = {_address(t) for t in (*program.reads.tensors, *program.constants.values())} - {None}
             if not any(_address(value) in shared for value in vars(module).values()):
                 programs[key] = program
         return program
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (capturing, criteria, factory, CONVERSION):
+        for place in (capturing, criteria, factory, FROM_TORCH_MODULE):
             patch.setattr(place, "capture_module", captured)
         yield
 

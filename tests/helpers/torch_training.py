@@ -84,12 +84,12 @@ def classifier():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
 
 
-SEED = threading.Lock()
+SEED_LOCK = threading.Lock()
 
 
 def build_seeded(create):
     """Return a module with the same weights on all ranks, which may be threads."""
-    with SEED:
+    with SEED_LOCK:
         torch.manual_seed(0)
         return create().double()
 
@@ -129,7 +129,7 @@ def _weights():
     return torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
 
 
-OUTPUT = (N, CLASSES, *IMAGES[2:])
+OUTPUT_SHAPE = (N, CLASSES, *IMAGES[2:])
 LOSSES = {
     "cross entropy": (nn.CrossEntropyLoss(), lambda: draw_labels(*CELLS)),
     "cross entropy, sum": (nn.CrossEntropyLoss(reduction="sum"), lambda: draw_labels(*CELLS)),
@@ -144,20 +144,20 @@ LOSSES = {
         nn.CrossEntropyLoss(_weights(), label_smoothing=0.2, reduction="sum"),
         lambda: draw_labels(*CELLS),
     ),
-    "cross entropy, probabilities": (nn.CrossEntropyLoss(_weights()), lambda: draw_tensor(*OUTPUT).softmax(1)),
-    "mean square": (nn.MSELoss(), lambda: draw_tensor(*OUTPUT)),
-    "sum of squares": (nn.MSELoss(reduction="sum"), lambda: draw_tensor(*OUTPUT)),
-    "absolute": (nn.L1Loss(), lambda: draw_tensor(*OUTPUT)),
-    "logits": (nn.BCEWithLogitsLoss(), lambda: draw_tensor(*OUTPUT).sigmoid()),
+    "cross entropy, probabilities": (nn.CrossEntropyLoss(_weights()), lambda: draw_tensor(*OUTPUT_SHAPE).softmax(1)),
+    "mean square": (nn.MSELoss(), lambda: draw_tensor(*OUTPUT_SHAPE)),
+    "sum of squares": (nn.MSELoss(reduction="sum"), lambda: draw_tensor(*OUTPUT_SHAPE)),
+    "absolute": (nn.L1Loss(), lambda: draw_tensor(*OUTPUT_SHAPE)),
+    "logits": (nn.BCEWithLogitsLoss(), lambda: draw_tensor(*OUTPUT_SHAPE).sigmoid()),
     "logits, weights": (
         nn.BCEWithLogitsLoss(pos_weight=_weights()[:, None, None], weight=_weights().flip(0)[:, None, None]),
-        lambda: draw_tensor(*OUTPUT).sigmoid(),
+        lambda: draw_tensor(*OUTPUT_SHAPE).sigmoid(),
     ),
-    "smooth": (nn.SmoothL1Loss(beta=0.5), lambda: draw_tensor(*OUTPUT)),
-    "huber": (nn.HuberLoss(), lambda: draw_tensor(*OUTPUT)),
+    "smooth": (nn.SmoothL1Loss(beta=0.5), lambda: draw_tensor(*OUTPUT_SHAPE)),
+    "huber": (nn.HuberLoss(), lambda: draw_tensor(*OUTPUT_SHAPE)),
     "likelihood": (lambda y, t: F.nll_loss(y.log_softmax(1), t), lambda: draw_labels(*CELLS)),
     "dice": (dice, lambda: draw_labels(*CELLS)),
-    "own mean": (mean_square, lambda: draw_tensor(*OUTPUT)),
+    "own mean": (mean_square, lambda: draw_tensor(*OUTPUT_SHAPE)),
     "dice and cross entropy": (lambda y, t: dice(y, t) + F.cross_entropy(y, t), lambda: draw_labels(*CELLS)),
 }
 
@@ -314,11 +314,11 @@ def max_relative_difference(actual, expected):
     return largest
 
 
-ON_RANKS = "modes", "two outputs", "attention"
+SCRIPTS_ON_RANKS = "modes", "two outputs", "attention"
 
 
 def main(transport):
-    """Run the scripts ON_RANKS on ranks of MPI or torch.distributed; with MPI, finish with a mistake on one rank."""
+    """Run SCRIPTS_ON_RANKS on ranks of MPI or torch.distributed; with MPI, finish with a mistake on one rank."""
     import neondist as nd
     import neondist.torch as ndt
     from neondist.torch.rules import product
@@ -327,7 +327,7 @@ def main(transport):
     product.MIN_RING_BYTES = 0
     world = ndt.world() if transport == "torch" else nd.ProcessGrid().world
     with nd.ProcessGrid(world) as grid:
-        for name in ON_RANKS:
+        for name in SCRIPTS_ON_RANKS:
             expected = SCRIPTS[name](lambda module, _: SerialModel(module))
             difference = max_relative_difference(
                 SCRIPTS[name](lambda module, shape: ndt.distribute(module, shape, grid)), expected

@@ -1,6 +1,6 @@
 """Hypothesis strategies for windows."""
 
-from common_checks import PAD_MODE
+from common_checks import NUMPY_PAD_MODE
 from hypothesis import strategies as st
 
 import neondist as nd
@@ -18,7 +18,11 @@ def windows(draw, ndim=None, extent=9):
         padding=tuple((draw(st.integers(0, 4)), draw(st.integers(0, 4))) for _ in range(ndim)),
         dilation=tuple(draw(st.integers(1, 2)) for _ in range(ndim)),
         fill=draw(st.sampled_from([0.0, -1.5])),
-        mode=draw(st.one_of(st.sampled_from(sorted(PAD_MODE)), st.tuples(*[st.sampled_from(sorted(PAD_MODE))] * ndim))),
+        mode=draw(
+            st.one_of(
+                st.sampled_from(sorted(NUMPY_PAD_MODE)), st.tuples(*[st.sampled_from(sorted(NUMPY_PAD_MODE))] * ndim)
+            )
+        ),
         ndim=ndim,
     )
     return shape, window

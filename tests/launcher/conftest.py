@@ -9,7 +9,7 @@ from neondist.launcher import members
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a folder with an experiment, and a script that prints the hosts of its file `hosts`."""
-    monkeypatch.setattr(members, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(members, "HOST_LIST_POLL_SECONDS", 0.01)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "true")
     (tmp_path / "toy.yaml").write_text(EXPERIMENT)
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")

@@ -14,28 +14,28 @@ from processes import communicate, is_alive
 from waiting import wait_until
 
 from neondist.comm.shared_memory import BACKING_DIR_VARIABLE
-from neondist.launcher.cleanup import USER_TMPDIR_VARIABLE, job_folders, restore_tmpdir
+from neondist.launcher.cleanup import USER_TMPDIR_VARIABLE, create_job_folders, restore_tmpdir
 from neondist.launcher.mpirun import Mpirun
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-LIMIT = 60.0
-LAUNCHER = """
+TIME_LIMIT_SECONDS = 60.0
+LAUNCHER_SCRIPT = """
 import os, sys
-from neondist.launcher.cleanup import job_folders
+from neondist.launcher.cleanup import create_job_folders
 from neondist.launcher.mpirun import find_mpirun
-from neondist.launcher.supervise import supervise
+from neondist.launcher.supervision import supervise_command
 mpirun = find_mpirun(os.environ)
 env = {**mpirun.environment(), **os.environ}
-with job_folders(mpirun, env) as job:
+with create_job_folders(mpirun, env) as job:
     command = [*mpirun.command(2), sys.executable, "-c", sys.argv[1]]
-    sys.exit(supervise(command, {**env, **job.environment}, job.inherited_descriptors).code)
+    sys.exit(supervise_command(command, {**env, **job.environment}, job.inherited_descriptors).exit_code)
 """
 # segments still have names, as before all ranks are connected
-RANK = """
+RANK_SCRIPT = """
 import os, time
 from mpi4py import MPI
-from neondist.comm.shared_memory import BACKING_DIR_VARIABLE, _mapped_files
-print("rank", os.getpid(), os.getppid(), os.environ[BACKING_DIR_VARIABLE], *_mapped_files(), flush=True)
+from neondist.comm.shared_memory import BACKING_DIR_VARIABLE, _mapped_segment_files
+print("rank", os.getpid(), os.getppid(), os.environ[BACKING_DIR_VARIABLE], *_mapped_segment_files(), flush=True)
 for _ in range(600):
     MPI.COMM_WORLD.allreduce(1)
     time.sleep(0.05)
@@ -47,8 +47,8 @@ for _ in range(600):
 @pytest.mark.parametrize("killed", ["launcher", "mpirun", "launcher and mpirun", "rank", "all", "none"])
 @pytest.mark.long
 def test_no_process_or_file_remains(tmp_path, killed):
-    rank = RANK.replace("600", "0") if killed == "none" else RANK
-    launcher = start_command([sys.executable, "-c", LAUNCHER, rank], tmp_path, TMPDIR=str(tmp_path))
+    rank = RANK_SCRIPT.replace("600", "0") if killed == "none" else RANK_SCRIPT
+    launcher = start_command([sys.executable, "-c", LAUNCHER_SCRIPT, rank], tmp_path, TMPDIR=str(tmp_path))
     reports = [launcher.stdout.readline().split() for _ in range(2)]
     ranks, mpirun = [int(words[1]) for words in reports], int(reports[0][2])
     files = [Path(name) for name in reports[0][3:]]
@@ -60,10 +60,10 @@ def test_no_process_or_file_remains(tmp_path, killed):
             "rank": ranks[:1], "all": [launcher.pid, mpirun, *ranks], "none": []}  # fmt: skip
     for pid in victims[killed]:
         os.kill(pid, signal.SIGKILL)
-    communicate(launcher, LIMIT)
+    communicate(launcher, TIME_LIMIT_SECONDS)
     assert (launcher.returncode == 0) == (killed == "none")
-    wait_until(lambda: not any(map(is_alive, [mpirun, *ranks])), LIMIT)
-    wait_until(lambda: not any(file.exists() for file in files) and not list(tmp_path.iterdir()), LIMIT)
+    wait_until(lambda: not any(map(is_alive, [mpirun, *ranks])), TIME_LIMIT_SECONDS)
+    wait_until(lambda: not any(file.exists() for file in files) and not list(tmp_path.iterdir()), TIME_LIMIT_SECONDS)
 
 
 @linux
@@ -79,9 +79,9 @@ def test_rank_ends_with_mpirun_during_a_computation(tmp_path):
     launcher = start_command(build_command("run", "toy.yaml", "-n", 2, "--import", "long.py"), tmp_path)
     reports = [launcher.stdout.readline().split() for _ in range(2)]
     os.kill(int(reports[0][2]), signal.SIGKILL)
-    communicate(launcher, LIMIT)
+    communicate(launcher, TIME_LIMIT_SECONDS)
     assert launcher.returncode == 137
-    wait_until(lambda: not any(is_alive(int(words[1])) for words in reports), LIMIT)
+    wait_until(lambda: not any(is_alive(int(words[1])) for words in reports), TIME_LIMIT_SECONDS)
 
 
 @linux
@@ -101,14 +101,14 @@ def test_single_process_leaves_no_file(tmp_path):
 
 
 def test_other_mpis_get_no_folder():
-    with job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
+    with create_job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
         assert (job.environment, job.inherited_descriptors) == ({}, ())
 
 
 def test_ranks_keep_settings_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     user = {"TMPDIR": "/users", BACKING_DIR_VARIABLE: "/chosen"}
-    with job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
+    with create_job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
         assert BACKING_DIR_VARIABLE not in job.environment
         env = {**user, **job.environment}
         assert Path(env["TMPDIR"]).parent == tmp_path

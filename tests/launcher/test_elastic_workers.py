@@ -10,11 +10,11 @@ from waiting import wait_until
 
 pytest.importorskip("torch")
 
-from neondist.io.generation_log import read_events
+from neondist.io.run_event_log import read_events
 from neondist.launcher.slots import Demand, SlotTable, shared_slots_folder
 from neondist.services.job_status import STATUS_FILE, JobStatus
 
-SLOW = """def forward(self, x):
+SLOW_FORWARD = """def forward(self, x):
         import os, pathlib, time
 
         worker, self.calls = os.environ.get("NEONDIST_WORKER", ""), getattr(self, "calls", 0) + 1
@@ -39,7 +39,7 @@ def read_scalings(folder):
 def test_worker_joins_and_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")
-    (tmp_path / "model_slow.py").write_text(MODEL_DEFINITION.replace("def forward(self, x):", SLOW))
+    (tmp_path / "model_slow.py").write_text(MODEL_DEFINITION.replace("def forward(self, x):", SLOW_FORWARD))
     write_csv(tmp_path / "train.csv", draw_records(64))
     (tmp_path / "slots").write_text("localhost:2\n")
     bounds = "--num-workers", "1:2", "--num-ps", "1", "--hosts-from", "slots"

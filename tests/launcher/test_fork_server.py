@@ -15,7 +15,7 @@ from neondist.system.collector import freeze_new_objects
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 
-SUPERVISOR = """\
+SUPERVISOR_SCRIPT = """\
 import gc, os, signal, subprocess, sys
 import psutil
 import neondist.cli
@@ -53,7 +53,7 @@ with open_fork_server(lambda: None) as server:
 assert not psutil.Process().children()
 """
 
-LATE = """\
+LATE_FORK_SCRIPT = """\
 import os, subprocess, sys, time
 import psutil
 import neondist.cli
@@ -77,7 +77,7 @@ for resumes in (True, False):
 
 
 def start_supervisor(mode, **options):
-    words = [sys.executable, "-c", SUPERVISOR, mode]
+    words = [sys.executable, "-c", SUPERVISOR_SCRIPT, mode]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -102,7 +102,7 @@ def test_forked_processes_end_with_the_supervisor():
 
 def test_late_forks_are_discarded():
     """Suspend the server during a request, and resume it or not."""
-    process = subprocess.Popen([sys.executable, "-c", LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", LATE_FORK_SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert (communicate(process), process.returncode) == ((b"", b""), 0)
 
 

@@ -12,7 +12,7 @@ from neondist.config import load_experiment
 from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_empty_or_untrained
 from neondist.launcher.generations import run_generations
-from neondist.launcher.supervise import JobEnding
+from neondist.launcher.supervision import JobEnding
 from neondist.system.signals import Signals
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"

@@ -6,9 +6,9 @@ from restart_runs import GenerationScript
 
 from neondist.cli.arguments import create_parser
 from neondist.errors import LaunchError
-from neondist.io.generation_log import GenerationLog, read_events, read_run_key
+from neondist.io.run_event_log import RunEventLog, read_events, read_run_key
 from neondist.launcher import members
-from neondist.launcher.supervise import JobEnding
+from neondist.launcher.supervision import JobEnding
 
 
 def test_changing_hosts(folder, capsys):
@@ -123,13 +123,13 @@ def test_conflicting_options(folder, words, message):
     assert (code, message in err, err.count("\n")) == (2, True, 1), err
 
 
-def test_generation_log(tmp_path):
-    log = GenerationLog(tmp_path)
+def test_run_event_log(tmp_path):
+    log = RunEventLog(tmp_path)
     log.add("start", ranks=2)
     with log.path.open("a") as file:
         file.write('{"event"\n[]\n{"event": 3}\n')
     assert [event["event"] for event in read_events(tmp_path)] == ["run", "start"]
-    assert GenerationLog(tmp_path, resumed=True).run_key == log.run_key == read_run_key(tmp_path)
-    assert GenerationLog(tmp_path).run_key != log.run_key
+    assert RunEventLog(tmp_path, resumed=True).run_key == log.run_key == read_run_key(tmp_path)
+    assert RunEventLog(tmp_path).run_key != log.run_key
     log.path.write_text('{"event": "run", "key": "../../etc"}\n')
     assert read_run_key(tmp_path) == ""

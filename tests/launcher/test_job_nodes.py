@@ -24,9 +24,9 @@ from waiting import wait_until
 import yaml
 from neondist.cluster.hosts import HostSource
 from neondist.errors import LaunchError
-from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, assign_workers_to_slots, open_nodes
+from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, assign_workers_to_slots, checked_job_nodes
 from neondist.launcher.remote import remote_side_command
-from neondist.launcher.scaling import check_demand, open_elastic_slots
+from neondist.launcher.scaling import open_elastic_slots, reject_unreachable_maximum
 from neondist.launcher.slots import Demand
 from neondist.version import __version__ as VERSION
 
@@ -38,7 +38,7 @@ batch_size: 4
 epochs: 4
 strategy: !PS {sync: false}
 """
-SLOW = """
+SLOW_ACTIVATION_MODULE = """
 import pathlib
 import time
 
@@ -73,7 +73,7 @@ def folder(tmp_path):
     folder = tmp_path / "it's a $HOME"
     folder.mkdir()
     (folder / "job.yaml").write_text(EXPERIMENT)
-    (folder / "slow.py").write_text(SLOW)
+    (folder / "slow.py").write_text(SLOW_ACTIVATION_MODULE)
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=1, nodeC=1)))
     return folder
 
@@ -226,11 +226,11 @@ def test_host_list_is_read_once_at_the_start(folder, monkeypatch):
     (folder / "hosts").write_text("#!/bin/sh\necho run >> runs\necho localhost:2\necho far\n")
     (folder / "hosts").chmod(0o755)
     source, demand = HostSource("hosts"), Demand(1, 3)
-    check_demand(demand, source)
+    reject_unreachable_maximum(demand, source)
     arguments = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
     with open_elastic_slots(demand, source) as scaling:
         hosts = scaling.wait_for_minimum(lambda: False, print)
-        with open_nodes(arguments, hosts, 1) as nodes:
+        with checked_job_nodes(arguments, hosts, 1) as nodes:
             assert nodes.workers == ["localhost", "localhost", "far"]
     assert (folder / "runs").read_text() == "run\n"
 
@@ -239,8 +239,8 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     """Exclude a host without neondist, with one message."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr("neondist.launcher.scaling.POLL_INTERVAL", 0.01)
-    monkeypatch.setattr("neondist.launcher.scaling.COOL_DOWN", 0.05)
+    monkeypatch.setattr("neondist.launcher.scaling.HOST_LIST_POLL_SECONDS", 0.01)
+    monkeypatch.setattr("neondist.launcher.scaling.HOST_COOL_DOWN_SECONDS", 0.05)
     (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\n')
     (folder / "agent").chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
@@ -261,13 +261,13 @@ def test_workers_of_a_lost_node_are_distributed(monkeypatch):
     reachable = {"a", "b", "c"}
     monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in reachable)
     nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
-    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
+    assert nodes.choose_replacement_node("b", ["a", "a", "c"]) == "b"
     reachable -= {"b"}
-    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "c"
+    assert nodes.choose_replacement_node("b", ["a", "a", "c"]) == "c"
     reachable -= {"c"}
-    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "a"
+    assert nodes.choose_replacement_node("b", ["a", "a", "c"]) == "a"
     reachable.clear()
-    assert nodes.choose_replacement("b", ["a", "a", "c"]) == "b"
+    assert nodes.choose_replacement_node("b", ["a", "a", "c"]) == "b"
     nodes.drop_node("a")
     assert nodes.workers == ["b", "b", "c", "c", "b"]
     nodes.drop_node("b")

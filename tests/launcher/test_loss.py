@@ -15,7 +15,7 @@ from restart_runs import check_weights
 from waiting import wait_until
 
 from neondist.io.checkpoint.snapshots import snapshot_folder
-from neondist.io.generation_log import read_events, read_run_key
+from neondist.io.run_event_log import read_events, read_run_key
 
 pytestmark = [needs_mpirun, needs_fake_nodes]
 

@@ -14,10 +14,10 @@ from waiting import wait_until
 
 from neondist.launcher import monitor as monitor_module
 from neondist.launcher.monitor import Monitor
-from neondist.system.heartbeat import NONCE_BYTES, SUPERVISOR, compute_proof, receive_bytes, split_address
+from neondist.system.heartbeat import NONCE_BYTES, SUPERVISOR_VARIABLE, compute_proof, receive_bytes, split_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-RANK = """
+RANK_SCRIPT = """
 import os, sys, time
 from neondist.system.heartbeat import connect_to_supervisor, send_to_supervisor
 connect_to_supervisor(os.environ)
@@ -40,7 +40,7 @@ class RankProcesses:
     def start(self, rank, *words):
         env = {**os.environ, **self.monitor.environment, "PMIX_RANK": str(rank), "NEONDIST_LAUNCHED": "2"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen([sys.executable, "-c", RANK, *words], env=env, text=True, **pipes)
+        process = subprocess.Popen([sys.executable, "-c", RANK_SCRIPT, *words], env=env, text=True, **pipes)
         self.started.append(process)
         assert process.stdout.readline() == "ready\n", process.stderr.read()
         return process
@@ -86,7 +86,7 @@ def test_killed_rank_is_lost_and_others_can_be_ended(monitor, ranks):
     wait_until(lambda: monitor.loss_text)
     assert monitor.loss_text.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
     assert monitor.lost_rank == 1
-    monitor.end_ranks()
+    monitor.kill_remaining_ranks()
     communicate(first, 60)
     assert first.returncode == -signal.SIGKILL
 
@@ -107,14 +107,14 @@ def test_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     first.send_signal(signal.SIGSTOP)
     wait_until(lambda: monitor.loss_text)
     assert monitor.loss_text.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
-    monitor.end_ranks()
+    monitor.kill_remaining_ranks()
     for process in (first, second):
         communicate(process, 60)
         assert process.returncode == -signal.SIGKILL
 
 
 def test_ranks_silent_at_about_the_same_time_are_lost_together(monkeypatch):
-    monkeypatch.setattr(monitor_module, "BEAT_INTERVAL", 0.1)
+    monkeypatch.setattr(monitor_module, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(monitor_module, "_SELECT_TIMEOUT", 0.02)
     with Monitor(3, lease=1.0) as monitor, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(greet(monitor, f"{rank} 1 node{rank}\n".encode())) for rank in (0, 1, 2)]
@@ -129,13 +129,13 @@ def test_ranks_silent_at_about_the_same_time_are_lost_together(monkeypatch):
 
 
 def connect(monitor):
-    return socket.create_connection(split_address(monitor.environment[SUPERVISOR].split()[1]), timeout=60)
+    return socket.create_connection(split_address(monitor.environment[SUPERVISOR_VARIABLE].split()[1]), timeout=60)
 
 
 def greet(monitor, greeting):
     """Return a connection with the right key, after a greeting."""
     connection = connect(monitor)
-    nonce, key = receive_bytes(connection, NONCE_BYTES), monitor.environment[SUPERVISOR].split()[0]
+    nonce, key = receive_bytes(connection, NONCE_BYTES), monitor.environment[SUPERVISOR_VARIABLE].split()[0]
     connection.sendall(compute_proof(key, nonce, "rank"))
     assert receive_bytes(connection, 32) == compute_proof(key, nonce, "supervisor")
     connection.sendall(greeting)
@@ -168,7 +168,7 @@ def test_invalid_greetings(monitor, greeting):
 def test_unreachable_supervisor():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    env = {**os.environ, SUPERVISOR: f"key 127.0.0.1:{port}", "PMIX_RANK": "1", "NEONDIST_LAUNCHED": "2"}
-    process = subprocess.run([sys.executable, "-c", RANK], env=env, capture_output=True, text=True, timeout=60)
+    env = {**os.environ, SUPERVISOR_VARIABLE: f"key 127.0.0.1:{port}", "PMIX_RANK": "1", "NEONDIST_LAUNCHED": "2"}
+    process = subprocess.run([sys.executable, "-c", RANK_SCRIPT], env=env, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2
     assert f"cannot reach the process that started it, at 127.0.0.1:{port}" in process.stderr

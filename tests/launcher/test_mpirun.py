@@ -9,7 +9,7 @@ from neondist import safe_path
 from neondist.cli.arguments import create_parser
 from neondist.errors import LaunchError
 from neondist.launcher import launch, mpirun
-from neondist.launcher.supervise import JobEnding
+from neondist.launcher.supervision import JobEnding
 from neondist.system import threads
 
 OPEN_MPI = mpirun.Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11")
@@ -95,7 +95,7 @@ def test_user_settings_are_kept():
 def test_launch_starts_the_same_command(monkeypatch):
     commands = []
     monkeypatch.setattr(launch, "require_mpirun", lambda environ: OPEN_MPI)
-    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: commands.append(command) or JobEnding(7))
+    monkeypatch.setattr(launch, "supervise_command", lambda command, *_, **__: commands.append(command) or JobEnding(7))
     assert launch.launch(create_parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == JobEnding(7)
     (command,) = commands
     assert command[command.index(sys.executable) :] == [

@@ -23,7 +23,7 @@ def eight_cores(monkeypatch, tmp_path):
     """Emulate two sockets with two cores of two threads each; sibling threads are numbered last."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(threads, "CPU_QUOTA_FILE", tmp_path / "none")
-    monkeypatch.setattr(pinning, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(pinning, "CPU_TOPOLOGY_DIR", tmp_path)
     for cpu in range(8):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_cores_and_sockets_stay_together():
 
 
 def test_order_without_topology(monkeypatch, tmp_path):
-    monkeypatch.setattr(pinning, "TOPOLOGY", tmp_path / "none")
+    monkeypatch.setattr(pinning, "CPU_TOPOLOGY_DIR", tmp_path / "none")
     assert list_cpus(3) == "0,1,2,3,4,5,6,7"
 
 

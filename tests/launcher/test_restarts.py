@@ -16,10 +16,10 @@ from neondist.cli.run import parse_rank_bounds
 from neondist.errors import DataError
 from neondist.io.checkpoint import checksum
 from neondist.launcher.launch import rank_args
-from neondist.launcher.restarts import restore_newest, resume_arguments
+from neondist.launcher.restarts import restore_newest_checkpoint, resume_arguments
 
 # rank 1 kills itself in its second epoch, once per file die*, after it has damaged a checkpoint if the file asks for it
-DIES = """
+DYING_ACTIVATION_MODULE = """
 import os, pathlib, signal
 import neondist as nd
 class Dies(nd.Activation):
@@ -45,7 +45,7 @@ class Dies(nd.Activation):
 def folder(tmp_path):
     text = EXPERIMENT.replace("!ReLU {}", "!Dies {}").replace("1e-3", "1e-2, momentum: 0.9")
     (tmp_path / "toy.yaml").write_text(text.replace("epochs: 2", "epochs: 3\ncheckpoint: {every_steps: 1}"))
-    (tmp_path / "dies.py").write_text(DIES)
+    (tmp_path / "dies.py").write_text(DYING_ACTIVATION_MODULE)
     return tmp_path
 
 
@@ -123,12 +123,12 @@ def test_newest_valid_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checksum, "verify_checksum", check)
     (tmp_path / "pretrain_2.h5").write_text("two")
     (tmp_path / "pretrain_10.h5").write_text("ten")
-    assert restore_newest(tmp_path).name == "pretrain_10.h5"
+    assert restore_newest_checkpoint(tmp_path).name == "pretrain_10.h5"
     for i, (name, text) in enumerate({"-00000002": "old", "-00000004": "damaged", "": "damaged"}.items()):
         path = tmp_path / f"checkpoint{name}.h5"
         path.write_text(text)
         os.utime(path, (i, i))
-    assert restore_newest(tmp_path).name == "checkpoint-00000002.h5"
+    assert restore_newest_checkpoint(tmp_path).name == "checkpoint-00000002.h5"
     assert (tmp_path / "checkpoint.h5").read_text() == "old"
 
 

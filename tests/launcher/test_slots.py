@@ -67,16 +67,16 @@ def test_jobs_share_and_return_slots(tmp_path):
             assert first.surplus_workers(hosts) == 1
             assert second.take_slots(hosts) == ["localhost"] * 2, "slots that are free now"
             assert second.take_slots(hosts) == []
-            first.free_slots("localhost")
+            first.free_worker_slots("localhost")
             assert (first.surplus_workers(hosts), first.take_slots(hosts)) == (0, [])
             assert second.take_slots(hosts) == ["localhost"]
             with SlotTable(Demand(4, 4), tmp_path) as third:
                 assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
-                first.free_slots("localhost")
+                first.free_worker_slots("localhost")
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
                 users = third.describe_users(hosts)
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in users
-            first.free_slots("localhost", permanently=True)
+            first.free_worker_slots("localhost", permanently=True)
             assert (first.demand, first.take_slots(hosts)) == (Demand(1, 1), [])
         assert first.take_slots(hosts) == []
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -86,7 +86,7 @@ def test_workers_fill_hosts_in_order(tmp_path):
     with SlotTable(Demand(1, 9, 2), tmp_path) as table:
         assert table.take_slots({"a": 3, "b": 5}) == ["a", "b", "b"]
         assert table.take_slots({"a": 3, "b": 5}) == []
-        table.free_slots("a")
+        table.free_worker_slots("a")
         assert table.take_slots({"b": 5}) == [], "the host is not listed any more"
         assert table.take_slots({"b": 6}) == ["b"]
 
@@ -96,7 +96,7 @@ def test_removed_folder_leaves_a_job_unchanged(tmp_path):
     with SlotTable(Demand(1, 2), tmp_path / "slots") as table:
         assert table.take_slots({"localhost": 2}) == ["localhost"] * 2
         shutil.rmtree(tmp_path / "slots")
-        table.free_slots("localhost")
+        table.free_worker_slots("localhost")
         assert (table.workers, table.take_slots({"localhost": 2}), table.surplus_workers({"localhost": 0})) == (
             1,
             [],
@@ -104,7 +104,7 @@ def test_removed_folder_leaves_a_job_unchanged(tmp_path):
         )
 
 
-JOB = """
+JOB_SCRIPT = """
 import sys, time
 from pathlib import Path
 from neondist.launcher.slots import Demand, SlotTable
@@ -115,7 +115,7 @@ with SlotTable(Demand(2, 2), Path(sys.argv[1])) as table:
 
 
 def test_slots_of_a_killed_job_are_free(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", JOB, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen([sys.executable, "-c", JOB_SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "['localhost', 'localhost']\n"
         with SlotTable(Demand(1, 2), tmp_path) as table:
             assert table.take_slots({"localhost": 2}) == []

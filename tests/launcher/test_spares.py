@@ -16,9 +16,9 @@ from restart_runs import GenerationScript, check_weights
 from waiting import wait_until
 
 from neondist.cli.arguments import create_parser
-from neondist.io.generation_log import read_events
+from neondist.io.run_event_log import read_events
 from neondist.launcher import members
-from neondist.launcher.supervise import JobEnding
+from neondist.launcher.supervision import JobEnding
 
 
 def make_loss(*nodes):
@@ -86,10 +86,7 @@ def test_generations_shrink_only_without_spares(slots, spares, data):
     [
         (["-n", 2, "--restarts", 1, "--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
         (["--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
-        (
-            ["--hosts-from", "list", "-n", 2, "--spares", 2],
-            "list has 3 slots, and ranks need at least 2; give",
-        ),
+        (["--hosts-from", "list", "-n", 2, "--spares", 2], "list has 3 slots, and ranks need at least 2; give"),
         (["--hosts-from", "list", "--elastic", "2:3", "--spares", 2], "give --spares 1 at most, or list more hosts"),
         (["--hosts-from", "list", "--spares", 3], "and ranks need at least 1; give --spares 2 at most"),
     ],

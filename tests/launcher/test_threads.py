@@ -59,7 +59,7 @@ def test_user_settings_are_kept():
     assert limit_in_subprocess(8, 8, MKL_NUM_THREADS="7")[:2] == ["None", "None"]
 
 
-RANK = """
+RANK_SCRIPT = """
 import neondist as nd
 from threadpoolctl import threadpool_info
 most = [max(p["num_threads"] for p in threadpool_info())]
@@ -81,7 +81,7 @@ def test_script_under_plain_mpirun(settings):
         | mpirun.environment()
         | settings
     )
-    words = [*mpirun.command(2), sys.executable, "-c", RANK]
+    words = [*mpirun.command(2), sys.executable, "-c", RANK_SCRIPT]
     process = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     share = max(1, threads.count_cores() // 2)

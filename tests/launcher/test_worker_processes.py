@@ -15,7 +15,7 @@ from neondist.launcher.scaling import ElasticSlots
 from neondist.launcher.slots import Demand, SlotTable
 from neondist.launcher.worker_processes import TaskProgress, WorkerProcesses
 
-WORKER = """
+WORKER_SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 if sys.argv[1] == "stuck":
@@ -53,7 +53,7 @@ class FakeJob:
         self.code = self.pool.watch_workers()
 
     def start(self, index, host, restarted):
-        words = [sys.executable, "-S", "-c", WORKER, self.kind if index else "good"]
+        words = [sys.executable, "-S", "-c", WORKER_SCRIPT, self.kind if index else "good"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
         self.started.append((index, restarted))

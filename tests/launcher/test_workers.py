@@ -17,7 +17,7 @@ batch_size: 4
 epochs: 2
 strategy: !PS {sync: false}
 """
-FAILS = """
+FAILING_MODULE = """
 import contextlib
 import os
 import signal
@@ -57,7 +57,7 @@ class Fails(nd.Activation):
 @pytest.mark.long
 def test_killed_processes_are_restarted_and_the_run_resumes(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(EXPERIMENT)
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(FAILING_MODULE)
     words = "run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"
     code, out, err = run_command(build_command(*words), tmp_path)
     assert code == 0, err

@@ -11,7 +11,7 @@ from neondist.errors import ConfigError, ShapeError
 from neondist.geometry import GridShape, HaloPlan
 
 SHAPES = {1: (17, 3), 2: (9, 11, 2), 3: (5, 6, 7, 2)}
-KERNELS = {1: 5, 2: (3, 7), 3: 3}
+KERNEL_VARIANTS = {1: 5, 2: (3, 7), 3: 3}
 OPTIONS = [
     {"window": "gaussian", "padding_mode": "zeros", "min_deviation": 1.0},
     {"window": "gaussian", "padding_mode": "reflect", "min_deviation": "mean", "sigma": 0.7},
@@ -55,8 +55,8 @@ def compute_with_torch(x, dy, kernel_size, window="gaussian", sigma=None, paddin
 @pytest.mark.parametrize("halo", ["twice", "wide"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_matches_the_formula(ndim, halo, options):
-    arrays = run_layer(make_factory("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim])
-    y, dx, used = compute_with_torch(arrays["x"], arrays["dy"], KERNELS[ndim], **options)
+    arrays = run_layer(make_factory("LCN", KERNEL_VARIANTS[ndim], halo=halo, **options), SHAPES[ndim])
+    y, dx, used = compute_with_torch(arrays["x"], arrays["dy"], KERNEL_VARIANTS[ndim], **options)
     assert 0.02 < used < 0.98  # both branches of max(c, deviation) are taken
     np.testing.assert_allclose(arrays["y"], y, rtol=0, atol=1e-10)
     np.testing.assert_allclose(arrays["dx"], dx, rtol=0, atol=1e-10)
@@ -67,7 +67,7 @@ def test_matches_the_formula(ndim, halo, options):
 @pytest.mark.long
 def test_every_grid_matches_one_process(ndim, halo, options):
     grids = rotate_grids(ndim + OPTIONS.index(options))
-    check_on_grids(make_factory("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim], grids)
+    check_on_grids(make_factory("LCN", KERNEL_VARIANTS[ndim], halo=halo, **options), SHAPES[ndim], grids)
 
 
 @pytest.mark.parametrize("halo", ["twice", "wide"])

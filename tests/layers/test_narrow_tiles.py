@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from availability import KERNELS, make_backend
+from availability import KERNEL_VARIANTS, make_backend
 
 import neondist as nd
 from neondist.comm import loopback
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (7, 1)])
 @pytest.mark.parametrize(("padding", "stride"), [(6, 1), (((6, 0), (0, 6)), 2)])
 @pytest.mark.long

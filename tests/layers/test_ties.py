@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from availability import KERNELS, make_backend
+from availability import KERNEL_VARIANTS, make_backend
 
 import neondist as nd
 from neondist.comm import loopback
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 1, 0), (3, 2, 1), (5, 1, 2)])
 @pytest.mark.long
 def test_ties_across_tile_boundaries(backend, kernel, stride, padding):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from availability import KERNELS, make_backend
+from availability import KERNEL_VARIANTS, make_backend
 
 import neondist as nd
 
@@ -104,7 +104,7 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10 * max(1.0, np.abs(expected).max()))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.long
 def test_passes_match_torch(seed, backend):
@@ -134,7 +134,7 @@ def test_passes_match_torch(seed, backend):
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS)
 @pytest.mark.long
 def test_training_matches_torch(seed, backend, optimizer, make_torch_optimizer):
     model, network, tensors = build_model(seed, backend, optimizer)

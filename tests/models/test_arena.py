@@ -25,7 +25,8 @@ def test_overlapping_lifetimes_are_disjoint(spans):
         assert max(cells[index], default=-1) < length
         assert not any(cells[index] & cells[other] for other in range(index) if span.overlaps(spans[other]))
     lower_bound = max(
-        (sum(span.elements_per_sample for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
+        (sum(span.elements_per_sample for span in spans if span.first_time <= t <= span.last_time) for t in range(10)),
+        default=0,
     )
     assert lower_bound <= length <= sum(span.elements_per_sample for span in spans)
 
@@ -171,7 +172,7 @@ class PoisonTask(LayerTask):
 def poison(run, moment):
     arena = run.workspace.arena
     for index, live_range in enumerate(arena.live_ranges):
-        if not live_range.first <= moment <= live_range.last:
+        if not live_range.first_time <= moment <= live_range.last_time:
             arena.array(index, (run.samples, live_range.elements_per_sample)).fill(np.nan)
 
 
@@ -221,13 +222,13 @@ def test_live_ranges_of_a_chain():
     plan = model.executor.sections[0].plan
     views, gradients = (
         [tuple(plan.ranges[arrays[index]][1:]) if index in arrays else None for index in range(4)]
-        for arrays in (plan.views, plan.gradients)
+        for arrays in (plan.view_ranges, plan.gradient_ranges)
     )
     # conv1 needs its input, but no output: the pooling differentiates its ReLU, and needs no input either
     assert views == [(0, 7), None, None, (2, 5)]
     assert gradients == [None, (6, 7), (5, 6), (2, 5)]
-    assert plan.views[3] == plan.gradients[3]  # conv2 writes the gradient over its view
-    assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
+    assert plan.view_ranges[3] == plan.gradient_ranges[3]  # conv2 writes the gradient over its view
+    assert [tuple(plan.ranges[plan.value_ranges[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
 
 
 def test_residual_blocks_accumulate_gradients_in_place():
@@ -239,11 +240,13 @@ def test_residual_blocks_accumulate_gradients_in_place():
     section = model.executor.sections[0]
     joins = [index for index, step in enumerate(section.graph.steps) if step.join is not None]
     assert section.plan.summed_in_place == {1, 5}
-    assert not section.plan.gradient_sums
+    assert not section.plan.sum_ranges
     # ReLUs reuse the gradients of the next step
-    assert not {index + 1 for index in joins} & section.plan.gradients.keys()
-    assert 5 not in section.plan.values
-    assert joins[-1] - 1 not in section.plan.views  # the strided 1 x 1 convolution reads the view of the 3 x 3 one
+    assert not {index + 1 for index in joins} & section.plan.gradient_ranges.keys()
+    assert 5 not in section.plan.value_ranges
+    assert (
+        joins[-1] - 1 not in section.plan.view_ranges
+    )  # the strided 1 x 1 convolution reads the view of the 3 x 3 one
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,7 +295,8 @@ def test_torch_allocates_only_strips(monkeypatch):
     report = measure_allocations(lambda: model.train_batch(x, labels))
     assert report
     assert {allocation.operator for allocation in report} <= PURPOSE_BY_OPERATOR.keys()
-    assert max(allocation.largest for allocation in report) < 3 * 4 * strip  # one activation has four times as much
+    largest = max(allocation.largest_bytes for allocation in report)
+    assert largest < 3 * 4 * strip  # one activation has four times as much
 
 
 @pytest.mark.parametrize("network", make_networks())

@@ -42,7 +42,7 @@ NESTED = {
 """methods that only call others, and calls made by passes and costs"""
 LOCAL = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "checkpoint_arrays", "plan",
-    "build", "configure_execution", "repartition", "use_plan", "owned_part", "buffer", "wait_for_messages",
+    "build", "configure_execution", "repartition", "set_halo_plan", "owned_part", "buffer", "wait_for_messages",
     "scheme_state", "check_tile", "batch_stats", "ledger", "set_cost_layout",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())

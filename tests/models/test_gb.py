@@ -126,7 +126,7 @@ def test_ranks_hold_only_their_filters():
     held = loopback.run(4, job)
     assert sum(held) == total
     assert max(held) < 0.4 * total
-    assert held == make_gb("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].parameters_by_tile
+    assert held == make_gb("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].num_parameters_by_tile
 
 
 def test_initial_epochs_train_only_the_head():

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from availability import KERNELS
+from availability import KERNEL_VARIANTS
 from case_selection import select_cases
 from common_checks import max_relative_difference
 from invariance import KINDS, make_model, train
@@ -25,7 +25,7 @@ CASES = [
             (grid, "numpy")
             for grid in (GRIDS[2 * LARGEST.index(kind) :: 6] if kind in LARGEST else GRIDS[index % 12 :: 12])
         ),
-        *((OTHER_GRIDS[index % 3], name) for name in KERNELS[-1:] if name != "numpy"),
+        *((OTHER_GRIDS[index % 3], name) for name in KERNEL_VARIANTS[-1:] if name != "numpy"),
     ]
 ]
 

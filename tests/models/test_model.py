@@ -94,7 +94,7 @@ def test_random_numbers_are_independent_per_layer():
         model.build((40,), batch_size=3)
         model.step = step
         run = model.executor.forward(np.ones((3, 40), np.float32), Phase(True, step))
-        masks = [context.mask for context in run.current.contexts[2:]]
+        masks = [context.mask for context in run.last_section_pass.contexts[2:]]
         return [*(layer.params["weights"] for layer in layers), *masks]
 
     arrays = draw_arrays(1, "a", "b", "c", "d")

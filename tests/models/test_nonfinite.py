@@ -121,7 +121,7 @@ def test_skipped_steps_change_only_the_count(ranks, factors, spoil):
                 spoil(model, x)
                 assert np.isnan(model.train_batch(x, targets, BATCH))
                 model.layers[0].activation.bad_value = None
-                assert (model.nonfinite_monitor.step, model.nonfinite_monitor.consecutive) == (1, 1)
+                assert (model.nonfinite_monitor.last_skipped_step, model.nonfinite_monitor.consecutive_skips) == (1, 1)
                 other.step += 1
             else:
                 losses = [each.train_batch(each.scatter(images), targets, BATCH) for each in (model, other)]
@@ -156,7 +156,7 @@ def test_schemes_ignore_skipped_steps(scheme, bad_step):
                 continue
             x = model.scatter(images[:count])
             assert model.train_batch(x, labels[:count], count) == other.train_batch(x, labels[:count], count)
-        assert model.nonfinite_monitor.consecutive == 0
+        assert model.nonfinite_monitor.consecutive_skips == 0
 
     loopback.run(2, body)
 
@@ -231,7 +231,7 @@ def test_infinite_loss_of_one_rank_is_detected_on_all(ranks, factors, nonfinite)
                 model.train_batch(model.scatter(images), labels)
         for name, array in {**model.state(), **model.optimizer_state()}.items():
             np.testing.assert_array_equal(before[name], array)
-        return model.nonfinite_monitor.where
+        return model.nonfinite_monitor.nonfinite_value
 
     assert len(set(loopback.run(ranks, body))) == 1
 
@@ -331,7 +331,7 @@ def test_pretraining_reports_the_location_and_keeps_the_weights(ranks, factors, 
         before = model.state()
         assert np.isnan(stage.train_batch(x, None, BATCH))
         assert all(np.array_equal(before[name], array, equal_nan=True) for name, array in model.state().items())
-        return model.nonfinite_monitor.where, where
+        return model.nonfinite_monitor.nonfinite_value, where
 
     results = loopback.run(ranks, body)
     in_both_replicas = factors and spoil is spoil_stage_gradient  # summed over the replicas
@@ -374,9 +374,9 @@ def test_skipped_steps_are_limited():
 
 
 def test_large_gradients_whose_sum_overflows_are_finite():
-    from neondist.parallel import is_finite
+    from neondist.parallel import are_all_finite
 
-    assert is_finite(np.full(10, 3e38, np.float32))
-    assert is_finite(np.zeros((0, 3)))
+    assert are_all_finite(np.full(10, 3e38, np.float32))
+    assert are_all_finite(np.zeros((0, 3)))
     for bad in (np.nan, np.inf, -np.inf):
-        assert not is_finite(np.array([1.0, bad, -bad]))
+        assert not are_all_finite(np.array([1.0, bad, -bad]))

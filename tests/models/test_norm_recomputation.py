@@ -82,10 +82,10 @@ def test_recomputation_keeps_results(ranks):
     def job(comm):
         recomputed, stored = (build_model(norm, nd.ProcessGrid(comm)) for norm in (nd.BatchNormLayerDist, KeptNormDist))
         assert all(
-            (sorted(plan.rebuilt_views), sorted(plan.borders)) == ([3, 6, 8, 12, 15], [3, 12])
+            (sorted(plan.rebuilt_view_ranges), sorted(plan.border_ranges)) == ([3, 6, 8, 12, 15], [3, 12])
             for plan in plan_live_ranges(recomputed)
         )
-        assert not any(plan.rebuilt_views for plan in plan_live_ranges(stored))
+        assert not any(plan.rebuilt_view_ranges for plan in plan_live_ranges(stored))
         assert recomputed.compiled.needed_bytes < 0.9 * stored.compiled.needed_bytes
         return max_relative_difference(run_passes(recomputed), run_passes(stored))
 

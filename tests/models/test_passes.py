@@ -111,10 +111,10 @@ def test_non_real_arrays_are_rejected(value):
     model = build_model("conv last")
     x, dy = draw_arrays(model, 0)
     invalid = np.full(x.shape, value)
-    with pytest.raises(ShapeError, match=r"x of dtype .*: give real numbers"):
+    with pytest.raises(ShapeError, match=r"x: has dtype .*; convert it to real numbers"):
         model.fprop(invalid)
     model.fprop(x)
-    with pytest.raises(ShapeError, match=r"dy of dtype .*: give real numbers"):
+    with pytest.raises(ShapeError, match=r"dy: has dtype .*; convert it to real numbers"):
         model.bprop(invalid)
     with pytest.raises(ShapeError, match="x of dtype"):
         model.train_batch(invalid, dy)
@@ -277,7 +277,7 @@ def test_views_belong_to_the_caller(window, parts):
                 assert not np.shares_memory(repeated, other_tile)
             np.testing.assert_array_equal(view, copies[0])
             np.testing.assert_array_equal(gradient, copies[1])
-            with pytest.raises(ShapeError, match="give real numbers"):
+            with pytest.raises(ShapeError, match="convert it to real numbers"):
                 array.get_fprop_view(tile * 1j)
 
     loopback.run(parts[0] * parts[1], job)

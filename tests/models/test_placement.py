@@ -5,7 +5,7 @@ import pytest
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.parallel import HEADER_SIZE
+from neondist.parallel import FLAG_HEADER_LENGTH
 
 SHAPE, OUT = (16, 12, 3), 10
 
@@ -42,8 +42,10 @@ def test_ranks_hold_and_sum_only_their_rows(shape):
 
     for sizes, world, replicas in loopback.run(4, body):
         assert all(size <= 0.26 * total for size in sizes)
-        assert (world, replicas) == (HEADER_SIZE + OUT, 0)
-    assert make_model(shape, OUT)[0].plan(shape, nd.GridShape(1, 2, 2))[0].parameters_by_tile == [total // 4 + OUT] * 4
+        assert (world, replicas) == (FLAG_HEADER_LENGTH + OUT, 0)
+    assert (
+        make_model(shape, OUT)[0].plan(shape, nd.GridShape(1, 2, 2))[0].num_parameters_by_tile == [total // 4 + OUT] * 4
+    )
 
 
 def test_rows_are_summed_over_replicas():
@@ -55,7 +57,7 @@ def test_rows_are_summed_over_replicas():
         model.train_batch(model.scatter(x), np.zeros(6, int))
         return count_gradient_values(model, "world"), count_gradient_values(model, "replicas")
 
-    assert loopback.run(4, body) == [(HEADER_SIZE + OUT, np.prod(SHAPE) * OUT // 2)] * 4
+    assert loopback.run(4, body) == [(FLAG_HEADER_LENGTH + OUT, np.prod(SHAPE) * OUT // 2)] * 4
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 2), (2, 3, 4), (3,), (5, 2)], ids=str)

@@ -34,13 +34,13 @@ def test_rounding_matches_pytorch(name, bits):
     x = bits.view(np.float32)
     with np.errstate(invalid="ignore"):  # some of these are signalling NaNs
         expected = torch.from_numpy(x.copy()).to(getattr(torch, name)).float().numpy()
-        rounded = precision.rounded(x)
+        rounded = precision.round_to_operands(x)
         np.testing.assert_array_equal(rounded, expected)
         np.testing.assert_array_equal(precision.decode(precision.encode(x)), expected)
     assert (np.signbit(rounded) == np.signbit(expected))[~np.isnan(x)].all()
 
 
-@given(st.lists(st.integers(0, 2 * precisions.GROWTH_INTERVAL + 3), max_size=5))
+@given(st.lists(st.integers(0, 2 * precisions.GROWTH_INTERVAL_STEPS + 3), max_size=5))
 def test_loss_scale_matches_pytorch(run_lengths):
     """Run sequences of finite steps, each followed by an overflow."""
     torch = pytest.importorskip("torch")
@@ -49,7 +49,9 @@ def test_loss_scale_matches_pytorch(run_lengths):
     for count in run_lengths:
         for overflow in [False] * count + [True]:
             scaler.update(overflow)
-            torch._amp_update_scale_(scale, good_steps, overflow_flags[overflow], 2.0, 0.5, precisions.GROWTH_INTERVAL)
+            torch._amp_update_scale_(
+                scale, good_steps, overflow_flags[overflow], 2.0, 0.5, precisions.GROWTH_INTERVAL_STEPS
+            )
         assert (scaler.scale, scaler.good_steps) == (float(scale), int(good_steps))
     assert scaler.skipped_steps == len(run_lengths)
     resumed = LossScaler()
@@ -58,9 +60,9 @@ def test_loss_scale_matches_pytorch(run_lengths):
 
 
 def test_loss_scale_bounds():
-    scaler = LossScaler(scale=precisions.MAX_SCALE, good_steps=precisions.GROWTH_INTERVAL - 1)
+    scaler = LossScaler(scale=precisions.MAX_LOSS_SCALE, good_steps=precisions.GROWTH_INTERVAL_STEPS - 1)
     scaler.update(overflow=False)
-    assert (scaler.scale, scaler.good_steps) == (precisions.MAX_SCALE, 0)
+    assert (scaler.scale, scaler.good_steps) == (precisions.MAX_LOSS_SCALE, 0)
     scaler = LossScaler(scale=1.0)
     with pytest.raises(NonFiniteError, match=r"fallen below 1.*precision: bfloat16") as caught:
         scaler.update(overflow=True)
@@ -204,7 +206,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks, options):
                 assert np.isnan(train_step(model, number))
                 model.layers[4].activation.large = False
                 other.step, other.steps_without_optimizer, other.loss_scaler = 2, 1, LossScaler(2.0**15)
-                assert "the loss scale is 32768" in model.nonfinite_monitor.where
+                assert "the loss scale is 32768" in model.nonfinite_monitor.nonfinite_value
             else:
                 assert train_step(model, number) == train_step(other, number)
         assert (model.loss_scaler.scale, model.loss_scaler.good_steps, model.loss_scaler.skipped_steps) == (
@@ -325,5 +327,5 @@ def test_unsupported_precisions_are_rejected(tmp_path, settings, message):
 
 def test_backends_without_16_bit_products_are_rejected():
     model = nd.Convnet([nd.ConvLayer(2, 3)], backend=nd.Backend("plain", Kernels()), precision="bfloat16")
-    with pytest.raises(ConfigError, match="precision: bfloat16 is not supported by this backend; use backend: auto"):
+    with pytest.raises(ConfigError, match="precision: bfloat16 is unsupported by this backend; use backend: auto"):
         model.build((6, 6, 1), 1)

@@ -11,7 +11,7 @@ from device_graph import CapturingKernels
 import neondist as nd
 from neondist.backends.cupy import CupyKernels
 from neondist.observer import Observer
-from neondist.runtime.replay import MAX_KEPT_KINDS, WARMUP_PASSES
+from neondist.runtime.replay import MAX_CACHED_PASS_KINDS, WARMUP_PASSES
 
 SHAPE, BATCH = (9, 8, 3), 3
 COST = nd.CrossEntropy(class_weights=[1, 2, 1, 0.5])
@@ -108,10 +108,10 @@ def test_changes_between_steps_take_effect():
 
 def test_smaller_batches_have_separate_graphs():
     _, replayed, model = compare_steps(make_small, 3 * (WARMUP_PASSES + 2), batch_sizes=(3, 2, 1))
-    assert model.executor.replays.is_usable
+    assert model.executor.pass_graph_cache.is_usable
     assert max(replayed[-3:]) < min(replayed[:3])
     *_, model = compare_steps(make_small, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
-    assert len(model.executor.replays._graphs) == MAX_KEPT_KINDS
+    assert len(model.executor.pass_graph_cache._graphs) == MAX_CACHED_PASS_KINDS
 
 
 class StepScaling(nd.ActivationLayer):
@@ -160,8 +160,8 @@ def test_skipped_steps_leave_no_trace():
         model.nonfinite = "skip"
 
     *_, model = compare_steps(make_small, prepare=prepare)
-    assert model.nonfinite_monitor.where == "the images"
-    assert model.executor.replays.is_usable
+    assert model.nonfinite_monitor.nonfinite_value == "the images"
+    assert model.executor.pass_graph_cache.is_usable
 
 
 def test_open_passes_and_observers_disable_replay():
@@ -215,7 +215,7 @@ def test_graphs_keep_their_launch_tables():
     with closing(kernels):
         expected = kernels.channel_sum(x)
         output, graph = kernels.capture(lambda: kernels.channel_sum(x))
-        assert len(graph.kept) == 1
+        assert len(graph.kept_arrays) == 1
         kernels._cached_upload.cache_clear()
         x[...] = 2.0
         graph.replay()

@@ -19,7 +19,7 @@ def test_strips_partition_each_tile(extent, parts, count):
     tiles, cut = grid.partition(extent), strips.partition(extent)
     all_strips = []
     for tile in range(grid.tiles):
-        numbers, box = strips.strips_of(tile, len(extent)), tiles.box(tile)
+        numbers, box = strips.strip_numbers_of(tile, len(extent)), tiles.box(tile)
         boxes = [cut.box(number) for number in numbers]
         assert sum(strip_box.size for strip_box in boxes) == box.size
         assert all(strip_box.empty or strip_box.intersect(box) == strip_box for strip_box in boxes)
@@ -50,7 +50,8 @@ def test_strips_below_a_cut_read_only_their_tile(extent, tiles, count, transpose
     stream = stream.with_checkpoints(count, tuple(stream.possible_cuts()))
     for part in stream.parts:
         for tile in range(tiles):
-            image = stream.tiles[0].box(tile)
+            image = stream.tile_cells[0].box(tile)
             assert all(
-                part.cells[0].box(strip).intersect(image) == part.cells[0].box(strip) for strip in part.strips(tile)
+                part.strip_cells[0].box(strip).intersect(image) == part.strip_cells[0].box(strip)
+                for strip in part.strips(tile)
             )

@@ -159,14 +159,14 @@ def test_kept_arrays_reduce_recomputation(ranks):
         plan = make_pooled(memory=AMPLE_MEMORY, strips=1).plan(shape, grid, 4)
         kept = [
             round((1 - recomputed) * plan.stream.saved_bytes(tile, 8))
-            + round((1 - cut_fraction) * 8 * plan.stream.kept_elements(tile))
+            + round((1 - cut_fraction) * 8 * plan.stream.kept_gradient_elements(tile))
             for tile in range(ranks)
         ]
         peak = max(plan.memory(tile) - 4 * kept[tile] for tile in range(ranks))
         plans[(PROCESS_OVERHEAD_BYTES + peak) * ranks] = None
     for memory in plans:
         plan = make_pooled(memory=memory, strips=1).plan(shape, grid, 4)
-        assert plan.stream.recomputed == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
+        assert plan.stream.recomputed_steps == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
 
         def job(comm, memory=memory):
             return train(make_pooled(memory=memory, strips=1), nd.ProcessGrid(comm, rows=ranks, cols=1))

@@ -9,7 +9,7 @@ from gb_runs import run_pretraining_steps
 import neondist as nd
 from neondist.comm import loopback
 from neondist.observer import Observer
-from neondist.parallel import HEADER_SIZE, Bucketed, Flag
+from neondist.parallel import FLAG_HEADER_LENGTH, Bucketed, Flag
 
 
 class EarlyBuckets(Observer):
@@ -27,7 +27,7 @@ class EarlyBuckets(Observer):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(Bucketed, "full_bytes", 200)
+    monkeypatch.setattr(Bucketed, "full_bucket_bytes", 200)
 
 
 def run_steps(grid, sync, accumulate=1):
@@ -79,8 +79,8 @@ def test_gradients_of_tile_weights(small_buckets, kind, grid):
 
 @pytest.mark.parametrize("capacity", [1, 100, 10**6])
 def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
-    monkeypatch.setattr(Bucketed, "full_bytes", capacity)
-    values, spans = np.arange(HEADER_SIZE + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
+    monkeypatch.setattr(Bucketed, "full_bucket_bytes", capacity)
+    values, spans = np.arange(FLAG_HEADER_LENGTH + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
     for shared in (0, 40, 60):
         sync = Bucketed(nd.ProcessGrid.serial(), values, spans, shared)
         contents = np.concatenate([bucket.array for bucket in (*sync.early_buckets, sync.last_bucket)])
@@ -90,10 +90,10 @@ def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
         for span in spans[::-1]:
             sync.mark_ready(span)
         assert all(bucket.request is not None for bucket in sync.early_buckets)
-        sync.flags.own_flags[Flag.TIME] = 1
+        sync.flags.own_flags[Flag.TIME_LIMIT] = 1
         sync.finish_sums()
-        assert sync.header[Flag.TIME] == 1
-        values = np.arange(HEADER_SIZE + 60.0)
+        assert sync.flag_header[Flag.TIME_LIMIT] == 1
+        values = np.arange(FLAG_HEADER_LENGTH + 60.0)
 
 
 def test_unknown_synchronisers_are_rejected():

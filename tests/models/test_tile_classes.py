@@ -30,7 +30,7 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
     try:
         model.configure_execution(memory=case.memory and grid.size << 40, strategy=strategy)
         plan = model.plan(case.shape, grid, max(case.batch, grid.replicas))
-        plan.parameters.strategy.check_synchronous()
+        plan.parameters.strategy.check_needs_no_servers()
     except nd.UserError:
         reject()
     tiles, size = range(grid.tiles), plan.itemsize
@@ -41,7 +41,7 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
     )
     for index, (layer, costs) in enumerate(zip(plan, plan.costs(), strict=True)):
         views, outputs = [layer.view(tile) for tile in tiles], [layer.tile(tile) for tile in tiles]
-        assert layer.parameters_by_tile == [layer.parameters_on(tile) for tile in tiles]
+        assert layer.num_parameters_by_tile == [layer.num_parameters_on(tile) for tile in tiles]
         assert layer.halo_cells_by_tile == [
             sum(exchange.plan(tile).halo_volume for exchange in layer._exchanges) for tile in tiles
         ]
@@ -53,9 +53,9 @@ def test_tile_classes_represent_all_tiles(number, grid, strategy):
             ]
             for tile in tiles
         ]
-        assert list(map(sorted, layer._gather_messages)) == list(map(sorted, sent))
+        assert list(map(sorted, layer._gather_message_sizes)) == list(map(sorted, sent))
         arrays = (1 + (index > 0)) * max(view.buffer.size for view in views) * layer.input_shape[-1] * size
-        held = max(layer.parameters_by_tile) * size * (2 + len(model.optimizer.state_names))
+        held = max(layer.num_parameters_by_tile) * size * (2 + len(model.optimizer.all_slot_names))
         assert costs.memory == arrays * plan.max_live_samples(0) + held
         for box, boxes in (
             ((lambda tile, layer=layer: layer.view(tile).need), [view.need for view in views]),

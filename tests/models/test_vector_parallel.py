@@ -79,9 +79,13 @@ def test_pairs_need_one_sum_per_direction(pairs):
         for name in {entry.layer for entry in log_entries}:
             sums = [entry.nbytes * model.ledger()[entry] for entry in log_entries if entry.layer == name]
             assert sum(sums) == planned[name]
-        shares = [np.prod(placed.local_shape) / np.prod(placed.parameter.shape) for placed in model.parameters.trained]
+        shares = [
+            np.prod(placed.local_shape) / np.prod(placed.parameter.shape) for placed in model.parameters.trained_shards
+        ]
         split = [
-            share for share, placed in zip(shares, model.parameters.trained, strict=True) if placed.name == "weights"
+            share
+            for share, placed in zip(shares, model.parameters.trained_shards, strict=True)
+            if placed.name == "weights"
         ]
         return log_entries, split
 
@@ -97,7 +101,7 @@ def test_weights_are_divided_evenly():
     def body(world):
         model = make_perceptron(True, [11, 7, 10])
         model.build((9,), 4, nd.ProcessGrid(world))
-        for placed in model.parameters.trained:
+        for placed in model.parameters.trained_shards:
             if len(placed.parameter.shape) == 2:
                 axis = 1 if placed.local_shape[0] == placed.parameter.shape[0] else 0
                 assert placed.local_shape[axis] <= -(-placed.parameter.shape[axis] // 4)

@@ -7,7 +7,7 @@ from common_checks import max_relative_difference
 import neondist as nd
 from neondist.comm import loopback
 from neondist.models.stimulus import optimal_stimulus
-from neondist.runtime.observers.whereabouts import Whereabouts
+from neondist.runtime.observers.current_activity import CurrentActivity
 
 SHAPE, BATCH = (5, 4, 2), 6
 
@@ -162,7 +162,7 @@ def test_interleaved_passes_have_separate_shards():
 
 
 def test_waits_name_the_layer_and_the_operation():
-    class WaitRecorder(Whereabouts):
+    class WaitRecorder(CurrentActivity):
         def on_begin(self, event, name, direction, subject):
             super().on_begin(event, name, direction, subject)
             waits.extend([str(self)] * (event == "wait"))

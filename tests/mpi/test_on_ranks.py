@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from availability import KERNELS
+from availability import KERNEL_VARIANTS
 from common_checks import (
-    can_slide,
     check_collectives,
     check_messages,
     check_redistribution,
     check_views,
     list_grids,
     max_relative_difference,
+    window_fits,
 )
 from invariance import train
 from mpi4py import MPI
@@ -37,7 +37,7 @@ def draw_windows(count):
             mode=str(rng.choice(["zeros", "reflect", "replicate", "wrap"])),
             ndim=ndim,
         )
-        if can_slide(extent, window):
+        if window_fits(extent, window):
             windows.append((extent, window))
     return windows
 
@@ -92,7 +92,7 @@ def test_debug_transport_gives_the_same_bits():
         np.testing.assert_array_equal(debug[name], array)
 
 
-@pytest.mark.parametrize("backend", KERNELS[1:])
+@pytest.mark.parametrize("backend", KERNEL_VARIANTS[1:])
 @pytest.mark.parametrize("kind", ["everything", "series", "segmentation"])
 def test_other_backends(kind, backend):
     expected = compute_on_root(lambda: train(kind))

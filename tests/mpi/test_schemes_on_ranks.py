@@ -9,7 +9,7 @@ from root_rank import compute_on_root
 import neondist as nd
 from neondist.comm import loopback, mpi
 from neondist.halo import as_scheme, scheme_names
-from neondist.halo.fusion import fusion_of
+from neondist.halo.fusion import fusion_scheme_or_none
 
 world = MPI.COMM_WORLD
 
@@ -18,7 +18,7 @@ def train(comm, scheme, steps=5):
     layers = [
         nd.ConvLayerDist(3, 5, padding=2, activation=nd.ReLU()),
         nd.MaxPoolingLayerDist(3, 2),
-        nd.ConvLayerDist(4, 3) if fusion_of(as_scheme(scheme)) else nd.DeconvLayerDist(4, 3, 2),
+        nd.ConvLayerDist(4, 3) if fusion_scheme_or_none(as_scheme(scheme)) else nd.DeconvLayerDist(4, 3, 2),
         nd.FCLayerDist(10),
     ]
     model = nd.ConvnetDist(layers, scheme=scheme, seed=1, dtype="float64", backend="numpy")

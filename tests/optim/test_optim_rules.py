@@ -87,5 +87,5 @@ def test_schedules():
     assert [steps.factor(e) for e in (0, 1.9, 2, 3.5, 4)] == [1, 1, 0.5, 0.5, 0.25]
     cosine = CosineDecay(epochs=4)
     assert [round(cosine.factor(e), 12) for e in (0, 2, 4, 9)] == [1, 0.5, 0, 0]
-    assert SGD().schedule_factor(7) == 1
-    assert SGD(schedule=steps).schedule_factor(2) == 0.5
+    assert SGD().rate_factor_at(7) == 1
+    assert SGD(schedule=steps).rate_factor_at(2) == 0.5

@@ -237,13 +237,13 @@ def test_one_cycle_momentum_matches_torch(optimizer_class, torch_name, options):
     model = nd.MLP([layer], cost=nd.SumSquared(), optimizer=rule, dtype="float64")
     model.build((1, 1, 1), 1)
     layer.params["weights"][...] = x
-    rule.check_epochs(12)
+    rule.check_run_length(12)
     for step in range(12):
         optimizer.zero_grad()
         ((weights - torch.tensor(target)) ** 2).sum().mul(0.5).backward()
         optimizer.step()
         torch_schedule.step()
-        model.learning_rate_scale, model.scheduled_momentum = rule.schedule_factor(step), rule.momentum_at(step)
+        model.learning_rate_scale, model.scheduled_momentum = rule.rate_factor_at(step), rule.momentum_at(step)
         model.train_batch(np.ones((1, 1, 1, 1)), target[None])
         np.testing.assert_allclose(layer.params["weights"][0], weights.detach(), rtol=1e-10)
 
@@ -272,9 +272,9 @@ def test_plateau_matches_torch():
             lambda s, o, h=torch_options: s.ReduceLROnPlateau(o, factor=0.5, eps=0, **h), 60, losses
         )
         schedule = nd.Plateau(0.5, **options)
-        factors = [schedule.factor_after(epoch, losses[:epoch].tolist()) for epoch in range(60)]
+        factors = [schedule.factor_given_losses(epoch, losses[:epoch].tolist()) for epoch in range(60)]
         np.testing.assert_allclose(factors, expected, rtol=1e-12)
-    assert nd.Plateau(0.5, patience=0).factor_after(3, [1.0, None, float("nan")]) == 0.25
+    assert nd.Plateau(0.5, patience=0).factor_given_losses(3, [1.0, None, float("nan")]) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -285,17 +285,17 @@ def test_plateau_matches_torch():
         (lambda: nd.RMSprop(alpha=1.0), "alpha: .*below 1"),
         (lambda: nd.Plateau(1.0), "factor: .*below 1"),
         (lambda: nd.Warmup(0), "epochs: expected a number above 0"),
-        (lambda: nd.OneCycle(3).check_epochs(4), "the learning rate is 0 after 3 epochs"),
-        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_epochs(5), "after 3 epochs, but 4 are trained"),
+        (lambda: nd.OneCycle(3).check_run_length(4), "the learning rate is 0 after 3 epochs"),
+        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_run_length(5), "after 3 epochs, but 4 are trained"),
         (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
         (
-            lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_epochs(3),
+            lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_run_length(3),
             "momentum: SGD has no momentum",
         ),
     ],
 )
 def test_error_messages(make, message):
-    nd.CosineDecay(3, floor=0.1).check_epochs(5)
+    nd.CosineDecay(3, floor=0.1).check_run_length(5)
     assert nd.LAMB(clip_norm=2).arguments()["weight_decay"] == 0.01
     with pytest.raises(ConfigError, match=message):
         make()

@@ -8,7 +8,7 @@ from graphs.execution import draw_state
 
 import neondist as nd
 from neondist.errors import ConfigError, UserError
-from neondist.plan.blocks import BlockPlan, find_obstacles, fit_blocks
+from neondist.plan.blocks import BlockPlan, find_blockwise_obstacles, fit_blocks
 from neondist.runtime.blocks import BlockwiseExecutor
 
 
@@ -42,7 +42,7 @@ def test_generated_networks(first):
             model.build(case.shape, 2)
         except UserError:
             continue
-        if any(find_obstacles(model.compiled.graph)):
+        if any(find_blockwise_obstacles(model.compiled.graph)):
             continue
         model.load_state(draw_state(case)[0])
         rng = np.random.default_rng(number)
@@ -124,7 +124,7 @@ def test_obstacles_are_reported():
         ),
     ):
         model = nd.Convnet(layers)
-        assert list(find_obstacles(model.plan((9, 9, 1)).graph)) == [expected]
+        assert list(find_blockwise_obstacles(model.plan((9, 9, 1)).graph)) == [expected]
 
 
 def test_blocks_shrink_until_they_fit():
@@ -133,10 +133,10 @@ def test_blocks_shrink_until_they_fit():
     assert (len(single), single.size) == (1, (500, 400))
     large = fit_blocks(graph, (256, 256), 1 << 60, 8)
     assert large.size == (256, 256)
-    largest = large.largest_block_size
+    largest = large.max_block_elements
     for capacity in (largest - 1, largest // 20, largest // 100):
         plan = fit_blocks(graph, (256, 256), capacity, 8)
-        assert plan.largest_block_size <= capacity < largest
+        assert plan.max_block_elements <= capacity < largest
         assert all(n % 4 == 0 for n in plan.size)
     assert fit_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
     with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*, most of it for layer '\w+'"):

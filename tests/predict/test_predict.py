@@ -218,7 +218,7 @@ def test_job_killed_before_its_first_block_replaces_the_journal_of_another(netwo
 
 
 def test_one_job_at_a_time(network_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.io.lock.TIMEOUT_SECONDS", 0)
+    monkeypatch.setattr("neondist.io.lock.LOCK_TIMEOUT_SECONDS", 0)
     write, refused = OutputWriter.write, []
 
     def start_second_job(self, part, y):

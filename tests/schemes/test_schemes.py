@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from case_selection import select_cases
-from common_checks import can_slide
+from common_checks import window_fits
 from device import Device
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ def test_halo_oneway_fails_the_dot_test(layers):
 @settings(max_examples=30, deadline=None)
 def test_towers_pass_the_dot_test(case, parts, fill):
     shape, window = case
-    assume(can_slide(shape, window))
+    assume(window_fits(shape, window))
     fill = "reflect" if fill == "zeros" and window.fill else fill  # a constant is not linear
 
     def job(comm):
@@ -299,7 +299,7 @@ def test_layer_scheme_overrides_the_model():
 @pytest.mark.long
 def test_gather_and_scatter_gradients_agree(case, parts):
     shape, window = case
-    assume(can_slide(shape, window) and len(shape) < 3)
+    assume(window_fits(shape, window) and len(shape) < 3)
 
     def job(comm, scheme, rows=None):
         conv = nd.ConvLayerDist(

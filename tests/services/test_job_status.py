@@ -20,7 +20,7 @@ STATUS = JobStatus(
 )  # fmt: skip
 
 
-def render_text(status, now):
+def render_plain_text(status, now):
     console = Console(file=io.StringIO(), width=100)
     console.print(render_status(status, now))
     return console.file.getvalue()
@@ -32,13 +32,13 @@ def test_round_trip(tmp_path):
 
 
 def test_top_shows_all_fields():
-    text = render_text(STATUS, 1001.0)
+    text = render_plain_text(STATUS, 1001.0)
     assert "3 todo, 2 doing, 7 done, 0 failed" in text
     assert "12 samples/s" in text
     assert text.index("worker-0") < text.index("worker-1")
     assert all(number in text for number in ("17", "272", "288", "4.1 kB"))
     assert "no new state" not in text
-    assert "no new state for 60 s" in render_text(STATUS, 1060.0)
+    assert "no new state for 60 s" in render_plain_text(STATUS, 1060.0)
 
 
 def test_report_ignores_damaged_records(tmp_path):

@@ -14,9 +14,9 @@ from neondist.services.message import Message
 from neondist.services.progress import AppliedMinibatches, MinibatchId
 from neondist.services.state import UpdateRule
 
-RECORDS, SIZE, PER_TASK, EPOCHS = 11, 2, 3, 2
-FACTS = {"records": RECORDS, "batch_size": SIZE, "epochs": EPOCHS, "seed": 3}
-ONCE = f"{RECORDS} records in each of {EPOCHS} epochs, each once"
+RECORDS, BATCH_SIZE, RECORDS_PER_TASK, EPOCHS = 11, 2, 3, 2
+QUEUE_PARAMETERS = {"records": RECORDS, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "seed": 3}
+APPLIED_ONCE_TEXT = f"{RECORDS} records in each of {EPOCHS} epochs, each once"
 
 
 class Worker:
@@ -25,7 +25,7 @@ class Worker:
     def __init__(self, job, name, values):
         address = job.master_host.address
         self.master_client = job.stack.enter_context(
-            closing(MasterClient(address, job.token, name, SingleTransport(), FACTS))
+            closing(MasterClient(address, job.token, name, SingleTransport(), QUEUE_PARAMETERS))
         )
         self.client, self.values = job.client(name), values
         self.client.initialize(values, nd.SGD(0.1), UpdateRule(sync=False))
@@ -34,7 +34,7 @@ class Worker:
     def steps(self, epoch):
         """Yield a stage and the records of a minibatch, before each push and between push and credit."""
         for task in self.master_client.tasks_through_epoch(epoch):
-            for first, upto, numbers in task.minibatches(SIZE):
+            for first, upto, numbers in task.minibatches(BATCH_SIZE):
                 self.master_client.begin_minibatch(first, upto, len(numbers))
                 yield "push", numbers
                 result = self.client.push(self.values, self.master_client.samples, self.master_client.minibatch)
@@ -49,7 +49,7 @@ class Worker:
 def test_pushes_of_a_lost_worker_are_applied_once(steps):
     """Lose a worker before or after a push; a second one continues, and its duplicate is rejected."""
     values = draw_arrays(0)
-    with Servers(2, minibatches_per_task=PER_TASK) as job:
+    with Servers(2, minibatches_per_task=RECORDS_PER_TASK) as job:
         first, second = (Worker(job, name, values) for name in ("a", "b"))
         stages = [next(iterator)[0] for iterator in [first.steps(0)] for _ in range(steps)]
         first.master_client.close()
@@ -60,13 +60,13 @@ def test_pushes_of_a_lost_worker_are_applied_once(steps):
             for server in job.servers
         }
         versions = {server._state.version for server in job.servers}
-    assert summaries == {ONCE}
+    assert summaries == {APPLIED_ONCE_TEXT}
     assert versions == {EPOCHS * 6}
     assert [stage for stage, _ in events].count("duplicate") == (stages[-1:] == ["pushed"])
 
 
 def test_refused_minibatch_is_assigned_again():
-    with Servers(1, minibatches_per_task=PER_TASK) as job:
+    with Servers(1, minibatches_per_task=RECORDS_PER_TASK) as job:
         worker = Worker(job, "a", draw_arrays(0))
         assigned = []
         for stage, numbers in worker.steps(0):
@@ -81,15 +81,15 @@ def test_workers_must_agree_on_the_data():
     master = Master()
     with pytest.raises(nd.ConfigError, match="report_training_params first"):
         master.get_task(Message({"worker": "a"}))
-    master.report_training_params(Message(FACTS))
+    master.report_training_params(Message(QUEUE_PARAMETERS))
     with pytest.raises(nd.ConfigError, match="seed: 4, but 3 on other workers"):
-        master.report_training_params(Message(FACTS | {"seed": 4}))
+        master.report_training_params(Message(QUEUE_PARAMETERS | {"seed": 4}))
 
 
 def test_repeated_requests_return_the_same_records():
     """Request a task again, as after a lost reply."""
-    master = Master(PER_TASK)
-    master.report_training_params(Message(FACTS))
+    master = Master(RECORDS_PER_TASK)
+    master.report_training_params(Message(QUEUE_PARAMETERS))
     first, repeated, second = (master.get_task(Message({"worker": name})) for name in "aab")
     assert first.array("indices", "int64", [6]).tolist() == repeated.array("indices", "int64", [6]).tolist()
     assert not master.credit_records(
@@ -100,23 +100,27 @@ def test_repeated_requests_return_the_same_records():
 
 def finish_tasks():
     """Return a master without remaining tasks, and the credits of all minibatches."""
-    master, credits = Master(PER_TASK), AppliedMinibatches()
-    master.report_training_params(Message(FACTS))
+    master, credits = Master(RECORDS_PER_TASK), AppliedMinibatches()
+    master.report_training_params(Message(QUEUE_PARAMETERS))
     while (reply := master.get_task(Message({"worker": "a"}))).text("type") == "TRAINING":
         result = {"task_id": reply.integer("task_id"), "err_message": ""}
         assert master.report_task_result(Message(result)).flag("credited")
-        for minibatch in range(-(-(reply.integer("end") - reply.integer("start")) // SIZE)):
-            credits.add(MinibatchId(reply.integer("epoch"), reply.integer("start") // (PER_TASK * SIZE), minibatch))
+        for minibatch in range(-(-(reply.integer("end") - reply.integer("start")) // BATCH_SIZE)):
+            credits.add(
+                MinibatchId(
+                    reply.integer("epoch"), reply.integer("start") // (RECORDS_PER_TASK * BATCH_SIZE), minibatch
+                )
+            )
     return master, credits
 
 
 def test_records_applied_twice_or_never_are_detected():
     master, credits = finish_tasks()
-    assert master.verify_applied_gradients(RECORDS * EPOCHS, credits) == ONCE
+    assert master.verify_applied_gradients(RECORDS * EPOCHS, credits) == APPLIED_ONCE_TEXT
     with pytest.raises(ServiceError, match="has applied 24 records, expected 22"):
-        master.verify_applied_gradients(RECORDS * EPOCHS + SIZE, credits)
+        master.verify_applied_gradients(RECORDS * EPOCHS + BATCH_SIZE, credits)
     incomplete = AppliedMinibatches()
     for credit in credits.to_list()[1:]:
         incomplete.add(credit)
     with pytest.raises(ServiceError, match="lacks 1 of 12 minibatches"):
-        master.verify_applied_gradients(RECORDS * EPOCHS - SIZE, incomplete)
+        master.verify_applied_gradients(RECORDS * EPOCHS - BATCH_SIZE, incomplete)

@@ -25,7 +25,7 @@ scalars = st.none() | st.booleans() | numbers | st.text(max_size=5)
 plain = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=2), scalars, max_size=2)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 dtypes = st.sampled_from(["f2", "f4", "f8", "i1", "i8", "u1", "u4", "?", ">f4", ">i8"])
-LIMIT = 1 << 30
+MAX_ARRAY_BYTES = 1 << 30
 
 
 @settings(max_examples=25)
@@ -34,7 +34,7 @@ def test_round_trip(fields, arrays):
     contents = {
         str(i): (np.arange(np.prod(shape)) % 2).reshape(shape).astype(dtype) for i, (shape, dtype) in enumerate(arrays)
     }
-    received = decode(encode(Message(fields, contents)), LIMIT)
+    received = decode(encode(Message(fields, contents)), MAX_ARRAY_BYTES)
     assert received.fields == fields
     assert received.arrays.keys() == contents.keys()
     for name, array in contents.items():
@@ -49,7 +49,7 @@ def test_parts_are_sent_as_one_array_in_chunks():
     assert max(map(len, chunks)) == CHUNK_BYTES
     assert len(chunks) == 2
     np.testing.assert_array_equal(
-        decode(chunks, LIMIT).array("all", "f8", [None]), np.concatenate([part.reshape(-1) for part in parts])
+        decode(chunks, MAX_ARRAY_BYTES).array("all", "f8", [None]), np.concatenate([part.reshape(-1) for part in parts])
     )
 
 
@@ -58,16 +58,16 @@ def test_damaged_messages_are_rejected():
     encoded = b"".join(encode(Message({"a": [1, None]}, {"x": np.arange(5, dtype="f4"), "y": np.ones((2, 2))})))
     for end in range(len(encoded)):
         with pytest.raises(MessageError):
-            decode([encoded[:end]], LIMIT)
+            decode([encoded[:end]], MAX_ARRAY_BYTES)
     with pytest.raises(MessageError, match="more bytes"):
-        decode([encoded, b"!"], LIMIT)
+        decode([encoded, b"!"], MAX_ARRAY_BYTES)
     rng, rejected = random.Random(1), 0
     for _ in range(3000):
         damaged = bytearray(encoded)
         for _ in range(rng.randint(1, 3)):
             damaged[rng.randrange(len(encoded) - 56)] = rng.randrange(256)
         try:
-            decode([bytes(damaged)], LIMIT)
+            decode([bytes(damaged)], MAX_ARRAY_BYTES)
         except MessageError:
             rejected += 1
     assert rejected > 1000
@@ -77,29 +77,33 @@ def test_damaged_messages_are_rejected():
     ("description", "size", "problem"),
     [
         ({"fields": {}, "arrays": [["x", "<f4", [1 << 40, 1 << 40]]]}, 16, "more bytes than it has"),
-        ({"fields": {}, "arrays": [["x", "|O8", [2]]]}, 16, "invalid description of an array"),
+        ({"fields": {}, "arrays": [["x", "|O8", [2]]]}, 16, "the description of an array is invalid"),
         ({"fields": {}, "arrays": [["x", "<f4", [-2]]]}, 16, "invalid shape"),
-        ({"fields": {}, "arrays": [["x", "<f4", [2]], ["x", "<f4", [2]]]}, 32, "invalid description of an array"),
+        (
+            {"fields": {}, "arrays": [["x", "<f4", [2]], ["x", "<f4", [2]]]},
+            32,
+            "the description of an array is invalid",
+        ),
         ({"fields": {}, "arrays": []}, 16, "more bytes than its arrays"),
         ({"fields": [], "arrays": []}, 0, "invalid description"),
         ({"fields": {}}, 0, "invalid description"),
         ({"fields": {"a": float("nan")}, "arrays": []}, 0, "NaN is not JSON"),
-        ({"fields": {}, "arrays": []}, LIMIT + 1, "the limit is"),
+        ({"fields": {}, "arrays": []}, MAX_ARRAY_BYTES + 1, "the limit is"),
     ],
 )
 def test_invalid_descriptions_are_rejected(description, size, problem):
     text = json.dumps(description).encode()
     head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
     with pytest.raises(MessageError, match=problem):
-        decode([head + text + bytes(min(size, 64))], LIMIT)
+        decode([head + text + bytes(min(size, 64))], MAX_ARRAY_BYTES)
 
 
 def test_other_protocols_are_reported():
     head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL_VERSION + 1, 0, 0, 0)
     with pytest.raises(MessageError, match=f"protocol {PROTOCOL_VERSION + 1}; this process has {PROTOCOL_VERSION}"):
-        decode([head], LIMIT)
+        decode([head], MAX_ARRAY_BYTES)
     with pytest.raises(MessageError, match="not a neondist message"):
-        decode([b"GET / HTTP/1.1\r\nHost: example\r\n"], LIMIT)
+        decode([b"GET / HTTP/1.1\r\nHost: example\r\n"], MAX_ARRAY_BYTES)
 
 
 def test_fields_are_checked():

@@ -186,7 +186,7 @@ def test_restored_weights_revoke_credits(make_queue):
     ("call", "message"),
     [
         (lambda queue: queue.get("a", kind="trainig"), "kind"),
-        (lambda queue: queue.applied(queue.get("a").id, 4), "upto: 4 is not in task 1, 0 to 3"),
+        (lambda queue: queue.applied(queue.get("a").id, 4), "upto: 4 is outside task 1; expected 0 to 3"),
         (lambda queue: queue.report(queue.get("a").id, False, record=99), "record: 99"),
     ],
 )

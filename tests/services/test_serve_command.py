@@ -19,14 +19,14 @@ from neondist.services.client import ParameterClient
 from neondist.services.placement import place_parameters
 from neondist.services.progress import MinibatchId
 from neondist.services.server import create_parameter_server
-from neondist.services.wire import TOKEN, ServiceHost, create_token
+from neondist.services.wire import TOKEN_VARIABLE, ServiceHost, create_token
 from neondist.strategies import PS, ParameterSpec
 
 
 def start_server(token, *words):
     """Start a server, and return its process and its address."""
     command = [sys.executable, "-m", "neondist", "serve", "ps", *words]
-    process = subprocess.Popen(command, env=os.environ | {TOKEN: token}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, text=True)
     line = process.stdout.readline()
     assert line.startswith("PServer at 127.0.0.1:")
     return process, line.split()[-1]
@@ -61,26 +61,28 @@ def test_killed_server_resumes_from_its_checkpoint(tmp_path):
 
 
 def test_errors_are_one_message(monkeypatch, capsys):
-    monkeypatch.setenv(TOKEN, create_token())
+    monkeypatch.setenv(TOKEN_VARIABLE, create_token())
     with ServiceHost([], "127.0.0.1:0", create_token()) as host:
         assert main(["serve", "ps", "--address", host.address]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"{host.address}: cannot listen (Address already in use)" in error
-    monkeypatch.delenv(TOKEN)
+    monkeypatch.delenv(TOKEN_VARIABLE)
     assert main(["serve", "ps"]) == 2
     assert "NEONDIST_TOKEN: expected a secret" in capsys.readouterr().err
 
 
 def test_server_of_a_task():
-    with create_parameter_server(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
+    with create_parameter_server(
+        TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN_VARIABLE: create_token()}
+    ) as host:
         assert host.address.startswith("127.0.0.1:")
     for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
         with pytest.raises(nd.ConfigError, match="is not a parameter server of the cluster"):
-            create_parameter_server(task, {TOKEN: create_token()})
+            create_parameter_server(task, {TOKEN_VARIABLE: create_token()})
 
 
-ASYNCHRONOUS = """!FitExperiment
+ASYNCHRONOUS_EXPERIMENT = """!FitExperiment
 dataset: !Synthetic {shape: [6, 6, 1], classes: 3, train: 24, test: 4}
 model: !MLPDist
   layers: [!FCLayerDist {out_features: 8}, !FCLayerDist {out_features: 3}]
@@ -95,7 +97,7 @@ strategy: !PSLoadBalancing {staleness: 1}
 @pytest.mark.long
 def test_run_starts_workers_and_servers(tmp_path):
     """Expect two workers and two servers, all of which end with the command."""
-    (tmp_path / "e.yaml").write_text(ASYNCHRONOUS)
+    (tmp_path / "e.yaml").write_text(ASYNCHRONOUS_EXPERIMENT)
     code, out, err = run_command(build_command("run", "e.yaml", "-n", 2, "--output", "out"), tmp_path)
     assert (code, err) == (0, "")
     assert "epoch 1/1" in out

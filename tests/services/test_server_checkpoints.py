@@ -17,12 +17,12 @@ from neondist.services.master import Master
 from neondist.services.message import Message
 from neondist.services.placement import TableSpec
 from neondist.services.progress import MinibatchId
-from neondist.services.recovery import ServerRecovery, complete_checkpoints
+from neondist.services.recovery import ServerRecovery, list_complete_checkpoints
 from neondist.services.state import UpdateRule
 
 TABLE = TableSpec("embedding", 50, 3, "float64")
 OPTIMIZER = nd.Adam(0.05)
-FACTS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
+QUEUE_PARAMETERS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
 STRATEGIES = {1: "PS", 2: "PSLoadBalancing", 3: "PartitionedPS"}
 
 
@@ -58,10 +58,10 @@ def start_job(job, master, folder):
     client = connect(job)
     client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
     client.pull(draw_arrays(9))
-    master.report_training_params(Message(FACTS))
+    master.report_training_params(Message(QUEUE_PARAMETERS))
     recovery = ServerRecovery(client._server_group, folder, master)
     recovery.restore_or_save_servers()
-    assert master.ready
+    assert master.servers_agree
     return client, recovery
 
 
@@ -188,7 +188,7 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
 
 def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
     """Replace a master killed while one of two servers lacks a gradient, which prevents checkpoints."""
-    monkeypatch.setattr("neondist.services.recovery._HOLD_PATIENCE", 0.1)
+    monkeypatch.setattr("neondist.services.recovery._HOLD_TIMEOUT_SECONDS", 0.1)
     path = tmp_path / "tasks.sqlite"
     with Servers(2, tmp_path) as job:
         with closing(Master(path=path)) as first:
@@ -203,7 +203,7 @@ def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
             assert not client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0)).duplicate
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
             recovery.restore_or_save_servers()
-            assert second.finished
+            assert second.results_saved
 
 
 def test_final_status_is_written(tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_final_status_is_written(tmp_path, monkeypatch):
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client, recovery = start_job(job, master, tmp_path)
         recovery.restore_or_save_servers()
-        monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 3600.0)
+        monkeypatch.setattr("neondist.services.recovery.STATUS_INTERVAL_SECONDS", 3600.0)
         assert not JobStatus.read(tmp_path).ended
         task = master.get_task(Message({"worker": "0"}))
         client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0))
@@ -222,19 +222,19 @@ def test_final_status_is_written(tmp_path, monkeypatch):
 
 def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, monkeypatch):
     """Stop while no worker is left that could push the gradient to the other server."""
-    monkeypatch.setattr("neondist.services.recovery._HOLD_PATIENCE", 0.1)
+    monkeypatch.setattr("neondist.services.recovery._HOLD_TIMEOUT_SECONDS", 0.1)
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client, recovery = start_job(job, master, tmp_path)
         assert recovery.save(Message()).flag("saved")
         push_to_first_server(job, client)
         assert not recovery.save(Message()).flag("saved")
-        assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
+        assert [path.name for path in list_complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
 
 
 @pytest.mark.parametrize("obstacle", ["servers without a folder", "unwritable status"])
 def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys, obstacle):
-    monkeypatch.setattr("neondist.services.recovery.POLL_INTERVAL", 0.001)
-    monkeypatch.setattr("neondist.services.recovery.REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr("neondist.services.recovery.SERVER_POLL_SECONDS", 0.001)
+    monkeypatch.setattr("neondist.services.recovery.STATUS_INTERVAL_SECONDS", 0.0)
     steps, problem = threading.Semaphore(0), "has no checkpoint folder; start it with one"
 
     class CountingRecovery(ServerRecovery):
@@ -252,7 +252,7 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
     with Servers(1, *servers_folder) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client = connect(job)
         client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
-        master.report_training_params(Message(FACTS))
+        master.report_training_params(Message(QUEUE_PARAMETERS))
         with CountingRecovery(client._server_group, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err

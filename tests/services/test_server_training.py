@@ -10,7 +10,7 @@ import neondist as nd
 from neondist.comm import ProcessGrid, loopback
 from neondist.services.training import WorkerAssignment
 
-SAMPLES, BATCH, EPOCHS = 24, 8, 2
+SAMPLES, BATCH_SIZE, EPOCHS = 24, 8, 2
 
 
 def make_model():
@@ -36,7 +36,7 @@ def make_experiment(model, strategy=None, **fields):
     return nd.FitExperiment(
         data,
         model(),
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         dtype="float64",
         strategy=strategy,
@@ -112,7 +112,7 @@ def test_workers_train_each_batch_once():
         assert check_records(job) == {f"{SAMPLES} records in each of {EPOCHS} epochs, each once"}
         final_values = {}
         for server in job.servers:
-            dense = server._state.dense
+            dense = server._state.dense_parameters
             for piece, (start, stop) in zip(dense.layout.pieces, dense.layout.piece_ranges("float64"), strict=True):
                 final_values[piece.name] = dense.values["float64"][start:stop].reshape(piece.box.shape)
     assert sum(results[index][0].history[-1]["step"] for index in range(3)) == 5 * EPOCHS
@@ -127,7 +127,10 @@ def test_strategy_requires_servers():
 
 @pytest.mark.parametrize(
     ("strategy", "problem"),
-    [("Parallax(sync=False)", "has no owner; choose PS"), ("PS(sync=False)", "ema: the running mean would stay")],
+    [
+        ("Parallax(sync=False)", "has no owner; choose PS"),
+        ("PS(sync=False)", "ema: is not supported on parameter servers"),
+    ],
 )
 def test_unsupported_settings_are_rejected(strategy, problem):
     experiment = make_experiment(make_model, strategy)

@@ -324,5 +324,5 @@ def test_order_of_arrival_changes_no_bit():
         state.apply_gradients(
             [PushedGradient(name, name, 0, 0, n, 1.0, None, {"float64": g.copy()}, {}) for name, g, n in pushed]
         )
-        results.append(state.dense.values["float64"])
+        results.append(state.dense_parameters.values["float64"])
     np.testing.assert_array_equal(*results)

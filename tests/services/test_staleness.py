@@ -21,7 +21,7 @@ def simulate(bound, durations, steps):
     heapq.heapify(arrivals)
     blocked = set()
     for worker in workers:
-        bound.join(worker)
+        bound.add_worker(worker)
     while arrivals:
         now, index, worker = heapq.heappop(arrivals)
         bound.finish_step(worker)
@@ -64,9 +64,9 @@ def test_bound_is_never_exceeded(staleness, events):
             bound.finish_step(name)
             waiting.add(name)
         elif kind == "join":
-            bound.join(name)
+            bound.add_worker(name)
         elif kind == "leave":
-            bound.leave(name)
+            bound.remove_worker(name)
             waiting.discard(name)
         waiting -= {candidate for candidate in waiting if bound.may_continue(candidate)}
         steps = bound.steps
@@ -79,7 +79,7 @@ def test_workers_continue_without_a_bound():
     bound = StalenessBound(None)
     for _ in range(100):
         bound.finish_step("fast")
-    bound.join("slow")
+    bound.add_worker("slow")
     assert bound.may_continue("fast")
 
 

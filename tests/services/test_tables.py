@@ -102,7 +102,7 @@ def test_lazy_updates_change_rows_with_gradients_alone():
     before = table.get_or_create_rows(np.array([1]))
     table.update(np.array([2]), np.ones((1, DIM)), 1, 1.0)
     np.testing.assert_array_equal(table.get_or_create_rows(np.array([1])), before)
-    assert table.count == 2
+    assert table.row_count == 2
 
 
 def test_gradients_of_repeated_ids_are_summed():

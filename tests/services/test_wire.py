@@ -52,7 +52,7 @@ def echo():
 
 @pytest.fixture
 def host(echo):
-    with ServiceHost([echo], "127.0.0.1:0", TOKEN, limit=8 * CHUNK_BYTES) as host:
+    with ServiceHost([echo], "127.0.0.1:0", TOKEN, max_bytes=8 * CHUNK_BYTES) as host:
         yield host
 
 
@@ -111,7 +111,7 @@ def test_oversized_and_truncated_requests_are_rejected(host, echo, client):
         path = "/neondist.Echo/echo"
         assert call_raw(channel, path, [huge])[0] == "INVALID_ARGUMENT"
         assert call_raw(channel, path, [encoded[:-1]]) == ("INVALID_ARGUMENT", "invalid request: truncated")
-        assert call_raw(channel, path, []) == ("INVALID_ARGUMENT", "invalid request: truncated header")
+        assert call_raw(channel, path, []) == ("INVALID_ARGUMENT", "invalid request: the header is truncated")
         assert call_raw(channel, path, [bytes(2 * CHUNK_BYTES)])[0] == "RESOURCE_EXHAUSTED"
         code, details = call_raw(channel, path, [other_version])
         assert (code, "install the same version of neondist" in details) == ("FAILED_PRECONDITION", True)

@@ -15,8 +15,8 @@ from waiting import wait_until
 
 import neondist as nd
 from neondist.cli import run as run_command
-from neondist.system.heartbeat import CONNECTION
-from neondist.system.signals import get_active_signals
+from neondist.system.heartbeat import CONNECTION_VARIABLE
+from neondist.system.signals import find_active_signals
 
 MODEL = """
 import neondist as nd
@@ -153,7 +153,7 @@ def read_messages(monkeypatch):
     """Make this process a rank with a supervisor; return a function that reads the messages to the supervisor."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    monkeypatch.setenv(CONNECTION, f"{writing}:{os.getpid()}")
+    monkeypatch.setenv(CONNECTION_VARIABLE, f"{writing}:{os.getpid()}")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield lambda: os.read(reading, 1000).decode().split()
     for number, handler in handlers.items():
@@ -193,11 +193,11 @@ def test_signal_between_sessions_stops_the_next_one(tmp_path, read_messages):
 
 def test_session_without_checkpoints_is_not_interrupted(read_messages):
     assert run_session(None) == [1, 2, 3, 4, 5]
-    assert get_active_signals("SIGUSR1") is None
+    assert find_active_signals("SIGUSR1") is None
     with pytest.raises(BlockingIOError):
         read_messages()
 
 
 def test_session_without_a_supervisor_handles_no_signals(tmp_path):
     assert run_session(tmp_path) == [1, 2, 3, 4, 5]
-    assert get_active_signals("SIGUSR1") is None
+    assert find_active_signals("SIGUSR1") is None

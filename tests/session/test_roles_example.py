@@ -12,7 +12,7 @@ from processes import communicate
 
 from neondist.comm import SingleTransport
 from neondist.io.checkpoint import open_checkpoint
-from neondist.services.wire import TOKEN, create_token
+from neondist.services.wire import TOKEN_VARIABLE, create_token
 from neondist.train.callbacks.checkpoint import read_progress
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "roles.py"
@@ -62,7 +62,7 @@ def test_server_and_two_workers(tmp_path):
     cluster = {"ps": [address], "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     token, arguments = create_token(), (cluster, tmp_path / "ckpt", 40, 16)
     tasks = [
-        start_task(kind, *arguments, index=index, **{TOKEN: token})
+        start_task(kind, *arguments, index=index, **{TOKEN_VARIABLE: token})
         for kind, index in (("worker", 1), ("worker", 0), ("ps", 0))
     ]
     try:

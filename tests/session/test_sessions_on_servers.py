@@ -14,10 +14,10 @@ from processes import communicate
 import neondist as nd
 from neondist.comm import ProcessGrid
 from neondist.errors import LaunchError
-from neondist.services.job import FIRST_WORKER_TIMEOUT_SECONDS, LEASE_SECONDS, JobService
+from neondist.services.job import FIRST_WORKER_TIMEOUT_SECONDS, WORKER_LEASE_SECONDS, JobService
 from neondist.services.message import Message
 from neondist.services.server import ParameterServer
-from neondist.services.wire import TOKEN, ServiceHost, create_token
+from neondist.services.wire import TOKEN_VARIABLE, ServiceHost, create_token
 
 STEPS = 4
 IMAGES = np.random.default_rng(0).normal(size=(2, STEPS, 4, 3, 2, 1))
@@ -44,7 +44,7 @@ def set_weights(model, values):
 def servers(monkeypatch):
     """Function that starts two servers in this process; it returns their jobs and a function that makes tasks."""
     token, hosts = create_token(), []
-    monkeypatch.setenv(TOKEN, token)
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
 
     def start_servers():
         jobs = [JobService(lambda worker: None) for _ in range(2)]
@@ -87,11 +87,11 @@ def test_alternating_workers(servers, tmp_path):
                     for name, value in copy_weights(models[worker]).items():
                         np.testing.assert_allclose(value, server_weights[name], rtol=0, atol=1e-12, err_msg=name)
             assert second.should_stop()
-            assert not any(job.remove_lost_and_check_over() for job in jobs)
+            assert not any(job.remove_lost_workers_and_check_end() for job in jobs)
         assert not first.should_stop()  # one update behind
         first.request_stop()
         first.run(models[0].train_batch, IMAGES[0, 0], LABELS[0, 0])
-    assert all(job.remove_lost_and_check_over() for job in jobs)
+    assert all(job.remove_lost_workers_and_check_end() for job in jobs)
     assert models[0].remote_update is None
     saved_steps = sorted(int(re.findall(r"\d+", path.stem)[0]) for path in tmp_path.glob("checkpoint-*.h5"))
     assert saved_steps == [0, 3, 7, 9]  # the master's updates were the odd ones, and the last
@@ -137,7 +137,7 @@ def test_invalid_sessions(servers, monkeypatch):
     synchronous_model.configure_execution(strategy="ShardedOptimizer")
     with pytest.raises(nd.ConfigError, match="model: its strategy is for synchronous ranks"):
         create_session(task_of("worker"), synchronous_model, None)
-    monkeypatch.delenv(TOKEN)
+    monkeypatch.delenv(TOKEN_VARIABLE)
     with pytest.raises(nd.ConfigError, match=r"NEONDIST_TOKEN: expected a secret .* create one"):
         create_session(task_of("worker"), build_model(), None)
 
@@ -147,29 +147,29 @@ def test_server_ends_with_its_workers():
     job = JobService(lost.append, lambda: now[0])
     first, second = (Message({"worker": name}) for name in ("0", "1"))
     now[0] = FIRST_WORKER_TIMEOUT_SECONDS
-    assert not job.remove_lost_and_check_over()
+    assert not job.remove_lost_workers_and_check_end()
     now[0] += 1
     with pytest.raises(LaunchError, match="no worker has connected in 3600 s"):
-        job.remove_lost_and_check_over()
+        job.remove_lost_workers_and_check_end()
     assert not job.record_heartbeat(first).flag("stopping")
-    now[0] += LEASE_SECONDS
+    now[0] += WORKER_LEASE_SECONDS
     job.request_stop(Message())
     assert job.record_heartbeat(second).flag("stopping")
-    assert (job.remove_lost_and_check_over(), lost) == (False, [])
+    assert (job.remove_lost_workers_and_check_end(), lost) == (False, [])
     now[0] += 1
-    assert (job.remove_lost_and_check_over(), lost) == (False, ["0"])
-    now[0] += LEASE_SECONDS
+    assert (job.remove_lost_workers_and_check_end(), lost) == (False, ["0"])
+    now[0] += WORKER_LEASE_SECONDS
     with pytest.raises(LaunchError, match="no message from any worker for 120 s"):
-        job.remove_lost_and_check_over()
+        job.remove_lost_workers_and_check_end()
     assert lost == ["0", "1"]
-    assert job.start_workers(Message({"first_step": 7})).fields == job.start_workers(Message({"first_step": 9})).fields
+    assert job.allow_start(Message({"first_step": 7})).fields == job.allow_start(Message({"first_step": 9})).fields
     job.end_job(Message())
-    assert job.remove_lost_and_check_over()
+    assert job.remove_lost_workers_and_check_end()
 
 
 def test_signal_ends_a_server():
     script = "import neondist as nd; nd.TaskSpec().create_server(); print('goes on')"
-    environ = os.environ | {"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", TOKEN: create_token()}
+    environ = os.environ | {"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", TOKEN_VARIABLE: create_token()}
     with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline().startswith("PServer at 127.0.0.1:")
         server.send_signal(signal.SIGTERM)

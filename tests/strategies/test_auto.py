@@ -10,7 +10,7 @@ import neondist as nd
 from neondist.cli import main
 from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
-from neondist.strategies.auto import DEFAULT_SLOTS, candidate_builders, sync_costs
+from neondist.strategies.auto import DEFAULT_SLOTS_PER_PARAMETER, create_candidate_builders, estimate_sync_costs
 from neondist.system.machine import Link, Machine, write_machine
 
 SHAPE, BATCH = (21, 18, 2), 4
@@ -38,7 +38,7 @@ def make_network():
 def list_choices(ranks, machine=SLOW):
     model = make_network()
     plans = [model.plan(SHAPE, grid, BATCH) for grid in search.candidate_grids(ranks, {}, BATCH, SHAPE[:-1])]
-    return search.sort_choices(plans, candidate_builders(), machine)
+    return search.sort_choices(plans, create_candidate_builders(), machine)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
@@ -46,7 +46,7 @@ def test_choice_is_the_fastest(ranks):
     choices = list_choices(ranks)
     grids = {(r, p, q) for r in range(1, BATCH + 1) for p in range(1, 7) for q in range(1, 7) if r * p * q == ranks}
     assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in choices} == grids
-    assert len(choices) == len(grids) * len(candidate_builders())
+    assert len(choices) == len(grids) * len(create_candidate_builders())
     choice, runner_up, excluded = search.choose_fastest(choices, None)
     assert choice.step_seconds == min(candidate.step_seconds for candidate in choices) <= runner_up.step_seconds
     assert not excluded
@@ -59,15 +59,15 @@ def test_choice_is_the_fastest(ranks):
 
 def test_choice_fits_in_memory():
     choices = list_choices(4)
-    needs = sorted({search.needed_bytes(candidate) for candidate in choices})
+    needs = sorted({search.max_needed_bytes(candidate) for candidate in choices})
     assert len(needs) > 2
     for limit in needs:
         choice, _, excluded = search.choose_fastest(choices, limit)
         faster = [candidate for candidate in choices if candidate.sort_key < choice.sort_key]
         assert (
-            search.needed_bytes(choice)
+            search.max_needed_bytes(choice)
             <= limit
-            < min([search.needed_bytes(candidate) for candidate in faster], default=limit + 1)
+            < min([search.max_needed_bytes(candidate) for candidate in faster], default=limit + 1)
         )
         assert len(excluded) == len(faster)
     with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
@@ -79,7 +79,7 @@ def test_choice_memory_matches_its_plan():
         if choice.plan.grid.replicas == 1:
             model = make_network()
             model.configure_execution(strategy=replace(choice.strategy, grid=None))
-            needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed_bytes, search.needed_bytes(choice)
+            needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed_bytes, search.max_needed_bytes(choice)
             if choice.strategy.builder in ("AllReduce", "ShardedOptimizer", "PS"):
                 assert bound == needed
             assert needed <= bound <= needed + choice.sync.held_bytes
@@ -88,8 +88,10 @@ def test_choice_memory_matches_its_plan():
 def test_builder_chooses_the_fastest_in_memory():
     machine = Machine.default()
     costs = {}
-    for builder in candidate_builders():
-        costs[str(type(builder).__name__)] = sync_costs(builder.assign(SPECS, 4, 4), SPECS, 4, DEFAULT_SLOTS, machine)
+    for builder in create_candidate_builders():
+        costs[str(type(builder).__name__)] = estimate_sync_costs(
+            builder.assign(SPECS, 4, 4), SPECS, 4, DEFAULT_SLOTS_PER_PARAMETER, machine
+        )
     for limit in sorted({cost.held_bytes for cost in costs.values()}):
         fitting = {name: cost.seconds for name, cost in costs.items() if cost.held_bytes <= limit}
         best = min(fitting, key=lambda name: (fitting[name], name))
@@ -102,9 +104,9 @@ def test_builder_uses_a_measured_machine(tmp_path):
     file = tmp_path / "machine.yaml"
     machine = Machine(1, Link(1.0, 1e12), Link(1.0, 1e12), memory_bandwidth=1e15)
     write_machine(file, machine, "a second for each message")
-    assignments = {type(builder).__name__: builder.assign(SPECS, 4, 4) for builder in candidate_builders()}
+    assignments = {type(builder).__name__: builder.assign(SPECS, 4, 4) for builder in create_candidate_builders()}
     costs = {
-        name: sync_costs(assignment, SPECS, 4, DEFAULT_SLOTS, machine).seconds
+        name: estimate_sync_costs(assignment, SPECS, 4, DEFAULT_SLOTS_PER_PARAMETER, machine).seconds
         for name, assignment in assignments.items()
     }
     best = assignments[min(costs, key=lambda name: (costs[name], name))]

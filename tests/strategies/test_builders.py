@@ -5,7 +5,7 @@ import string
 import tempfile
 
 import pytest
-from builders import BUILDERS
+from builders import STRATEGY_BUILDERS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from neondist import strategies
 from neondist.config import load_experiment
 from neondist.registry import registered_classes
 from neondist.strategies import ParameterSpec, Strategy
-from neondist.strategies.partition import part_bytes, smallest_divisor, smallest_non_divisor
+from neondist.strategies.partition import part_sizes, smallest_divisor, smallest_non_divisor
 
 names = st.text(string.ascii_letters + string.digits + "/._: '#[]{}é\"-", min_size=1, max_size=12)
 specs = st.lists(
@@ -32,12 +32,12 @@ specs = st.lists(
 
 
 def test_all_builders_are_covered():
-    assert {text.partition("(")[0] for text in BUILDERS} == set(registered_classes(strategies.StrategyBuilder)) - {
-        "AutoStrategy"
-    }
+    assert {text.partition("(")[0] for text in STRATEGY_BUILDERS} == set(
+        registered_classes(strategies.StrategyBuilder)
+    ) - {"AutoStrategy"}
 
 
-@given(specs, st.integers(1, 7), st.sampled_from(sorted(BUILDERS)))
+@given(specs, st.integers(1, 7), st.sampled_from(sorted(STRATEGY_BUILDERS)))
 def test_parts_cover_parameters_and_files_round_trip(parameters, ranks, text):
     strategy = strategies.as_builder(text).build(parameters, ranks)
     assert list(strategy.parameters) == [spec.name for spec in parameters]
@@ -49,7 +49,7 @@ def test_parts_cover_parameters_and_files_round_trip(parameters, ranks, text):
             assert sum(sizes) == spec.shape[axis]
             assert min(sizes) > 0
             assert len(sizes) == len(assignment.owners) > 1
-        assert sum(part_bytes(spec, assignment.partition)) == spec.nbytes
+        assert sum(part_sizes(spec, assignment.partition)) == spec.nbytes
         assert spec.shape or assignment.partition is None
     with tempfile.TemporaryDirectory() as folder:
         strategy.save(f"{folder}/strategy.yaml")
@@ -57,7 +57,7 @@ def test_parts_cover_parameters_and_files_round_trip(parameters, ranks, text):
     assert loaded == strategy == strategies.as_builder(strategy.builder).build(parameters, ranks)
     assert loaded.digest == strategy.digest
     assert all(spec.name in str(strategy) for spec in parameters)
-    strategy.check_model(parameters)
+    strategy.check_parameters_match(parameters)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_another_model_names_the_first_difference():
         ([ParameterSpec("a", (2,), "float64"), ParameterSpec("b", (3,))], "dtype float32, but float64"),
     ):
         with pytest.raises(nd.ConfigError) as error:
-            strategy.check_model(other)
+            strategy.check_parameters_match(other)
         assert message in str(error.value)
 
 

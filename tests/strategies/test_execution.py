@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from builders import SYNCHRONOUS
+from builders import SYNCHRONOUS_STRATEGIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariance import KINDS, make_model
@@ -42,7 +42,7 @@ def train_serial(kind, optimizer):
 
 
 @settings(max_examples=24)
-@given(*map(st.sampled_from, (NETWORKS, sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS)))
+@given(*map(st.sampled_from, (NETWORKS, sorted(OPTIMIZERS), SYNCHRONOUS_STRATEGIES, GRIDS)))
 @pytest.mark.long
 def test_results_match_one_process(kind, optimizer, strategy, shape):
     replicas, rows, cols = shape

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builders import SYNCHRONOUS
+from builders import SYNCHRONOUS_STRATEGIES
 
 import neondist as nd
 
@@ -38,7 +38,7 @@ def train_step(seeds, grid=None, strategy=None, accumulate=1):
     return float(state["fc1/weights"].item()), float(state["fc1/bias"].item())
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS_STRATEGIES)
 @pytest.mark.parametrize("seeds", AFTER, ids=str)
 @pytest.mark.long
 def test_weights_after_one_step(seeds, strategy):

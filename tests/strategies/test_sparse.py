@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builders import SYNCHRONOUS
+from builders import SYNCHRONOUS_STRATEGIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def make_job(make_model, shape):
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(SYNCHRONOUS), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(SHAPES),
+    st.sampled_from(SYNCHRONOUS_STRATEGIES), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(SHAPES),
     st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 3, 1)]),
 )  # fmt: skip
 @pytest.mark.long

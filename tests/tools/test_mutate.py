@@ -88,12 +88,12 @@ def test_tests_must_pass_without_a_mutation(mutate, tree, capsys):
 
 def test_selection_by_words(mutate, tree):
     mutations = mutate.read_mutations(tree / "list.yaml")
-    assert [mutation.name for mutation in mutate.select(mutations, ["ENDLESS", "other.py"])] == [
+    assert [mutation.name for mutation in mutate.select_mutations(mutations, ["ENDLESS", "other.py"])] == [
         "endless",
         "no file",
         "no test",
     ]
-    assert mutate.select(mutations, []) == mutations
+    assert mutate.select_mutations(mutations, []) == mutations
 
 
 def test_names_are_unique(mutate, tree):

@@ -10,7 +10,7 @@ from neondist.cli import main
 from neondist.comm import loopback
 from neondist.config import dump
 from neondist.errors import ConfigError, MissingPackageError
-from neondist.io.generation_log import GenerationLog
+from neondist.io.run_event_log import RunEventLog
 from neondist.train.callbacks import loggers as module
 from neondist.train.callbacks.loggers import finite_numbers
 from neondist.train.state import Record
@@ -115,7 +115,7 @@ class PageParser(HTMLParser):
 def test_report_is_self_contained(tmp_path, capsys):
     history = train(tmp_path)
     (tmp_path / "experiment.yaml").write_text("name: <script>")
-    log = GenerationLog(tmp_path)
+    log = RunEventLog(tmp_path)
     log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
     log.add("loss", generation=1, what="node <b> was lost", host=None)
     assert main(["report", str(tmp_path)]) == 0

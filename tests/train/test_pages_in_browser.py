@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from neondist.cli import sweep
-from neondist.io.generation_log import GenerationLog
+from neondist.io.run_event_log import RunEventLog
 from neondist.train.html_report import evaluation_page_html, run_report_html
 from neondist.train.page import png_file
 
@@ -111,7 +111,7 @@ def write_run(folder):
     (folder / "environment.json").write_text("{}")
     (folder / "tiles.png").write_bytes(png_file(np.zeros((90, 1400, 3), np.uint8)))
     np.savez(folder / "worst.npz", **make_samples(dense=True))
-    log = GenerationLog(folder)
+    log = RunEventLog(folder)
     log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
     log.add("loss", generation=1, what="a node was lost " * 9, host="node-with-a-long-name.example")
 

@@ -32,7 +32,7 @@ HOLD = """
 
 @pytest.fixture(autouse=True)
 def short_lock_timeout(monkeypatch):
-    monkeypatch.setattr(lock, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT_SECONDS", 0.2)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_stop_needs_no_additional_message():
         transport.allreduce = lambda array, *op: (sizes.append(array.size), allreduce(array, *op))
         experiment = make_experiment(1, metrics=[])
         experiment.run(experiment.open_grid(transport), hooks=[StopOnSignal()])
-        return sizes, experiment.model.parameters.shared_size, experiment.model.step
+        return sizes, experiment.model.parameters.num_world_gradients, experiment.model.step
 
     sizes, size, steps = loopback.run(3, body)[0]
     assert [n for n in sizes if n >= size] == [size + 16] * steps

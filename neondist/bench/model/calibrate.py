@@ -25,7 +25,7 @@ from ...terminal.console import counted
 from ...train.inference.progress import ProgressLine
 from ..networks import NETWORKS
 from ..noise import relative_noise
-from ..rest import sleeping_barrier
+from ..sleeping_barrier import sleeping_barrier
 from ..step import bench_step
 from .predict import predict_step
 from .rank_profile import profile_rank
@@ -34,18 +34,17 @@ from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS = "mnist", "separable", "lcn"
-"""networks whose predicted steps are compared with measured ones"""
-SYNC_INTERVALS = (2e-3, 3e-2)
+SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
 """seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
 
 
 def count_progress_steps(world: Transport, cores: int) -> int:
-    """Return the number of progress steps of `calibrate` and `prediction_error` together."""
+    """Return the number of progress steps of `calibrate` and `measure_prediction_error` together."""
     return CALIBRATION_ROUNDS + len(_validation_cases(world, cores))
 
 
 def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None) -> tuple[Machine, float]:
-    """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise; collective.
+    """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise. Collective.
 
     The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
     """
@@ -55,7 +54,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
     pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
-    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVALS, strict=True))
+    few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
@@ -82,18 +81,20 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         nodes=1,
         slowdown=slowdown,
         memory_slowdown=max(slowdown, at_memory),
-        memory_bandwidth=copy.amount / typical["copy", "alone"],
+        memory_bandwidth=copy.operations_or_bytes / typical["copy", "alone"],
         speed=convolving.operations / typical["convolving"],
         host=platform.node(),
     )
     if world.size < 2 * cores:
         return machine, noise
-    factor, latency = _fit_sharing(turns.seconds_by_name, few, many)
+    factor, latency = _fit_core_sharing(turns.seconds_by_name, few, many)
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 
-def prediction_error(world: Transport, cores: int, machine: Machine, progress: ProgressLine | None = None) -> float:
-    """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks; collective."""
+def measure_prediction_error(
+    world: Transport, cores: int, machine: Machine, progress: ProgressLine | None = None
+) -> float:
+    """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks. Collective."""
     errors = []
     for name, ranks in _validation_cases(world, cores):
         if progress is not None:
@@ -133,7 +134,7 @@ def _fit_slowdown(seconds: Mapping[Hashable, Sequence[float]], name: str) -> flo
     return max(1.0, median(shared / alone for alone, shared in pairs))
 
 
-def _fit_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
+def _fit_core_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
     """Return the slowdown of ranks that share cores, and their waiting in seconds at each meeting, by rounds."""
     rounds = list(zip(seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True))
     # two ranks take turns on a core

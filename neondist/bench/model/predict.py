@@ -112,7 +112,7 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
     summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
     compute = machine.compute_seconds(profile.seconds, shape.size, profile.moved_bytes)
     waiting = machine.waiting_seconds(shape.size, len(exchanges) + len(sums))
-    waiting += machine.expected_delay(shape.size, compute)
+    waiting += machine.expected_delay_seconds(shape.size, compute)
     latency = sum(messages for messages, _ in exchanges) * link.latency
     latency += sum(machine.allreduce_seconds(ranks, 0) for ranks, _ in sums)
     total = compute + exchange + summing + waiting
@@ -157,11 +157,11 @@ def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, fl
     for row in fitted_rows:
         compute, ranks = row["compute_seconds"], row["ranks"]
         taken = measured[ranks] - row["exchange_seconds"] - row["sum_seconds"]
-        taken -= row["waiting_seconds"] - machine.expected_delay(ranks, compute)
+        taken -= row["waiting_seconds"] - machine.expected_delay_seconds(ranks, compute)
         if taken <= 0:
             raise ConfigError(
                 f"--measured {ranks}={measured[ranks]:g}: the messages of that step alone take"
-                f" {measured[ranks] - taken:.3g} s on this machine; its latency or bandwidth is wrong"
+                f" {measured[ranks] - taken:.3g} s on this machine; calibrate it again, or correct the time"
             )
         weight = 1 / measured[ranks]  # minimises relative errors
         matrix.append([compute * weight, compute * machine.relative_delay(ranks) * weight])
@@ -177,15 +177,15 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
     """Return a row of `predict` for another machine, which differs from the previous one by `fit_machine`."""
     ranks, compute_before = row["ranks"], row["compute_seconds"]
     compute = compute_before * machine.compute_factor / previous.compute_factor
-    waiting = row["waiting_seconds"] - previous.expected_delay(ranks, compute_before)
-    waiting += machine.expected_delay(ranks, compute)
+    waiting = row["waiting_seconds"] - previous.expected_delay_seconds(ranks, compute_before)
+    waiting += machine.expected_delay_seconds(ranks, compute)
     total = row["seconds_per_step"] - compute_before - row["waiting_seconds"] + compute + waiting
     updates = {"compute_seconds": compute, "waiting_seconds": waiting, "seconds_per_step": total}
     updates["seconds_with_schemes"] = row.get("seconds_with_schemes", 0.0) + total - row["seconds_per_step"]
     return row | updates | {"mpi_share": (total - compute) / total}
 
 
-def time_alone(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
+def measure_alone_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
     """Return the seconds that the rank of a row takes now, alone."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 

@@ -12,7 +12,7 @@ from ...costs import CrossEntropy
 from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, ReLU
 from ...models import Convnet
 
-MATRIX_SIZE = 256
+MATRIX_EXTENT = 256
 """extent of the matrices, which fit in a core's own cache"""
 COPIED_BYTES = 1 << 26
 """bytes: more than the caches hold"""
@@ -22,14 +22,14 @@ class BenchmarkWork(NamedTuple):
     """A function to time, and its number of operations or bytes (read and written)."""
 
     call: Callable[[], Any]
-    amount: float
+    operations_or_bytes: float
 
 
 def matrix_product_work() -> BenchmarkWork:
     """Return a matrix product, limited by the core."""
-    a, b = np.ones((2, MATRIX_SIZE, MATRIX_SIZE), np.float32)
+    a, b = np.ones((2, MATRIX_EXTENT, MATRIX_EXTENT), np.float32)
     out = np.empty_like(a)
-    return BenchmarkWork(lambda: np.matmul(a, b, out=out), 2 * MATRIX_SIZE**3)
+    return BenchmarkWork(lambda: np.matmul(a, b, out=out), 2 * MATRIX_EXTENT**3)
 
 
 def memory_copy_work() -> BenchmarkWork:

@@ -81,7 +81,7 @@ def step(arguments: argparse.Namespace) -> int:
             shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
         with shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
-        _print_and_write(world, results, step_table, arguments.json, [arguments.trace])
+        _print_table_and_write_json(world, results, step_table, arguments.json, [arguments.trace])
         return int(not results.get("against", {}).get("agree", True))
 
     return run_on_ranks(arguments, partial(_load_and_validate, arguments), work)
@@ -89,7 +89,7 @@ def step(arguments: argparse.Namespace) -> int:
 
 def _load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
-        raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
+        raise ConfigError("--against torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
     option = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
     arguments.layers_only_feature = option, "leave it out"
     return load_and_validate(arguments, world, ranks)
@@ -103,19 +103,19 @@ def halo(arguments: argparse.Namespace) -> int:
             raise ConfigError("bench halo: a single rank has no neighbours; give -n 2 or more")
 
     def work(world: Transport, _: None) -> int:
-        from ...bench.halo import EXTENTS, bench_halo
+        from ...bench.halo import IMAGE_EXTENTS, bench_halo
         from ...bench.tables import halo_table
         from ...train.inference.progress import first_rank_progress
 
-        with first_rank_progress(world.rank, sys.stderr, len(EXTENTS), "size", first=0) as progress:
-            results = bench_halo(world, EXTENTS, progress)
-        _print_and_write(world, results, halo_table, arguments.json)
+        with first_rank_progress(world.rank, sys.stderr, len(IMAGE_EXTENTS), "size", first=0) as progress:
+            results = bench_halo(world, IMAGE_EXTENTS, progress)
+        _print_table_and_write_json(world, results, halo_table, arguments.json)
         return 0
 
     return run_on_ranks(arguments, check, work)
 
 
-def _print_and_write(
+def _print_table_and_write_json(
     world: Transport,
     result: dict[str, Any],
     table: Callable[[dict[str, Any]], Any],

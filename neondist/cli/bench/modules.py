@@ -68,7 +68,7 @@ def add_parser(benches: Any) -> None:
 def modules(arguments: argparse.Namespace) -> int:
     """Measure every model; 2 if one of them cannot be distributed."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("bench torch: PyTorch is not installed; pip install 'neondist[torch]'")
+        raise ConfigError("bench torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
     return _bench_models(arguments) if arguments.side is None else _measure_side(arguments)
 
 
@@ -224,7 +224,6 @@ def _models_by_family(names: list[str]) -> dict[str, list[str]]:
 
 
 def _parse_model_names(text: str) -> list[str]:
-    """Parse names of models."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not names:
         raise argparse.ArgumentTypeError(f"'{text}' does not name a model; give FILE.py:NAME, for instance")
@@ -232,7 +231,6 @@ def _parse_model_names(text: str) -> list[str]:
 
 
 def _parse_sides(text: str) -> list[str]:
-    """Parse the sides to compare with."""
     sides = [] if text == "none" else list(dict.fromkeys(text.split(",")))
     for word in sides:
         if word not in BASELINES:

@@ -72,11 +72,11 @@ def add_parser(benches: Any) -> None:
         "--ranks", dest="counts", type=parse_rank_span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4"
     )
     cmd.add_argument(
-        "--measure", type=_parse_counts, metavar="1,2",
+        "--measure", type=_parse_rank_counts, metavar="1,2",
         help="numbers of ranks to measure for the prediction error, or none (default: those that this machine can run)",
     )  # fmt: skip
     cmd.add_argument(
-        "--measured", type=_parse_times, default={}, metavar="8=0.24,16=0.25",
+        "--measured", type=_parse_seconds_by_rank_count, default={}, metavar="8=0.24,16=0.25",
         help="measured seconds per step by number of ranks, to calibrate compute_factor and jitter",
     )  # fmt: skip
     cmd.add_argument(
@@ -206,7 +206,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         parts = model.count_progress_steps(world, cores)
         with first_rank_progress(world.rank, sys.stderr, parts, "measurement", first=0) as progress:
             machine, noise = model.calibrate(world, cores, progress)
-            machine = replace(machine, error=model.prediction_error(world, cores, machine, progress))
+            machine = replace(machine, error=model.measure_prediction_error(world, cores, machine, progress))
         if world.rank == 0:
             write_machine(
                 Path(arguments.output),
@@ -304,13 +304,13 @@ def _measure_row(
     """Return a row with the measured step, and predicted from times of the rank alone just before and after it."""
     from threadpoolctl import threadpool_limits
 
-    from ...bench.model.predict import replace_alone_seconds, time_alone
+    from ...bench.model.predict import measure_alone_seconds, replace_alone_seconds
 
     with threadpool_limits(1):
-        before = time_alone(row, _load_with_sample_shape(arguments))
+        before = measure_alone_seconds(row, _load_with_sample_shape(arguments))
     measured_seconds = _measure_step_seconds(arguments, row, progress_file)
     with threadpool_limits(1):
-        after = time_alone(row, _load_with_sample_shape(arguments))
+        after = measure_alone_seconds(row, _load_with_sample_shape(arguments))
     return replace_alone_seconds(machine, row, [before, after]) | {"measured_seconds": measured_seconds}
 
 
@@ -331,12 +331,12 @@ def parse_rank_span(text: str) -> list[int]:
     return [low << power for power in range((high // low).bit_length())]
 
 
-def _parse_counts(text: str) -> list[int]:
+def _parse_rank_counts(text: str) -> list[int]:
     """Parse '1,2' or 'none'."""
     return [] if text == "none" else options.positive_ints(text)
 
 
-def _parse_times(text: str) -> dict[int, float]:
+def _parse_seconds_by_rank_count(text: str) -> dict[int, float]:
     """Parse '8=0.24,16=0.25'."""
     seconds_by_ranks = {}
     for word in text.split(","):

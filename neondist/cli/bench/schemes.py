@@ -91,7 +91,7 @@ def _measure_and_report(
 
 
 def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
-    """Return the command of every run after validating all of them; collective."""
+    """Return the command of every run after validating all of them. Collective."""
     texts = _parse_schemes(arguments)
     for text in texts:
         load_and_validate(_arguments_for(arguments, text, 1), world, ranks)
@@ -124,7 +124,7 @@ def seams(arguments: argparse.Namespace) -> int:
 
 def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argparse.Namespace) -> dict[str, Any]:
     """Return the errors of the scheme of a run, compared with the exact exchange."""
-    from ...bench.seams import seam_error
+    from ...bench.seams import measure_seam_errors
 
     pair = [load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)]
     dataset, grid = pair[0].dataset, pair[0].open_grid(world)
@@ -134,15 +134,15 @@ def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argpars
     batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
     lo, hi = grid.sample_range(pair[0].batch_size)
     images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
-    return seam_error(pair[0].model, pair[1].model, images)
+    return measure_seam_errors(pair[0].model, pair[1].model, images)
 
 
 def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
-    from ...halo.fusion import fusion_of
+    from ...halo.fusion import fusion_scheme_or_none
 
     runs = {text: _arguments_for(arguments, text, 1) for text in _parse_schemes(arguments)}
     for text, run in runs.items():
-        if fusion_of(load_and_validate(run, world, ranks).model.scheme) is not None:
+        if fusion_scheme_or_none(load_and_validate(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
                 f"--schemes {text}: its tiles overlap and its results are exact; specify approximate schemes"
             )
@@ -150,7 +150,6 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
 
 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
-    """Return the schemes of --schemes."""
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
         raise ConfigError("--schemes: no scheme named; give for instance --schemes halo,tower")
@@ -158,7 +157,6 @@ def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
 
 
 def _arguments_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
-    """Return the command for one scheme and seed."""
     overrides = [f"model.scheme={scheme}", f"seed={seed}"]
     if getattr(arguments, "epochs", None) is not None:
         overrides.append(f"epochs={arguments.epochs}")

@@ -74,7 +74,7 @@ def suite(arguments: argparse.Namespace) -> int:
         measure = _SideMeasurement(arguments, files, ranks, cores, Path(folder))
         progress.expect(len(files) * len(sides) * arguments.rounds)
 
-        def timed(network: str, side: str, first: bool) -> dict[str, Any]:
+        def measure_and_count(network: str, side: str, first: bool) -> dict[str, Any]:
             try:
                 result = measure(network, side, first)
             except (ConfigError, LaunchError):
@@ -83,7 +83,7 @@ def suite(arguments: argparse.Namespace) -> int:
             progress.add(1)
             return result
 
-        for row in bench_suite(list(files), _interleave(sides), timed, arguments.rounds, progress.begin):
+        for row in bench_suite(list(files), _interleave(sides), measure_and_count, arguments.rounds, progress.begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last

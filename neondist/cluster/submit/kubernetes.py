@@ -26,10 +26,9 @@ _LAUNCHER_SELECTORS = {
     "TrainJob": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=launcher",
 }
 _EXIT_CODE_BY_CONDITION = {"Succeeded": 0, "Complete": 0, "Failed": 1}
-"""Exit codes by the final conditions of jobs."""
 
 
-class Cluster:
+class KubernetesCluster:
     """Connection to the cluster and namespace of the current context, or of the pod of this process.
 
     Raises
@@ -54,7 +53,7 @@ class Cluster:
         try:
             self._api, self.namespace = self._connect()
         except (kubernetes.config.ConfigException, OSError) as error:
-            raise LaunchError(f"no Kubernetes cluster is configured ({_one_line(error)}); set KUBECONFIG") from error
+            raise LaunchError(f"no Kubernetes cluster is configured ({_join_lines(error)}); set KUBECONFIG") from error
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
         """Create objects in order; change the number of workers of an existing MPIJob.
@@ -205,8 +204,8 @@ class Cluster:
             raise LaunchError(f"{_manifest_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise LaunchError(
-                f"the cluster at {self._api.configuration.host} cannot be reached ({_one_line(error)}); check the"
-                " connection with kubectl cluster-info"
+                f"the cluster at {self._api.configuration.host} cannot be reached ({_join_lines(error)}); check"
+                " the connection with kubectl cluster-info"
             ) from error
 
 
@@ -214,12 +213,11 @@ def _manifest_title(manifest: Manifest) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def _one_line(error: BaseException) -> str:
+def _join_lines(error: BaseException) -> str:
     return " ".join(str(getattr(error, "reason", None) or error).split())[:300]
 
 
 def _describe_rejection(error: Any, kind: str) -> str:
-    """Describe an error response of the cluster's API."""
     try:
         message = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):

@@ -25,7 +25,6 @@ _EXPERIMENT_DIR, _RUNS_DIR = "/etc/neondist", "/runs"
 _SSHD_COMMAND = ["/usr/sbin/sshd", "-De", "-f", f"{_HOME_DIR}/.sshd_config"]
 """The Dockerfile of this project writes the configuration file."""
 _MAX_CONFIG_MAP_BYTES = 1 << 20
-"""Maximum size of a ConfigMap in bytes."""
 _LAUNCHER_ENV = [
     {"name": "PRTE_MCA_prte_default_hostfile", "value": HOST_FILE},
     {"name": "PRTE_MCA_plm_ssh_args", "value": "-o ConnectionAttempts=10"},
@@ -33,7 +32,7 @@ _LAUNCHER_ENV = [
 Manifest = dict[str, Any]
 
 
-def mpi_job(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
+def mpi_job_manifests(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
     """Return a ConfigMap and an MPIJob, which continues while workers join and leave.
 
     Parameters
@@ -67,8 +66,8 @@ def mpi_job(job: Submission, image: str, volume_claim: str | None = None) -> lis
     return [files, _create_manifest("kubeflow.org/v2beta1", "MPIJob", job.name, spec=spec)]
 
 
-def train_job(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
-    """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job`.
+def train_job_manifests(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
+    """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job_manifests`.
 
     The launcher is one of the nodes. Only its job has the label by which Trainer replaces a command, so the others keep
     their sshd; both containers are called `node`, since Trainer mounts the SSH key only into those.

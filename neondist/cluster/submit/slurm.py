@@ -11,10 +11,9 @@ from ...errors import LaunchError
 from ...system.signals import STOPPED_EXIT_CODE
 from .submission import Submission
 
-STOP_LEAD_SECONDS = 120
+STOP_SIGNAL_LEAD_SECONDS = 120
 """Seconds before the time limit at which a job stops with a checkpoint."""
 MAX_REQUEUES = 100
-"""Maximum number of requeues of a job."""
 _SCRIPT_TEMPLATE = """\
 #!/bin/bash
 {directives}
@@ -79,7 +78,7 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.ranks_per_node}",
         "--requeue",
-        f"--signal=B:USR1@{STOP_LEAD_SECONDS}",
+        f"--signal=B:USR1@{STOP_SIGNAL_LEAD_SECONDS}",
         "--open-mode=append",
     ]
     options = ["--output", output, *job.restart_options()]
@@ -93,7 +92,7 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         command=shlex.join([python, "-m", "neondist", *job.run_arguments()]),
         options=shlex.join(options) + (' --hosts-from "$hosts"' if hosts else ""),
         hosts=hosts,
-        lead=STOP_LEAD_SECONDS,
+        lead=STOP_SIGNAL_LEAD_SECONDS,
         stopped=STOPPED_EXIT_CODE,
         killed=128 + signal.SIGUSR1,
         attempts=MAX_REQUEUES,

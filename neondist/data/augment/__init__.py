@@ -1,4 +1,4 @@
-"""Augmentation of whole images, of which every rank computes its own tile.
+"""Augmentation of whole images; each rank computes its own tile.
 
 base: base class of transforms. rigid: flips, rotations and shifts. elastic: elastic deformation. intensity: changes
 of values in place. tile: a rank's tile after all transforms, computed from the cells that it depends on.

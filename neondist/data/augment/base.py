@@ -18,7 +18,7 @@ from ...registry.ranges import between
 
 Axis: TypeAlias = Literal["depth", "height", "width"]
 Probability: TypeAlias = Annotated[float, between(0, 1)]
-AXES = ("depth", "height", "width")
+AXIS_NAMES = ("depth", "height", "width")
 RANDOM_NUMBERS_PER_SAMPLE = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
 
 
@@ -85,7 +85,7 @@ class Transform(Registered, ABC):
 
 def axis_indices(transform: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
     """Return the indices of axes by name; ConfigError if images (*spatial, C) have no such axis."""
-    names = AXES[-(len(shape) - 1) :]
+    names = AXIS_NAMES[-(len(shape) - 1) :]
     for name in axes:
         if name not in names:
             raise ConfigError(

@@ -16,14 +16,14 @@ from ...io.hdf5 import ChecksumTable
 from ...io.regular_file import open_regular
 from ...system.memory import require_memory
 from ..chunks import chunk_shape
-from ..raw_values import full_scale
+from ..raw_values import white_value
 from ..split_source import SplitSource
 from .from_arrays import npy_splits, npz_splits
 from .from_images import image_splits
-from .from_official import cifar_splits, find_idx_files, idx_splits, read_magic
+from .from_official import cifar_splits, find_idx_files, idx_splits, read_idx_magic_number
 
-Progress = Callable[[str, int, int], None]
-_SAMPLE_COPIES = 3  # of a sample: as read, as written, and HDF5's own
+ConversionProgress = Callable[[str, int, int], None]
+_SAMPLE_COPIES_IN_MEMORY = 3  # of a sample: as read, as written, and HDF5's own
 _BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
 
 
@@ -73,7 +73,7 @@ def _detect_format(
         return _reject_image_options(npz_splits(first), loader)
     if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
         return _reject_image_options(cifar_splits(first), loader)
-    if all(path.is_file() and read_magic(path) for path in paths):
+    if all(path.is_file() and read_idx_magic_number(path) for path in paths):
         return _reject_image_options(idx_splits(paths), loader)
     raise DataError(
         f"{first}: unknown source; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder,"
@@ -90,7 +90,7 @@ def _reject_image_options(parts: dict[str, SplitSource], loader: ImageLoader) ->
 
 
 def convert(
-    parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: Progress | None = None
+    parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: ConversionProgress | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Write the parts atomically to an HDF5 file for `HDF5Dataset`; return the shape of each part's images.
 
@@ -134,11 +134,11 @@ def _require_sample_memory(name: str, part: SplitSource) -> None:
     """Raise DataError if one sample does not fit in memory, before it is allocated."""
     sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
     subject = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
-    require_memory(_SAMPLE_COPIES * sample, subject, "cut it into pieces first")
+    require_memory(_SAMPLE_COPIES_IN_MEMORY * sample, subject, "cut it into pieces first")
 
 
 def _write_split(
-    new: hdf5.NewHDF5File, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress
+    new: hdf5.NewHDF5File, group: Any, name: str, part: SplitSource, compress: bool, progress: ConversionProgress
 ) -> None:
     filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
     chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
@@ -149,7 +149,7 @@ def _write_split(
     labels = group.create_dataset(
         "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunk_shape(part), **filters
     )
-    scale = full_scale(part.dtype)
+    scale = white_value(part.dtype)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
     label_blocks: list[np.ndarray] = []  # of labels that are not maps, whose chunks span several blocks of images
     classes = ClassLabelChecker(name) if _has_class_labels(part) else None
@@ -219,13 +219,13 @@ def _is_hdf5_or_empty(path: Path) -> bool:
         if not path.is_file():  # a pipe would block
             return False
         with open_regular(path) as file:
-            return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
+            return file.read(len(hdf5.HDF5_SIGNATURE)) in (hdf5.HDF5_SIGNATURE, b"")
     except OSError:
         return False
 
 
-_MAX_LABEL = 2**31 - 1  # far more classes than any network has outputs
-_WHITE_PIXEL = 255
+_MAX_CLASS_LABEL = 2**31 - 1  # far more classes than any network has outputs
+_WHITE_PIXEL_VALUE = 255
 
 
 class ClassLabelChecker:
@@ -237,7 +237,7 @@ class ClassLabelChecker:
     """
 
     def __init__(self, part: str) -> None:
-        self.split_name, self.largest_label, self._samples_checked = part, 0, 0
+        self.split_name, self.largest_label, self._checked_sample_count = part, 0, 0
 
     def check_block(self, labels: np.ndarray) -> None:
         """Check the labels of the next samples, (n,) or (n, *spatial).
@@ -250,17 +250,17 @@ class ClassLabelChecker:
         if not labels.size:
             return
         low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high > _MAX_LABEL:
+        if low < 0 or high > _MAX_CLASS_LABEL:
             wrong = low if low < 0 else high
-            sample = self._samples_checked + int(np.argwhere(labels == wrong)[0][0])
+            sample = self._checked_sample_count + int(np.argwhere(labels == wrong)[0][0])
             raise DataError(
                 f"{self.split_name}: sample {sample} has the label {wrong}; expected a whole number from 0; correct it"
             )
-        is_mask = labels.ndim > 1 and high == _WHITE_PIXEL and np.isin(labels, (0, _WHITE_PIXEL)).all()
+        is_mask = labels.ndim > 1 and high == _WHITE_PIXEL_VALUE and np.isin(labels, (0, _WHITE_PIXEL_VALUE)).all()
         if is_mask and not self.largest_label:
             raise DataError(
                 f"{self.split_name}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the class"
                 " index of each pixel: save 0 and 1 (in NumPy: mask // 255)"
             )
         self.largest_label = max(self.largest_label, high)
-        self._samples_checked += len(labels)
+        self._checked_sample_count += len(labels)

@@ -48,7 +48,7 @@ class ArrayFile:
     @contextmanager
     def open(self) -> Iterator[tuple[tuple[int, ...], np.dtype, IO[bytes]]]:
         """Open the array; yield its shape, its dtype and a stream of its elements in C order."""
-        with _translate_errors(self.title), ExitStack() as stack:
+        with _convert_errors(self.title), ExitStack() as stack:
             if self.member is None:
                 stream: Any = stack.enter_context(open_regular(self.path))
             else:
@@ -93,14 +93,14 @@ class ArrayFile:
 
 def npz_splits(path: Path) -> dict[str, SplitSource]:
     """Return the parts of a .npz file, recognised by the names of its arrays."""
-    with _translate_errors(str(path)), _open_zip(path) as archive:
+    with _convert_errors(str(path)), _open_zip(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
     parts = {}
     for part, names in _IMAGE_KEYS.items():
         pair = names, _LABEL_KEYS[part]
         images, labels = (next((n for n in candidates if n in members), None) for candidates in pair)
         if images is not None and labels is not None:
-            parts[part] = array_split(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
+            parts[part] = split_of_arrays(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
     if "train" not in parts:
         raise DataError(
             f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
@@ -118,10 +118,10 @@ def npy_splits(paths: list[Path]) -> dict[str, SplitSource]:
             f"{paths[0]}: give IMAGES.npy LABELS.npy, four files (training, test), or six (training, validation, test)"
         )
     files = [ArrayFile(path) for path in paths]
-    return {name: array_split(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    return {name: split_of_arrays(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
-def array_split(images: ArrayFile, labels: ArrayFile) -> SplitSource:
+def split_of_arrays(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     """Return the part of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
     (shape, dtype), (label_shape, label_dtype) = images.shape_and_dtype(), labels.shape_and_dtype()
     sample = add_channel_axis(images.path, shape[1:])
@@ -152,7 +152,7 @@ def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 @contextmanager
-def _translate_errors(title: str) -> Iterator[None]:
+def _convert_errors(title: str) -> Iterator[None]:
     try:
         yield
     except UserError:

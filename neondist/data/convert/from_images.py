@@ -17,7 +17,7 @@ import numpy as np
 from ...errors import DataError
 from ...formats.image_loader import IMAGE_SUFFIXES, ImageLoader
 from ...terminal.console import counted
-from ..csv_table import read_rows
+from ..csv_table import read_csv_rows
 from ..split_source import ImagesAndLabels, SplitSource, samples_per_block
 
 _LABEL_DTYPE = np.dtype("i8")
@@ -47,7 +47,7 @@ def image_splits(
         samples = {name: _pair_images_with_maps(path, maps / path.relative_to(folder)) for name, path in sets.items()}
         return _build_splits(samples, loader, _describe_unused(folder, samples, maps))
     classes = [path for path in find_subfolders(sets["train"]) if path not in unused]
-    names = tuple(path.name for path in classes if find_images(path))
+    names = tuple(path.name for path in classes if walk_images(path))
     if not names:
         raise DataError(
             f"{sets['train']}: has no folder of images for each class; make one, or give --labels FILE.csv, or"
@@ -62,25 +62,25 @@ def image_splits(
 
 
 def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
-    unknown = sorted({path.name for path in find_subfolders(folder) if find_images(path)} - set(names))
+    unknown = sorted({path.name for path in find_subfolders(folder) if walk_images(path)} - set(names))
     if unknown:
         raise DataError(f"{folder}: class '{unknown[0]}' has no training images ({', '.join(names)} have); rename it")
     present = {path.name for path in find_subfolders(folder)}
-    return [(path, label) for label, name in enumerate(names) if name in present for path in find_images(folder / name)]
+    return [(path, label) for label, name in enumerate(names) if name in present for path in walk_images(folder / name)]
 
 
 def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
     if not maps.is_dir():
         raise DataError(f"{maps}: no such folder; expected a folder with a map for each image of {folder}")
     by_stem: dict[Path, Path] = {}
-    for path in find_images(maps):
+    for path in walk_images(maps):
         _require_inside(maps, path)
         stem = path.relative_to(maps).with_suffix("")
         if stem in by_stem:
             raise DataError(f"{path}: and {by_stem[stem].name} are maps with the same name; keep the right one")
         by_stem[stem] = path
     pairs = []
-    for path in find_images(folder):
+    for path in walk_images(folder):
         if path.is_relative_to(maps):
             continue
         stem = path.relative_to(folder).with_suffix("")
@@ -91,7 +91,7 @@ def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
 
 
 def _read_label_table(folder: Path, table: Path) -> list[Sample]:
-    rows = read_rows(table, "FILE,LABEL")
+    rows = read_csv_rows(table, "FILE,LABEL")
     if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file_inside(folder, rows[0][1][0]):
         rows = rows[1:]  # the header
     labels: dict[Path, int] = {}
@@ -121,7 +121,7 @@ def _describe_unused(folder: Path, samples: dict[str, list[Sample]], *inputs: Pa
     """Return a line for each subfolder or kind of file of `folder` that is neither a sample nor one of the `inputs`."""
     taken = {path for pairs in samples.values() for path, _ in pairs}
     skipped: Counter[tuple[str, str]] = Counter()
-    for path in find_files(folder):
+    for path in walk_files(folder):
         _require_inside(folder, path)
         if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in inputs):
             continue
@@ -148,7 +148,7 @@ def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSo
     target = loader.load_labels(label) if isinstance(label, Path) else np.zeros((), _LABEL_DTYPE)
     part = SplitSource(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
 
-    def require_alike(path: Path, array: np.ndarray, expected: np.ndarray, origin: Path) -> np.ndarray:
+    def require_same_format(path: Path, array: np.ndarray, expected: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             raise DataError(
                 f"{path}: is {_describe(array)}, but {origin.name} is {_describe(expected)}; all images of a file must"
@@ -160,9 +160,9 @@ def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSo
         count = samples_per_block(sample.shape, sample.dtype)
         for start in range(0, len(pairs), count):
             batch = pairs[start : start + count]
-            x = np.stack([require_alike(path, loader.load(path), sample, first) for path, _ in batch])
+            x = np.stack([require_same_format(path, loader.load(path), sample, first) for path, _ in batch])
             if target.ndim:
-                y = np.stack([require_alike(path, loader.load_labels(path), target, label) for _, path in batch])
+                y = np.stack([require_same_format(path, loader.load_labels(path), target, label) for _, path in batch])
             else:
                 y = np.array([number for _, number in batch], _LABEL_DTYPE)
             yield x, y
@@ -174,15 +174,15 @@ def _describe(array: np.ndarray) -> str:
     return f"{' x '.join(map(str, array.shape))} {array.dtype}"
 
 
-_SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
+_FOLDERS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
 
 
-def find_images(folder: Path) -> list[Path]:
+def walk_images(folder: Path) -> list[Path]:
     """Return the images in a folder and its subfolders, sorted by name."""
-    return sorted(path for path in find_files(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in walk_files(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def find_files(folder: Path) -> Iterator[Path]:
+def walk_files(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders.
 
     Raises
@@ -202,7 +202,7 @@ def find_files(folder: Path) -> Iterator[Path]:
 
 
 def find_subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders of a folder, sorted by name; DataError as in `find_files`."""
+    """Return the subfolders of a folder, sorted by name; DataError as in `walk_files`."""
     try:
         folders = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError as error:
@@ -226,7 +226,7 @@ def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     """Return the folders of the splits by name, 'train' (possibly the folder itself) first, and the unused folders."""
     folders = find_subfolders(folder)
     splits: dict[str, Path] = {}
-    for split, names in _SPLITS.items():
+    for split, names in _FOLDERS.items():
         matches = [path for path in folders if path.name.lower() in names]
         if len(matches) > 1:
             raise DataError(

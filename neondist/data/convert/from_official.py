@@ -18,7 +18,7 @@ _LABEL_DTYPE = np.dtype("i8")
 _CIFAR_CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def read_magic(path: Path) -> int:
+def read_idx_magic_number(path: Path) -> int:
     """Return the magic number of an IDX file, plain or gzipped, or 0."""
     with MaybeGzipStream(path) as stream:
         number = int.from_bytes(stream.read(4), "big")
@@ -28,20 +28,20 @@ def read_magic(path: Path) -> int:
 def find_idx_files(folder: Path) -> list[Path]:
     """Return the IDX files of a folder: training files, images first, then those with test or t10k in their name."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and "idx" in path.name)
-    kinds = {path: read_magic(path) for path in files}
+    kinds = {path: read_idx_magic_number(path) for path in files}
     recognised = (path for path in files if kinds[path])
-    ordered = sorted(recognised, key=lambda path: (_is_test_file(path), kinds[path] == LABELS_MAGIC))
+    ordered = sorted(recognised, key=lambda path: (_has_test_in_name(path), kinds[path] == LABELS_MAGIC))
     # the same file may exist both plain and gzipped
     return list({path.name.removesuffix(".gz"): path for path in ordered}.values())
 
 
-def _is_test_file(path: Path) -> bool:
+def _has_test_in_name(path: Path) -> bool:
     return "t10k" in path.name or "test" in path.name
 
 
 def idx_splits(paths: list[Path]) -> dict[str, SplitSource]:
     """Return the parts of IDX files: images and labels of the training samples, and optionally of the test samples."""
-    kinds = [read_magic(path) for path in paths]
+    kinds = [read_idx_magic_number(path) for path in paths]
     if kinds not in ([IMAGES_MAGIC, LABELS_MAGIC], [IMAGES_MAGIC, LABELS_MAGIC] * 2):
         raise DataError(f"{paths[0]}: give IMAGES LABELS, or four IDX files, the test files last")
     pairs = (("train", paths[:2]), ("test", paths[2:]))

@@ -58,7 +58,7 @@ class CIFAR10(CachedDataset):
         for name, size in self.batch_source.file_sizes().items():
             if size == 0 or size % RECORD_BYTES:
                 raise DataError(
-                    f"{self.batch_source.path}: {name} has {size} bytes, not a multiple of the record size"
+                    f"{self.batch_source.folder_or_archive}: {name} has {size} bytes, not a multiple of the record size"
                     f" {RECORD_BYTES}: it is truncated or not in the binary format; download it again"
                 )
 
@@ -83,7 +83,8 @@ class CIFAR10(CachedDataset):
             wrong = np.flatnonzero(targets > 9)
             if wrong.size:
                 raise DataError(
-                    f"{self.batch_source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0"
+                    f"{self.batch_source.folder_or_archive}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is"
+                    " not one of 0"
                     " to 9; the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
                 )
         arrays["content"] = np.frombuffer(digest.digest(), np.uint8)

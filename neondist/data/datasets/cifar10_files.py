@@ -27,22 +27,22 @@ _MAX_ARCHIVE_BYTES = 30 * _MAX_BATCH_BYTES
 class BatchSource:
     """A folder of batches (possibly in its subfolder cifar-10-batches-bin), or a .tar.gz archive."""
 
-    path: Path
+    folder_or_archive: Path
 
     def file_sizes(self) -> dict[str, int]:
         """Return the size of every batch in bytes; DataError if one is missing."""
-        if os.path.isdir(self.path):  # Path.is_dir would raise without permission
-            with _report_unreadable(self.path):
+        if os.path.isdir(self.folder_or_archive):  # Path.is_dir would raise without permission
+            with _convert_read_errors(self.folder_or_archive):
                 return {file.name: file.stat().st_size for file in self.files()}
         with self._open_archive() as archive:
             return {name: member.size for name, member in self._members(archive).items()}
 
     def files(self) -> list[Path]:
         """Return the files of the batches, or the archive."""
-        if not os.path.isdir(self.path):
-            return [self.path]
-        inner = self.path / "cifar-10-batches-bin"
-        folder = inner if os.path.isdir(inner) else self.path
+        if not os.path.isdir(self.folder_or_archive):
+            return [self.folder_or_archive]
+        inner = self.folder_or_archive / "cifar-10-batches-bin"
+        folder = inner if os.path.isdir(inner) else self.folder_or_archive
         for name in _BATCH_FILE_NAMES:
             if not os.path.isfile(folder / name):
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
@@ -50,10 +50,10 @@ class BatchSource:
 
     def read_batches(self, names: Sequence[str]) -> Iterator[bytes]:
         """Yield the content of the named batches."""
-        if os.path.isdir(self.path):
+        if os.path.isdir(self.folder_or_archive):
             files = {file.name: file for file in self.files()}
             for name in names:
-                with _report_unreadable(files[name]):
+                with _convert_read_errors(files[name]):
                     batch = read_bytes(files[name], _MAX_BATCH_BYTES)
                 yield batch
             return
@@ -62,7 +62,9 @@ class BatchSource:
             for name in names:
                 if members[name].size > _MAX_BATCH_BYTES:
                     size = members[name].size
-                    raise DataError(f"{self.path}: {name} has {size:,} bytes, more than a batch; download it again")
+                    raise DataError(
+                        f"{self.folder_or_archive}: {name} has {size:,} bytes, more than a batch; download it again"
+                    )
                 file = archive.extractfile(members[name])
                 yield file.read() if file is not None else b""
 
@@ -72,30 +74,32 @@ class BatchSource:
             size += member.size + tarfile.BLOCKSIZE
             if size > _MAX_ARCHIVE_BYTES:
                 raise DataError(
-                    f"{self.path}: decompresses to more than {_MAX_ARCHIVE_BYTES:,} bytes, five times the size of"
-                    " CIFAR-10; download it again"
+                    f"{self.folder_or_archive}: decompresses to more than {_MAX_ARCHIVE_BYTES:,} bytes, five times the"
+                    " size of CIFAR-10; download it again"
                 )
             if member.isfile():
                 members[PurePosixPath(member.name).name] = member
         missing = [name for name in _BATCH_FILE_NAMES if name not in members]
         if missing:
-            raise DataError(f"{self.path}: has no {missing[0]}; give the binary version of CIFAR-10")
+            raise DataError(f"{self.folder_or_archive}: has no {missing[0]}; give the binary version of CIFAR-10")
         return {name: members[name] for name in _BATCH_FILE_NAMES}
 
     @contextmanager
     def _open_archive(self) -> Iterator[tarfile.TarFile]:
-        if not os.path.exists(self.path):
-            raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
+        if not os.path.exists(self.folder_or_archive):
+            raise DataError(f"CIFAR10 path: no folder or file {self.folder_or_archive}; correct the path")
         try:
-            with open_regular(self.path) as file, tarfile.open(fileobj=file) as archive:
+            with open_regular(self.folder_or_archive) as file, tarfile.open(fileobj=file) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile reports one line per method
-            raise DataError(f"{self.path}: is not a valid .tar.gz ({reason}); download it again") from error
+            raise DataError(
+                f"{self.folder_or_archive}: is not a valid .tar.gz ({reason}); download it again"
+            ) from error
 
 
 @contextmanager
-def _report_unreadable(path: Path) -> Iterator[None]:
+def _convert_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -114,12 +114,12 @@ class ClimateFiles(Dataset):
             chosen,
             series.extent,
             series.latitude,
-            inputs=self.channel_names(series),
+            input_names=self.channel_names(series),
             input_units=self.input_units(series),
-            lead=self.lead,
-            step=series.time_step,
+            lead_steps=self.lead,
+            step_seconds=series.step_seconds,
             month_step=series.month_step,
-            order=series.axis_orders,
+            axis_orders=series.axis_orders,
         )
         self._sample_numbers_by_split()
 
@@ -185,7 +185,7 @@ class ClimateFiles(Dataset):
         return train, validation, test
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
-        """Load this rank's part of all splits and compute the training statistics; collective, as `Dataset.open`."""
+        """Load this rank's part of all splits and compute the training statistics. Collective, as `Dataset.open`."""
         super().open(grid, checked, augment, seed)
         series, fields = self._series, self.fields
         assert series is not None
@@ -226,7 +226,7 @@ class ClimateFiles(Dataset):
                 f" {counted(1 + held_out, 'split')}; give more files"
             )
         last = 0 if self._test_share is None else count_held_out("test", self._test_share, samples)
-        middle = 0 if self._validation_share is None else self.count_validation(samples)
+        middle = 0 if self._validation_share is None else self.count_validation_samples(samples)
         if last + middle >= samples:
             raise DataError(
                 f"validation: {middle} of {counted(samples, 'sample')}, and {last} for test, leave no training"
@@ -323,7 +323,7 @@ def _mean_and_variance_over_time(series: FieldSeries, count: int, box: Box) -> t
 
 
 def _exact_global_sum(world: Transport, cells: np.ndarray, count: int, contributes: bool) -> np.ndarray:
-    """Return the sum of each channel over the cells of all ranks, the same for any grid; collective.
+    """Return the sum of each channel over the cells of all ranks, the same for any grid. Collective.
 
     Values are added as integers of a common scale, whose sum does not depend on the order.
     """

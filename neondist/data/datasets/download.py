@@ -22,7 +22,7 @@ from .mnist import ALL_FILES
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 OnProgress = Callable[[str, int, int | None], None]
 """Called with the file name, the bytes received and the total, None if the server does not report it."""
-_PIECE_BYTES = 1 << 16
+_DOWNLOAD_PIECE_BYTES = 1 << 16
 
 
 def download_mnist(
@@ -70,17 +70,17 @@ def _download_verified(url: str, target: Path, md5: str, progress: OnProgress, t
 
     Partial data are kept in `target`.part, which the next call resumes.
     """
-    if _is_valid(target, md5):
+    if _has_md5(target, md5):
         progress(target.name, target.stat().st_size, target.stat().st_size)
         return
     part = target.with_name(f"{target.name}.part")
     resumed = part.exists() and part.stat().st_size > 0
     _resume_download(url, part, progress, timeout)
-    if resumed and not _is_valid(part, md5):
+    if resumed and not _has_md5(part, md5):
         # the partial file may be from another version: restart from the beginning
         part.unlink()
         _resume_download(url, part, progress, timeout)
-    if not _is_valid(part, md5):
+    if not _has_md5(part, md5):
         part.unlink()
         raise DataError(f"{url}: the download is damaged (wrong checksum); try again, or choose another mirror")
     os.replace(part, target)
@@ -91,7 +91,7 @@ def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float)
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
-            resumes, total = _parse_range(response)
+            resumes, total = _parse_resumed_and_total_size(response)
             with open(part, "ab" if resumes else "wb") as file:
                 received = _copy_response(response, file, lambda received: progress(part.stem, received, total))
                 file.flush()
@@ -107,7 +107,7 @@ def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float)
         raise DataError(_interruption_message(url, part, f"{received} of {total} bytes arrived"))
 
 
-def _parse_range(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
+def _parse_resumed_and_total_size(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
     """Return whether the response resumes the transfer (servers may ignore Range), and the size of the file."""
     if response.status == 206:
         match = re.search(r"/(\d+)$", response.headers.get("Content-Range") or "")
@@ -125,7 +125,7 @@ def _copy_response(response: http.client.HTTPResponse, file: BinaryIO, progress:
 
 def _read_piece(response: http.client.HTTPResponse) -> bytes:
     try:
-        return response.read(_PIECE_BYTES)
+        return response.read(_DOWNLOAD_PIECE_BYTES)
     except http.client.IncompleteRead as error:
         return error.partial
     # here an OSError is a network error; in file.write, a disk error
@@ -133,7 +133,7 @@ def _read_piece(response: http.client.HTTPResponse) -> bytes:
         raise http.client.HTTPException(str(error)) from error
 
 
-def _is_valid(path: Path, md5: str) -> bool:
+def _has_md5(path: Path, md5: str) -> bool:
     try:
         return path.exists() and unpacked_md5(path) == md5
     except DataError:

@@ -137,7 +137,7 @@ class FieldSeries:
         return self._first_file_and_calendar[1]
 
     @property
-    def time_step(self) -> float:
+    def step_seconds(self) -> float:
         """The usual time step in seconds: the lower median, so that one of two steps can be a gap."""
         return float(np.sort(np.diff(self.times))[(len(self) - 2) // 2]) if len(self) > 1 else 0.0
 
@@ -215,7 +215,7 @@ class FieldSeries:
         """Set the channels from the first file; DataError if those of a later file, or its grid, differ."""
         channels: list[Channel] = []
         for variable, (source, auxiliaries) in zip(self.variables, sources, strict=True):
-            attributes = source.attributes()
+            attributes = source.array_attributes()
             units = text_attribute(attributes, "units")
             levels = self._select_levels(variable, source, auxiliaries)
             if levels is None:
@@ -332,7 +332,7 @@ class FieldSeries:
 
     def _check_times(self) -> None:
         """Raise DataError if the times are not increasing, or have a gap."""
-        steps, usual = np.diff(self.times), self.time_step
+        steps, usual = np.diff(self.times), self.step_seconds
         wrong = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
         wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP_RATIO * usual)
         if not wrong.size:

@@ -15,7 +15,7 @@ from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
 from ...terminal.console import counted
 from ..base import Dataset, Split, count_named_classes
-from ..raw_values import full_scale
+from ..raw_values import white_value
 from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Array, PrefetchingSplit
 
@@ -116,10 +116,10 @@ class HDF5Dataset(Dataset):
         if self._random_test_share(groups):
             count = len(samples["train"])
             held_out = min(max(1, round(self._random_test_share(groups) * count)), count - 1)
-            samples["train"], samples["test"] = _hold_out("test_share", samples["train"], held_out)
+            samples["train"], samples["test"] = _split_off_random_samples("test_share", samples["train"], held_out)
         if self._validation_share is not None:
-            kept = self.count_validation(len(samples["train"]))
-            samples["train"], samples["validation"] = _hold_out("validation", samples["train"], kept)
+            kept = self.count_validation_samples(len(samples["train"]))
+            samples["train"], samples["validation"] = _split_off_random_samples("validation", samples["train"], kept)
         splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in samples.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
@@ -165,7 +165,7 @@ class HDF5Dataset(Dataset):
 
     def _count_classes(self, groups: dict[str, GroupInfo]) -> int | None:
         """Return the number of classes; DataError if a label is out of range."""
-        attr = groups["train"].labels.attributes.get("classes")
+        attr = groups["train"].labels.numeric_attributes.get("classes")
         if attr is not None and (attr.size != 1 or not 1 <= attr.item() <= _MAX_CLASSES or attr.item() % 1):
             raise DataError(
                 f"{self.file}: attribute 'classes' of {groups['train'].labels.name} is"
@@ -189,17 +189,20 @@ class HDF5Dataset(Dataset):
     def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, sample_numbers: np.ndarray) -> Split:
         def tiles(array: ArrayInfo) -> HDF5Array:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Array(group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_state)
+            return HDF5Array(
+                group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime
+            )
 
         labels = tiles(group.labels) if group.label_values is None else group.label_values[sample_numbers]
         return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
-        defaults = {"mean": 0.0, "std": 1.0, "scale": full_scale(images.dtype)}
+        defaults = {"mean": 0.0, "std": 1.0, "scale": white_value(images.dtype)}
         result = {}
         for field, default in defaults.items():
             override = getattr(self, field)
-            values = np.asarray(images.attributes.get(field, default) if override is None else override, np.float64)
+            stored = images.numeric_attributes.get(field, default)
+            values = np.asarray(stored if override is None else override, np.float64)
             if values.shape not in ((), (1,), images.shape[-1:]):
                 raise DataError(
                     f"{field}: {values.shape} numbers do not fit the {counted(images.shape[-1], 'channel')} of"
@@ -216,7 +219,7 @@ def _check_name(field: str, name: object) -> str:
     return name
 
 
-def _hold_out(key: str, sample_numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_off_random_samples(key: str, sample_numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the sample numbers without `count` fixed random ones, and these."""
     shuffled = sample_numbers[rng.uniform(rng.key(key), sample_numbers).argsort(kind="stable")]
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...io.hdf5.checksums import hash_array, read_verified_array
-from ...io.hdf5.reader import array_names, find_object, hdf5_read_errors, is_numeric, open_hdf5, size_and_mtime
+from ...io.hdf5.reader import array_names, convert_hdf5_errors, find_object, is_numeric, open_hdf5, size_and_mtime
 from ...system.memory import require_memory
 from ...terminal.console import counted
 
@@ -27,7 +27,7 @@ class ArrayInfo:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    attributes: dict[str, np.ndarray]
+    numeric_attributes: dict[str, np.ndarray]
     class_names: tuple[str, ...] = ()
 
 
@@ -37,14 +37,14 @@ class GroupInfo:
 
     Attributes
     ----------
-    path, file_state : the file, and its `hdf5.size_and_mtime` from before it was read
+    path, file_size_and_mtime : the file, and its `hdf5.size_and_mtime` from before it was read
     images : (N, *spatial, C)
     labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C) of any extent
     label_values : the labels if they are (N,) or (N, K); None for maps
     """
 
     path: Path
-    file_state: tuple[int, int]
+    file_size_and_mtime: tuple[int, int]
     images: ArrayInfo
     labels: ArrayInfo
     label_values: np.ndarray | None
@@ -67,7 +67,7 @@ def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupIn
         If the file is missing or damaged, or an array is missing or of another kind.
     """
     before = size_and_mtime(path)
-    with open_hdf5(path) as file, hdf5_read_errors(path):
+    with open_hdf5(path) as file, convert_hdf5_errors(path):
         if find_object(file, group) is None:
             return None
         return GroupInfo(path, before, *_read_group_arrays(path, file, group, images, labels))
@@ -77,7 +77,7 @@ def hash_content(groups: Iterable[GroupInfo]) -> str:
     """Return a hash of the groups' arrays, from some of the cells or their checksums."""
     hashes = []
     for group in groups:
-        with open_hdf5(group.path) as file, hdf5_read_errors(group.path):
+        with open_hdf5(group.path) as file, convert_hdf5_errors(group.path):
             hashes += [f"{hash_array(file, array.name):08x}" for array in (group.images, group.labels)]
     return " ".join(hashes)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ...errors import DataError
-from ...io.hdf5 import CheckedArray, hdf5_read_errors, open_hdf5, size_and_mtime
+from ...io.hdf5 import CheckedArray, convert_hdf5_errors, open_hdf5, size_and_mtime
 from ..split import Split, TileArray
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class HDF5Array:
         dtype: np.dtype,
         tile: tuple[slice, ...],
         sample_numbers: np.ndarray,
-        file_state: tuple[int, int],
+        file_size_and_mtime: tuple[int, int],
     ) -> None:
         self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, sample_numbers
-        self._expected, self._file_state = (tuple(shape), dtype), file_state
+        self._expected, self._file_state = (tuple(shape), dtype), file_size_and_mtime
         self.shape = (len(sample_numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
         self._array: CheckedArray | None = None
@@ -56,7 +56,7 @@ class HDF5Array:
         indices = self.sample_numbers[indices]
         out = np.empty((len(indices), *self.shape[1:]), self.dtype)
         if out.size:
-            with hdf5_read_errors(self.path):
+            with convert_hdf5_errors(self.path):
                 array = self._open_array()
                 for start, first, count in contiguous_runs(indices):
                     array.read(first, out[start : start + count])
@@ -69,7 +69,7 @@ class HDF5Array:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
         part = HDF5Array(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
-        with hdf5_read_errors(self.path):
+        with convert_hdf5_errors(self.path):
             part._array = self._open_array().part(part.tile)
         return part[indices]
 
@@ -144,7 +144,7 @@ class PrefetchingSplit(Split):
 
 
 def contiguous_runs(indices: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (position, first index, count) of the runs of consecutive indices, each of which is one read."""
+    """Yield (position, first index, count) of each run of consecutive indices, which is read at once."""
     starts = np.flatnonzero(np.diff(indices, prepend=indices[:1] - 2) != 1)
     for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
         yield int(start), int(indices[start]), int(end - start)

@@ -23,7 +23,7 @@ import numpy as np
 from ...errors import DataError
 from ...io.regular_file import open_regular
 
-PIECE_BYTES = 1 << 20
+READ_PIECE_BYTES = 1 << 20
 REMEDY = "replace it with a good copy, for instance with: neondist data mnist --to DIR"
 
 
@@ -43,7 +43,7 @@ class MaybeGzipStream:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _translate_errors(path):
+        with _convert_errors(path):
             self._file = open_regular(path)
             self.is_gzip = self._file.read(2) == b"\x1f\x8b"
             self._file.seek(0)
@@ -59,7 +59,7 @@ class MaybeGzipStream:
     def read(self, count: int) -> bytes:
         """Return the next bytes, at most `count`; none at the end."""
         # errors are translated here, since __exit__ also sees those of other open files
-        with _translate_errors(self.path):
+        with _convert_errors(self.path):
             return self._stream.read(count)
 
 
@@ -67,13 +67,13 @@ def unpacked_md5(path: Path) -> str:
     """Return the md5 of a file's unpacked bytes; DataError if it cannot be read."""
     digest = hashlib.md5(usedforsecurity=False)
     with MaybeGzipStream(path) as stream:
-        while piece := stream.read(PIECE_BYTES):
+        while piece := stream.read(READ_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
 
 
 @contextmanager
-def _translate_errors(path: Path) -> Iterator[None]:
+def _convert_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -132,14 +132,14 @@ class IdxReader:
             raw = self._read_bytes(n * size)
             if len(raw) < n * size:
                 raise DataError(
-                    f"{self.path}: truncated: the header declares {header.count} {_CONTENTS[header.magic]}, the data"
-                    f" ends after {lo + len(raw) // size}; {REMEDY}"
+                    f"{self.path}: truncated: the header declares {header.count} {_CONTENTS[header.magic]}, the"
+                    f" data ends after {lo + len(raw) // size}; {REMEDY}"
                 )
             yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample_shape)
         if self._stream.read(1):
             raise DataError(
-                f"{self.path}: too long: there are bytes after the {header.count} {_CONTENTS[header.magic]} of the"
-                f" header; {REMEDY}"
+                f"{self.path}: too long: there are bytes after the {header.count} {_CONTENTS[header.magic]} of"
+                f" the header; {REMEDY}"
             )
 
     def _read_header(self, magic: int) -> IdxHeader:
@@ -176,7 +176,7 @@ class IdxReader:
     def _read_bytes(self, count: int) -> bytes:
         """Return the next `count` bytes, fewer at the end; memory grows only with bytes actually read."""
         pieces = []
-        while count > 0 and (piece := self._stream.read(min(count, PIECE_BYTES))):
+        while count > 0 and (piece := self._stream.read(min(count, READ_PIECE_BYTES))):
             self._md5.update(piece)
             pieces.append(piece)
             count -= len(piece)

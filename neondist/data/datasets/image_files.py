@@ -182,7 +182,7 @@ class ImageFiles(Dataset):
         """Return the numbers of the images for training, validation and test."""
         count = self._num_training_images
         drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")
-        first = 0 if self._validation_share is None else self.count_validation(count)
+        first = 0 if self._validation_share is None else self.count_validation_samples(count)
         if isinstance(self._test_option, Mapping) or self._test_option is None:
             rest, last = np.arange(self._num_training_images, len(self._images)), first
         else:

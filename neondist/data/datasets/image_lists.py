@@ -19,7 +19,7 @@ from ...formats.image_loader import IMAGE_SUFFIXES
 from ...formats.pictures import ClassMapSource
 from ...formats.table import has_known_suffix
 from ...terminal.console import counted
-from ..csv_table import is_number, read_rows
+from ..csv_table import is_number, read_csv_rows
 
 _ARRAY_OR_LEVEL_SUFFIX = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
 _PICTURE_SUFFIXES = {suffix for suffix in IMAGE_SUFFIXES if "tif" not in suffix}
@@ -179,10 +179,10 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
 
 def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
     """Return the mask of each image, matched by name up to the first dot, or in full if that is ambiguous."""
-    is_unique = len({_stem(name).partition(".")[0] for name in images}) == len(images)
+    is_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
 
     def stem_of(name: str) -> str:
-        return _stem(name).partition(".")[0] if is_unique else _stem(name)
+        return _stem_without_suffixes(name).partition(".")[0] if is_unique else _stem_without_suffixes(name)
 
     by_stem: dict[str, str] = {}
     for name in names:
@@ -198,21 +198,21 @@ def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: s
     return {name: by_stem[stem_of(name)] for name in images}
 
 
-def _stem(name: str) -> str:
+def _stem_without_suffixes(name: str) -> str:
     """Return the name of a file without its suffixes: 'a' for 'scans/a.ome.tif'."""
     return Path(_ARRAY_OR_LEVEL_SUFFIX.sub(r"\1\3", name)).stem.removesuffix(".ome").removesuffix(".nii")
 
 
 def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
     """Return the texts of a table, one row per image."""
-    rows = [row for _, row in read_rows(path, "FILE,CLASS")]
+    rows = [row for _, row in read_csv_rows(path, "FILE,CLASS")]
     names_by_tail: dict[str, set[str]] = {}
     for item in items:
-        for tail in (*_path_tails(item.name), _stem(item.name)):
+        for tail in (*_trailing_path_parts(item.name), _stem_without_suffixes(item.name)):
             names_by_tail.setdefault(tail, set()).add(item.name)
 
     def find_names(text: str) -> set[str]:
-        return next((names_by_tail[tail] for tail in _path_tails(text) if tail in names_by_tail), set())
+        return next((names_by_tail[tail] for tail in _trailing_path_parts(text) if tail in names_by_tail), set())
 
     if rows and not find_names(rows[0][0]):
         rows = rows[1:]  # the header
@@ -236,7 +236,7 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
     return np.array([rows_by_name[item.name] for item in items], dtype=str)
 
 
-def _path_tails(name: str) -> list[str]:
+def _trailing_path_parts(name: str) -> list[str]:
     """Return a path and its trailing parts, down to the file name."""
     parts = Path(name).parts
     return ["/".join(parts[at:]) for at in range(len(parts))]

@@ -123,7 +123,7 @@ class PhotographCrops:
         return out
 
 
-_REFLECTION_MARGIN = 32  # cells of reflection padding, against wrap-around at the borders
+_REFLECTION_MARGIN_CELLS = 32  # cells of reflection padding, against wrap-around at the borders
 
 
 def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
@@ -132,7 +132,7 @@ def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
     The filter is f · exp(-(f / cutoff)⁴), f in cycles per pixel (Olshausen and Field 1997): natural images have
     amplitudes of about 1 / f, and the highest frequencies are noise.
     """
-    margins = [min(_REFLECTION_MARGIN, n - 1) for n in image.shape]
+    margins = [min(_REFLECTION_MARGIN_CELLS, n - 1) for n in image.shape]
     padded = np.pad(np.asarray(image, np.float64), [(m, m) for m in margins], mode="reflect")
     rows, cols = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
     frequency = np.sqrt(rows * rows + cols * cols)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm import ProcessGrid
 from ...errors import DataError
-from ...io.hdf5 import array_names, find_object, hdf5_read_errors, open_hdf5
+from ...io.hdf5 import array_names, convert_hdf5_errors, find_object, open_hdf5
 from ..base import Dataset, Split
 from .base import RecordReader
 
@@ -27,7 +27,7 @@ class HDF5Records(RecordReader):
         super().__init__(f"{path}:{array}")
         self.path, self.array_name = path, array
         self._file = open_hdf5(path)
-        with hdf5_read_errors(path):
+        with convert_hdf5_errors(path):
             records = find_object(self._file, array)
             if records is None or not getattr(records, "shape", ()) or records.dtype.kind not in "iufb":
                 names = ", ".join(array_names(self._file)) or "none"
@@ -39,7 +39,7 @@ class HDF5Records(RecordReader):
 
     def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return entries by their numbers."""
-        with hdf5_read_errors(self.path):
+        with convert_hdf5_errors(self.path):
             return [np.asarray(self._records[number]) for number in record_numbers]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from ...terminal.console import counted
 from ..base import Dataset, Split
 from .base import RecordReader
 
-_SAMPLES_CHECKED = 2
+_NUM_RECORDS_CHECKED = 2
 
 
 class Mode(str, Enum):
@@ -149,7 +149,7 @@ class _RecordDataset(Dataset):
         """Compute the features of a few records."""
         shapes = set()
         for samples in self._samples_by_split.values():
-            features, _ = samples.features_and_labels(range(min(_SAMPLES_CHECKED, len(samples))))
+            features, _ = samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
             shapes.add(features.shape[1:])
         if len(shapes) > 1:
             raise DataError(
@@ -167,7 +167,7 @@ class _RecordDataset(Dataset):
     def _make_split(self, samples: RecordSamples, grid: ProcessGrid) -> Split:
         extent = self.sample_shape[:-1]
         cells = grid.tile_box(extent).slices if extent else ()
-        features, labels = samples.features_and_labels(range(min(_SAMPLES_CHECKED, len(samples))))
+        features, labels = samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
         shape = (0,) if labels is None else labels.shape[1:]
         maps = bool(extent) and shape[: len(extent)] == extent
         images = _SampleTiles(samples, 0, features.shape[1:], cells)

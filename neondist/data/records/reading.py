@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...io.files import short_reason
-from ...io.hdf5 import SIGNATURE
+from ...io.hdf5 import HDF5_SIGNATURE
 from ...io.regular_file import open_regular
 from ..datasets.hdf5 import HDF5Dataset
 from .arrays import HDF5Records, SplitRecords
@@ -50,13 +50,13 @@ def open_records(source: str, role: str = "training") -> RecordReader:
 def _open_file(path: Path, role: str) -> RecordReader:
     try:
         with open_regular(path) as file:
-            head = file.read(len(SIGNATURE))
+            head = file.read(len(HDF5_SIGNATURE))
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({short_reason(error)}); check the path and its permissions. Expected a CSV,"
             " RecordIO or HDF5 file, or a folder of such files"
         ) from error
-    if head == SIGNATURE:
+    if head == HDF5_SIGNATURE:
         return SplitRecords(str(path), HDF5Dataset(path), role)
     if head.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":
         return RecordIORecords(path)

@@ -28,8 +28,7 @@ from .base import BadRecordError, RecordReader
 MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _NO_COMPRESSION, _SNAPPY, _GZIP = 0, 1, 2
-_MAX_CHUNK_BYTES = 1 << 30
-"""maximum size of a chunk, compressed or decompressed"""
+_MAX_CHUNK_BYTES = 1 << 30  # maximum size of a chunk, compressed or decompressed
 _NPY_MAGIC = b"\x93NUMPY"
 
 

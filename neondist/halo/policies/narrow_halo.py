@@ -11,6 +11,6 @@ def halo_in_precision(scheme: ExchangePolicy | None, precision: ComputePrecision
     """Return the exact exchange in the precision of a layer's operands; other schemes are returned unchanged."""
     if type(scheme) is not Halo or not scheme.exact:
         return scheme
-    halo = Halo(**scheme.arguments() | {"dtype": precision.name if precision.narrow else None})
+    halo = Halo(**scheme.arguments() | {"dtype": precision.name if precision.has_16_bit_operands else None})
     halo.exact = True
     return halo

@@ -13,7 +13,7 @@ from ...errors import DataError
 from ..regular_file import open_regular
 
 USER_BLOCK_SIZE = 512  # bytes; the smallest block that HDF5 allows
-READ_SIZE = 1 << 20
+READ_PIECE_BYTES = 1 << 20
 HEADER_TITLE = "neondist checkpoint"
 FORMAT_VERSION = 3
 
@@ -62,6 +62,6 @@ def _length_and_crc(file: BinaryIO) -> tuple[int, int]:
     """Return the length and the CRC-32 of the file after its first block."""
     size, crc = 0, 0
     file.seek(USER_BLOCK_SIZE)
-    while piece := file.read(READ_SIZE):
+    while piece := file.read(READ_PIECE_BYTES):
         size, crc = size + len(piece), zlib.crc32(piece, crc)
     return size, crc

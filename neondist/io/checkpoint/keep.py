@@ -7,15 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import atomic_replacement, file_errors, partial_path
+from ..files import atomic_replacement, convert_file_errors, partial_path
 from ..regular_file import open_regular
 
 
-def keep_copies(path: Path, keep: int, step: int) -> None:
+def keep_copy_by_step(path: Path, keep: int, step: int) -> None:
     """Link or copy a file to a name with its step, and keep the last `keep` such files; OutputError if that fails."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial_path(name)
-    with file_errors(fresh, "cannot be removed"):
+    with convert_file_errors(fresh, "cannot be removed"):
         fresh.unlink(missing_ok=True)
     try:
         os.link(path, fresh)  # the same bytes under two names
@@ -25,12 +25,12 @@ def keep_copies(path: Path, keep: int, step: int) -> None:
             fresh.unlink()
         with atomic_replacement(name) as copy, open_regular(path) as file:
             shutil.copyfileobj(file, copy)
-    for old in kept_files(path)[keep:]:
+    for old in checkpoints_by_step(path)[keep:]:
         with contextlib.suppress(OSError):
             old.unlink()
 
 
-def kept_files(path: Path) -> list[Path]:
+def checkpoints_by_step(path: Path) -> list[Path]:
     """Return the files with a step in their name, the most recently written first."""
     paths = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
     return sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)

@@ -12,7 +12,7 @@ import numpy as np
 from ...geometry import Box
 from ...parallel import ParameterShard
 
-TRANSFER_BYTES = 4 << 20  # bytes per transfer
+MAX_TRANSFER_BYTES = 4 << 20  # bytes per transfer
 Slices = tuple[slice, ...]
 
 
@@ -29,7 +29,7 @@ class ArrayPart:
         This rank's part, with the shape of its box.
     boxes : sequence of Box
         Part of each rank; a single box if all ranks have the whole array.
-    unfolded_shape : tuple of int, optional
+    unflattened_shape : tuple of int, optional
         Shape in which the parts are boxes: several axes of `global_shape` may be merged into one, or parts may be
         ranges of the flat array, (size,).
     """
@@ -38,13 +38,15 @@ class ArrayPart:
     global_shape: tuple[int, ...]
     local_array: Any
     boxes: Sequence[Box]
-    unfolded_shape: tuple[int, ...] | None = None
+    unflattened_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> ArrayPart:
         """Return the piece of a layer's array, named '<group>/<layer name>/<parameter>'."""
         part = array.reshape(shard.box.shape)  # a view
-        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unfolded_shape)
+        return cls(
+            f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unflattened_shape
+        )
 
     @property
     def dtype(self) -> np.dtype:
@@ -53,14 +55,14 @@ class ArrayPart:
 
     def blocks(self) -> Iterator[tuple[Box, Slices]]:
         """Yield the blocks of the global array in order: each as a box, and as slices of the file's array."""
-        whole = self.global_shape if self.unfolded_shape is None else self.unfolded_shape
+        whole = self.global_shape if self.unflattened_shape is None else self.unflattened_shape
         if len(self.global_shape) != 1 and whole == (prod(self.global_shape),):
-            for block in split_into_blocks(self.global_shape, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
+            for block in split_into_blocks(self.global_shape, max(1, MAX_TRANSFER_BYTES // self.dtype.itemsize)):
                 start = int(np.ravel_multi_index(block.lo, self.global_shape)) if self.global_shape else 0
                 yield Box((start,), (start + block.size,)), block.slices
             return
         first = len(whole) - len(self.global_shape) + 1  # number of axes merged into the first one
-        for block in split_into_blocks(whole, max(1, TRANSFER_BYTES // self.dtype.itemsize)):
+        for block in split_into_blocks(whole, max(1, MAX_TRANSFER_BYTES // self.dtype.itemsize)):
             place = block.slices
             if first > 1:
                 row = int(np.ravel_multi_index(block.lo[:first], whole[:first]))

@@ -46,7 +46,7 @@ class CheckpointReader:
         self.contents, self._file, self._world, self._root = contents, file, world, root
 
     def fill_parts(self, pieces: Sequence[ArrayPart]) -> None:
-        """Fill every rank's parts of arrays from the file, whose shapes must match; collective."""
+        """Fill every rank's parts of arrays from the file, whose shapes must match. Collective."""
 
         def read(piece: ArrayPart, place: Slices) -> np.ndarray:
             return self._file[piece.name][place]
@@ -63,7 +63,7 @@ class CheckpointReader:
 
 @contextmanager
 def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[CheckpointReader]:
-    """Verify a checkpoint on the rank `root` and open it there; collective.
+    """Verify a checkpoint on the rank `root` and open it there. Collective.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> 
     import h5py
 
     if prefix.count("/") > MAX_GROUP_DEPTH:
-        raise ValueError("its groups are nested too deeply")
+        raise ValueError(f"it has more than {MAX_GROUP_DEPTH} nested groups")
     for name in group:
         full = prefix + name
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):

@@ -20,7 +20,7 @@ from .pieces import ArrayPart
 from .read import CheckpointReader
 from .texts import parse_json, require_json_integer, require_json_type
 
-MEMORY_TEXT_NAME, MEMORY_GROUP = "remembered", "borders"
+SCHEME_MEMORY_TEXT_NAME, SCHEME_MEMORY_GROUP = "remembered", "borders"
 """Names in the file of the text and of the group of arrays."""
 MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
 MemoryEntry: TypeAlias = "tuple[int, int, str, int, int]"
@@ -37,16 +37,16 @@ class SchemeMemory:
 
     Attributes
     ----------
-    text : JSON of the key and, by layer and rank, the entries; empty if there is no state
+    json_text : the key and, by layer and rank, the entries; empty if there is no state
     pieces : one flat array per layer, concatenated over ranks
     """
 
-    text: str
+    json_text: str
     pieces: list[ArrayPart]
 
 
 def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, world: Transport) -> SchemeMemory:
-    """Return the state of the schemes of layers; collective.
+    """Return the state of the schemes of layers. Collective.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, wor
 
 
 def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, state_key: str, world: Transport) -> str:
-    """Restore the state of border schemes from a checkpoint; collective.
+    """Restore the state of border schemes from a checkpoint. Collective.
 
     Return a message for the user: '', or that the state is discarded because the file's `state_key` differs.
 
@@ -84,7 +84,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
     DataError
         On every rank, if the state in the file is invalid.
     """
-    text = file.contents.texts.get(MEMORY_TEXT_NAME)
+    text = file.contents.texts.get(SCHEME_MEMORY_TEXT_NAME)
     if text is None:
         return ""
     try:
@@ -102,7 +102,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
                 for entry in require_json_type(name, entries, list):
                     _check_entry(name, entry, len(exchanged[name]))
             elements = [_total_size(entries) for entries in ranks]
-            if file.contents.group(MEMORY_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
+            if file.contents.group(SCHEME_MEMORY_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = exchanged[name][0].dtype
             pieces.append(_flat_part(name, ranks, np.empty(elements[world.rank], dtype)))
@@ -147,4 +147,4 @@ def _total_size(entries: list[MemoryEntry]) -> int:
 def _flat_part(name: str, entries_by_rank: list[list[MemoryEntry]], own_values: Any) -> ArrayPart:
     ends = list(accumulate(map(_total_size, entries_by_rank), initial=0))
     boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
-    return ArrayPart(f"{MEMORY_GROUP}/{name}", (ends[-1],), own_values, boxes)
+    return ArrayPart(f"{SCHEME_MEMORY_GROUP}/{name}", (ends[-1],), own_values, boxes)

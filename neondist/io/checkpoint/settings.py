@@ -8,8 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 
-PAIRS_KEY = "pairs"
-"""Key for the items of a mapping whose keys are not strings."""
+PAIRS_KEY = "pairs"  # key for the items of a mapping whose keys are not strings
 
 
 def to_plain(name: str, value: Any, remedy: str) -> Any:

@@ -21,19 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from ...comm import Message, Transport, all_or_none
-from ...system.heartbeat import connect_to_first
-from ..files import DraftFile, file_errors
+from ...system.heartbeat import connect_to_first_address
+from ..files import DraftFile, convert_file_errors
 from ..regular_file import open_regular
 from .pieces import ArrayPart
 from .write import write_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
-FOLDER_PREFIX = "neondist-snapshots-"
-"""Prefix of a run's snapshot folder, followed by the run's key."""
-SUPERVISOR_VARIABLE = "NEONDIST_SNAPSHOTS"
+FOLDER_PREFIX = "neondist-snapshots-"  # prefix of a run's snapshot folder, followed by the run's key
+SUPERVISOR_ENV = "NEONDIST_SNAPSHOTS"
 """Environment variable of ranks, 'KEY HOST:PORT ...': the supervisor that requests the removal of snapshots."""
-LIFETIME_SECONDS = 600
-"""Seconds that snapshots outlive a killed supervisor, so that a resumed run finds them."""
+ORPHAN_SECONDS = 600  # seconds that snapshots outlive a killed supervisor, so that a resumed run finds them
 # without a word from the supervisor, it was killed; then another process that claims the files keeps them
 _CLEANUP_SCRIPT = """read word; second=0
 while [ -z "$word" ]; do
@@ -120,19 +118,19 @@ class SnapshotStore:
 
     def _claim_folder(self) -> None:
         """Create the folder, and start the process that removes it."""
-        with file_errors(self.folder, "snapshots cannot be written"):
+        with convert_file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             claim, token = self.folder / f"{self.node}.claim", secrets.token_hex(8)
             claim.write_text(token)
         self._folder_claimed = True
-        key, *addresses = os.environ.get(SUPERVISOR_VARIABLE, "").split() or [""]
-        supervisor = connect_to_first(key, addresses)
+        key, *addresses = os.environ.get(SUPERVISOR_ENV, "").split() or [""]
+        supervisor = connect_to_first_address(key, addresses)
         if supervisor is None:
             return
         with supervisor:
             supervisor.sendall(f"{self.node}\n".encode())
             subprocess.Popen(
-                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), token, str(LIFETIME_SECONDS)],
+                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), token, str(ORPHAN_SECONDS)],
                 stdin=supervisor.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -147,7 +145,7 @@ class SnapshotStore:
         size = int(self.world.bcast(path.stat().st_size if rank == source_rank else 0, source_rank))
         draft: DraftFile | None = None
         with ExitStack() as stack:
-            with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
+            with all_or_none(self.world), convert_file_errors(path, "the copy of a snapshot cannot be written"):
                 if rank == source_rank:
                     file = stack.enter_context(open_regular(path))
                     data = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
@@ -161,6 +159,6 @@ class SnapshotStore:
                 [Message(target_rank, data, whole)] if rank == source_rank else [],
                 [Message(source_rank, data, whole)] if rank == target_rank else [],
             ).run()
-            with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
+            with all_or_none(self.world), convert_file_errors(path, "the copy of a snapshot cannot be written"):
                 if draft is not None:
                     draft.finish()

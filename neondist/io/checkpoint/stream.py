@@ -13,7 +13,7 @@ from .pieces import ArrayPart, Slices
 
 
 def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tuple[ArrayPart, Slices, np.ndarray]]:
-    """Yield all blocks on rank 0 as (piece, slices, values); collective, to be exhausted on every rank.
+    """Yield all blocks on rank 0 as (piece, slices, values). Collective, to be exhausted on every rank.
 
     Other ranks yield nothing. Parts that several ranks have, such as replicas, are sent by the first.
     """
@@ -32,7 +32,7 @@ def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tu
 def scatter_from_root(
     world: Transport, pieces: Iterable[ArrayPart], read: Callable[[ArrayPart, Slices], np.ndarray], root: int = 0
 ) -> None:
-    """Fill every rank's part from `read(piece, place)`, called once per block on rank `root`; collective.
+    """Fill every rank's part from `read(piece, place)`, called once per block on rank `root`. Collective.
 
     An exception of `read` is raised on that rank after all transfers, with zeros for the missing blocks.
     """

@@ -17,8 +17,7 @@ from ...parallel import SyncState
 from .pieces import ArrayPart
 from .read import CheckpointReader
 
-SYNC_GROUP = "synchronisation"
-"""Group of the arrays in the file."""
+SYNC_GROUP = "synchronisation"  # group of the arrays in the file
 MAX_RANKS = 1 << 20  # limit of ranks
 
 
@@ -28,7 +27,7 @@ def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[Arra
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
-    """Restore the states from a checkpoint; missing ones become 0, or stay if they are replicated; collective.
+    """Restore the states from a checkpoint; missing ones become 0, or stay if they are replicated. Collective.
 
     Returns
     -------

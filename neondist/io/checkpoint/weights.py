@@ -12,8 +12,7 @@ from ...terminal.console import counted
 from .pieces import ArrayPart
 from .read import CheckpointReader
 
-MAX_LISTED_NAMES = 3
-"""maximum number of names of each kind in a message"""
+MAX_LISTED_NAMES = 3  # maximum number of names of each kind in a message
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def _shorten_list(names: list[str], max_names: int | None) -> list[str]:
 def load_weights(
     file: CheckpointReader, arrays: Sequence[tuple[ParameterShard, Any]], strict: bool = False
 ) -> WeightMatch:
-    """Load a model's arrays from a file by name; collective.
+    """Load a model's arrays from a file by name. Collective.
 
     Parameters
     ----------

@@ -15,18 +15,18 @@ from ...errors import OutputError
 from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorFile
 from .checksum import USER_BLOCK_SIZE, add_checksum
-from .keep import keep_copies
+from .keep import keep_copy_by_step
 from .pieces import ArrayPart, Slices
 from .stream import gather_to_root
 
-METADATA_BYTES = 1 << 16  # bytes for HDF5's own tables, plus METADATA_BYTES_PER_ARRAY for each array
-METADATA_BYTES_PER_ARRAY = 2048
+HDF5_TABLES_BYTES = 1 << 16  # bytes for HDF5's own tables, plus HDF5_TABLES_BYTES_PER_ARRAY for each array
+HDF5_TABLES_BYTES_PER_ARRAY = 2048
 
 
 def write_checkpoint(
     path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str], world: Transport, keep: int = 1, step: int = 0
 ) -> None:
-    """Write a file atomically on rank 0, which receives the parts of other ranks in blocks; collective.
+    """Write a file atomically on rank 0, which receives the parts of other ranks in blocks. Collective.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ class _CheckpointDraft:
     """HDF5 file under its temporary name."""
 
     def __init__(self, path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
-        needed = sum(prod(piece.global_shape) * piece.dtype.itemsize + METADATA_BYTES_PER_ARRAY for piece in pieces)
-        needed += METADATA_BYTES + sum(map(len, texts.values()))
+        needed = sum(prod(piece.global_shape) * piece.dtype.itemsize + HDF5_TABLES_BYTES_PER_ARRAY for piece in pieces)
+        needed += HDF5_TABLES_BYTES + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(
                 _write_error_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB")
@@ -109,7 +109,7 @@ class _CheckpointDraft:
         add_checksum(self.draft.file)
         self.draft.finish()
         if keep > 1:
-            keep_copies(self.draft.path, keep, step)
+            keep_copy_by_step(self.draft.path, keep, step)
 
 
 def _to_output_error(path: Path, error: Exception) -> Exception:

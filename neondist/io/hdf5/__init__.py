@@ -4,27 +4,27 @@ reader: safe access to an open file. writer: a new file under a temporary name u
 errors when the disk is full. checksums: checksums of the blocks of an array. chunks: checks of compressed chunks before
 they are decompressed.
 
-libhdf5 trusts most of a file's content. Files of `LIBRARY_VERSION` have checksums of all metadata; arrays written with
-`fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length text has none, and a
-wrong byte there makes libhdf5 2.0 loop forever: it is neither written nor read.
+libhdf5 trusts most of a file's content. Files of `HDF5_LIBRARY_VERSIONS` have checksums of all metadata; arrays written
+with `fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length text has none,
+and a wrong byte there makes libhdf5 2.0 loop forever: it is neither written nor read.
 """
 
 from .checksums import CheckedArray, ChecksumTable, checksum, hash_array, read_array, read_verified_array
 from .reader import (
-    SIGNATURE,
+    HDF5_SIGNATURE,
     array_names,
+    convert_hdf5_errors,
     find_object,
     get_text_attribute,
-    hdf5_read_errors,
     is_numeric,
     iter_arrays,
     open_hdf5,
     size_and_mtime,
 )
-from .writer import LIBRARY_VERSION, DeferredErrorFile, NewHDF5File, put_text_attribute
+from .writer import HDF5_LIBRARY_VERSIONS, DeferredErrorFile, NewHDF5File, put_text_attribute
 
 __all__ = [
-    "LIBRARY_VERSION", "SIGNATURE", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewHDF5File", "array_names",
-    "checksum", "find_object", "get_text_attribute", "hash_array", "hdf5_read_errors", "is_numeric", "iter_arrays",
-    "open_hdf5", "put_text_attribute", "read_array", "read_verified_array", "size_and_mtime",
+    "HDF5_LIBRARY_VERSIONS", "HDF5_SIGNATURE", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewHDF5File",
+    "array_names", "checksum", "convert_hdf5_errors", "find_object", "get_text_attribute", "hash_array", "is_numeric",
+    "iter_arrays", "open_hdf5", "put_text_attribute", "read_array", "read_verified_array", "size_and_mtime",
 ]  # fmt: skip

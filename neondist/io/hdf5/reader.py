@@ -17,7 +17,7 @@ from typing import Any
 from ...errors import DataError, UserError
 from ..regular_file import open_regular
 
-SIGNATURE = b"\x89HDF\r\n\x1a\n"
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MAX_SOFT_LINKS = 16
 
 
@@ -37,9 +37,9 @@ def open_hdf5(path: Path, wrong_type_message: str | None = None) -> Any:
     """
     import h5py
 
-    with hdf5_read_errors(path):
+    with convert_hdf5_errors(path):
         with open_regular(path) as file:
-            if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
+            if file.read(len(HDF5_SIGNATURE)) != HDF5_SIGNATURE and not h5py.is_hdf5(path):
                 create = f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
                 raise DataError(f"{path}: {wrong_type_message or create}")
         try:
@@ -60,7 +60,7 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def hdf5_read_errors(path: Path) -> Iterator[None]:
+def convert_hdf5_errors(path: Path) -> Iterator[None]:
     """Convert exceptions that h5py raises on a damaged file into DataError; a UserError passes."""
     try:
         yield

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..files import DraftFile
 
-LIBRARY_VERSION = ("v110", "v110")
+HDF5_LIBRARY_VERSIONS = ("v110", "v110")
 """metadata of this version have checksums"""
 
 
@@ -53,7 +53,7 @@ class NewHDF5File:
             with suppress(OSError):  # some file systems do not support permissions
                 os.chmod(self._draft.temporary_path, 0o600)
         try:
-            self._hdf5_file = DeferredErrorFile(self._draft.file, libver=LIBRARY_VERSION)
+            self._hdf5_file = DeferredErrorFile(self._draft.file, libver=HDF5_LIBRARY_VERSIONS)
         except BaseException:
             self._draft.discard()
             raise

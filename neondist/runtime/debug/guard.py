@@ -18,7 +18,7 @@ from .mark import fill_with_mark, mask_of_marks, mask_of_unfilled
 
 
 def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
-    """Return an executor that guards the same layers; collective.
+    """Return an executor that guards the same layers. Collective.
 
     Parameters
     ----------
@@ -74,11 +74,12 @@ class GuardedContext(StepContext):
         """
         if not gathers:
             fault = "values of its view's gradient were never written, or computed from cells outside its view"
-            self._check_cells(direction, array, mask_of_marks(arguments[-1]), fault)
-            return self.call_naming_layer(direction, move, *arguments)
+            remedy = "; backward must write every cell of its view's gradient"
+            self._check_cells(direction, array, mask_of_marks(arguments[-1]), fault, remedy)
+            return self.call_and_name_layer(direction, move, *arguments)
         if buffer is not None:
             mark_unowned_cells(buffer)
-        view = self.call_naming_layer(direction, move, *arguments)
+        view = self.call_and_name_layer(direction, move, *arguments)
         remedy = f"; scheme {type(array.policy).__name__} must fill every cell of other tiles"
         self._check_cells(
             direction, array, mask_of_unfilled(view, array.plan), "values of its view were never filled", remedy
@@ -92,7 +93,7 @@ class GuardedContext(StepContext):
             cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
             raise self.layer_error(direction, f"{missing.sum()} {fault}, the first for cell {cell}{remedy}")
 
-    def call_naming_layer(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def call_and_name_layer(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a call, adding the layer's name to a HaloError."""
         try:
             return call(*arguments)
@@ -120,7 +121,7 @@ class GuardedContext(StepContext):
             raise self.layer_error(
                 direction,
                 f"{marks.sum()} elements of {quantity} were computed from cells outside its view, or never written, the"
-                f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; its window may be too small",
+                f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; declare a larger window, or write them all",
             )
 
 
@@ -144,7 +145,7 @@ class GuardedTask(LayerTask):
 
     def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
-        ctx.check_views("backward", "found that its view was modified since its forward; work on a copy")
+        ctx.check_views("backward", "found its view modified after its forward; work on a copy")
         copied = GuardedCopy(dy)
         dview = self.layer.backward(ctx, copied.array)
         if copied.changed:
@@ -159,7 +160,7 @@ class GuardedTask(LayerTask):
     def exchange_halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
         """Return a view, which must be completely filled, or a tile's gradient from a complete gradient of its view."""
         call = super().exchange_halo, direction, ctx, buffer, array
-        return ctx.checked_exchange(direction, self.array, direction == "forward", buffer, *call)
+        return ctx.checked_exchange(direction, self.input_array, direction == "forward", buffer, *call)
 
     @staticmethod
     def _guarded_copy(ctx: Any, view: Any) -> Any:
@@ -175,6 +176,6 @@ def mark_unowned_cells(buffer: Any) -> None:
     """
     tile = buffer.tile.copy()
     fill_with_mark(buffer.cells)
-    buffer.outside = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # without gaps, from now on
-    buffer.fill_outside()  # once
+    buffer.prefilled = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # without gaps, from now on
+    buffer.fill_prefilled_cells()  # once
     buffer.tile[...] = tile

@@ -8,7 +8,7 @@ import numpy as np
 
 from .mark import bytes_checksum, fill_with_mark
 
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 _MARGIN_BYTES = 4096
 
 
@@ -25,14 +25,14 @@ class GuardedCopy:
     def __init__(self, array: Any) -> None:
         before, after = _bytes_before_and_after(array)
         moat = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
-        moat += -moat % _ALIGNMENT
-        self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT, np.uint8)
+        moat += -moat % _ALIGNMENT_BYTES
+        self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT_BYTES, np.uint8)
         first = moat + before
-        first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNMENT
+        first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNMENT_BYTES
         self.array = np.ndarray(array.shape, array.dtype, self.memory, first, array.strides)
-        self.cells = self.memory[first % array.itemsize :]
-        self.cells = self.cells[: len(self.cells) // array.itemsize * array.itemsize].view(array.dtype)
-        fill_with_mark(self.cells)
+        self.all_cells = self.memory[first % array.itemsize :]
+        self.all_cells = self.all_cells[: len(self.all_cells) // array.itemsize * array.itemsize].view(array.dtype)
+        fill_with_mark(self.all_cells)
         self.array[...] = array
         self.checksum = bytes_checksum(self.array)
 

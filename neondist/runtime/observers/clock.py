@@ -8,7 +8,7 @@ from typing import Any
 
 from ...observer import Observer
 
-OUTPUT_GRADIENT = "gradient of the output"
+OUTPUT_GRADIENT_VALUE_NAME = "gradient of the output"
 """value observed before the backward pass of a PyTorch module's step"""
 WORK_KINDS = ("forward", "backward", "exchange", "wait")
 REST_ROW = "loss and everything else"
@@ -44,7 +44,7 @@ class Clock(Observer):
 
     def on_value(self, layer: Any, name: str, array: object) -> None:
         """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
-        if name == OUTPUT_GRADIENT and self._stack:
+        if name == OUTPUT_GRADIENT_VALUE_NAME and self._stack:
             self._charge()
             self._stack[-1] = str(layer.name), "backward"
 

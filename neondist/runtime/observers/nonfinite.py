@@ -13,48 +13,48 @@ from ...comm import ProcessGrid, Transport
 from ...errors import NonFiniteError
 from ...layers import Layer
 from ...observer import Observer
-from ...parallel import is_finite
+from ...parallel import are_all_finite
 from ...system.lazy import LazyTile
 
-REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
-MAX_SKIPPED_STEPS = 100
-"""Maximum number of consecutive skipped steps."""
+NONFINITE_REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
+MAX_CONSECUTIVE_SKIPS = 100  # maximum number of consecutive skipped steps
 
 
 @dataclass
 class NonFiniteMonitor:
-    """The last skipped step.
+    """Record of skipped steps: the last one, and how many followed one another.
 
     Attributes
     ----------
-    step : its number, from 0; -1: none
-    where : description of the non-finite value
-    consecutive : number of consecutive skipped steps
+    last_skipped_step : its number, from 0; -1: none
+    nonfinite_value : description of the value for which it was skipped
+    consecutive_skips : number of consecutive skipped steps
     """
 
-    step: int = -1
-    where: str = ""
-    consecutive: int = 0
+    last_skipped_step: int = -1
+    nonfinite_value: str = ""
+    consecutive_skips: int = 0
 
     def record_step(self, step: int, policy: str, where: str | None) -> None:
         """Record a step and its non-finite value, if any; raise NonFiniteError if the run must stop."""
         if where is None:
-            self.consecutive = 0
+            self.consecutive_skips = 0
             return
-        self.step, self.where, self.consecutive = step, where, self.consecutive + 1
-        error = NonFiniteError(f"step {step + 1}: first non-finite value: {where}; {REMEDY}")
-        if self.consecutive > MAX_SKIPPED_STEPS:
+        self.last_skipped_step, self.nonfinite_value, self.consecutive_skips = step, where, self.consecutive_skips + 1
+        error = NonFiniteError(f"step {step + 1}: first non-finite value: {where}; {NONFINITE_REMEDY}")
+        if self.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
             error = NonFiniteError(
-                f"step {step + 1}: the last {MAX_SKIPPED_STEPS} steps were skipped; first non-finite value: {where};"
-                " lower the learning rate, or check the data"
+                f"step {step + 1}: the last {MAX_CONSECUTIVE_SKIPS} steps were skipped; first non-finite value:"
+                f" {where}; lower the learning rate, or check the data"
             )
-        if policy == "stop" or self.consecutive > MAX_SKIPPED_STEPS:
+        if policy == "stop" or self.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
             raise error.on_all_ranks()
 
-    def record_overflow(self, step: int, scaler: LossScaler) -> None:
+    def record_skip_by_overflow(self, step: int, scaler: LossScaler) -> None:
         """Record a step skipped because 16-bit gradients overflow, and lower the loss scale."""
         scaler.update(overflow=True)
-        self.step, self.where = step, f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
+        self.last_skipped_step = step
+        self.nonfinite_value = f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
 
 
 class SavedSchemeState:
@@ -72,7 +72,7 @@ class SavedSchemeState:
         self.arrays = [(array, array.scheme_state()) for array in arrays]
 
     def restore(self) -> None:
-        """Restore the state of the schemes; collective."""
+        """Restore the state of the schemes. Collective."""
         for array, memory in self.arrays:
             array.restore_scheme_state(memory)
 
@@ -86,7 +86,7 @@ class _FiniteLog(Observer):
     def record(self, name: str, array: Any) -> None:
         """Record whether an array has non-finite values."""
         self.nonfinite_by_name[name] = self.nonfinite_by_name.get(name, False) or (
-            array is not None and not is_finite(array)
+            array is not None and not are_all_finite(array)
         )
 
     def on_value(self, layer: Layer | None, name: str, array: Any) -> None:
@@ -95,17 +95,18 @@ class _FiniteLog(Observer):
 
 
 def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
-    """Return the name of the first non-finite value while `recompute` computes the gradients again; collective."""
+    """Return the name of the first non-finite value while `recompute` computes the gradients again. Collective."""
     log = _FiniteLog()
     with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):
             log.record("the images", x)
         recompute()
-    return first_nonfinite(grid.world, log.nonfinite_by_name) or "the sum of the cost or the gradients over all ranks"
+    name = first_nonfinite_on_any_rank(grid.world, log.nonfinite_by_name)
+    return name or "the sum of the cost or the gradients over all ranks"
 
 
-def first_nonfinite(world: Transport, nonfinite_by_name: dict[str, bool]) -> str | None:
-    """Return the name of the first value that is not finite on any rank; all ranks have the same order; collective."""
+def first_nonfinite_on_any_rank(world: Transport, nonfinite_by_name: dict[str, bool]) -> str | None:
+    """Return the name of the first value that is non-finite on some rank. Collective; the order must be the same."""
     flags_of_ranks = world.allgather(list(nonfinite_by_name.values()))
     for name, flags in zip(nonfinite_by_name, zip(*flags_of_ranks, strict=True), strict=True):
         ranks = [str(rank) for rank, bad in enumerate(flags) if bad]

@@ -17,17 +17,17 @@ from ...errors import ConfigError
 from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
 from ..ir.custom_gradients import record_functions
-from ..ir.errors import NotRecorded
-from ..ir.functionalize import can_replace_writes, separate_statistics_updates, store_result
+from ..ir.errors import CaptureError
+from ..ir.functionalize import separate_statistics_updates, store_out_of_place_variants, store_result
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, axes_of, replicated
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from .checks import check_module
-from .constants import known_values, remove_number_reads
+from .constants import remove_number_reads, track_values
 from .no_grad import detach_no_grad_values
-from .persistent_state import preserve_state
+from .persistent_state import restore_after_capture
 from .tracing import InputSpecs, hide_printed_graph, tracing, user_frames
 
 RANDOM_KEY_STRIDE = 1000
@@ -56,12 +56,12 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
     check_module(module)
     gradients = torch.is_grad_enabled()
     importlib.import_module("torch._dynamo")  # before `record_functions` patches what it inspects
-    with tracing(name or type(module).__name__, shapes), record_functions() as calls, known_values(module) as values:
+    with tracing(name or type(module).__name__, shapes), record_functions() as calls, track_values(module) as values:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
         with (
-            preserve_state(module, inputs) as asks,
+            restore_after_capture(module, inputs) as asks,
             hide_printed_graph(),
             torch.set_grad_enabled(gradients or not asks),
         ):
@@ -71,17 +71,17 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         detach_no_grad_values(program, lambda node: node_location(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-        if not can_replace_writes(program.graph, buffers):
+        if not store_out_of_place_variants(program.graph, buffers):
             try:
                 program = _functionalize(program)
             except AssertionError:
                 if not tied:
                     raise
-                raise NotRecorded(
+                raise CaptureError(
                     f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
                     " through an alias made before the write; keep one name"
                 ) from None
-        program.functions, program.reads, program.trained = calls, values.reads, values.trained
+        program.functions, program.reads, program.unregistered = calls, values.reads, values.unregistered
         return program
 
 
@@ -110,7 +110,7 @@ def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
     """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
         result = _functionalize(program)
-        result.functions, result.reads, result.trained = program.functions, program.reads, program.trained
+        result.functions, result.reads, result.unregistered = program.functions, program.reads, program.unregistered
         return result
 
 
@@ -137,7 +137,7 @@ def lower_program(
     schemes: Mapping[str, ExchangePolicy] | None = None,
     recompute: bool = False,
     lowering: Lowering | None = None,
-    trained: dict[str, torch.Tensor] | None = None,
+    unregistered: dict[str, torch.Tensor] | None = None,
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
 
@@ -153,7 +153,7 @@ def lower_program(
         Whether the backward pass recomputes segments.
     lowering : Lowering, optional
         Builder of the plan.
-    trained : dict of name to tensor, optional
+    unregistered : dict of name to tensor, optional
         Receives tensors that require gradients but are not parameters; treated as parameters. Default: rejected.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
@@ -171,35 +171,35 @@ def lower_program(
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
             env[node] = _bind_input(
-                lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, trained
+                lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, unregistered
             )
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
-            outputs = pytree.tree_map(lambda arg: gathering.as_seen_outside(lowering.read(env, arg)), node.args[0])
+            outputs = pytree.tree_map(lambda arg: gathering.reshard_outside(lowering.read(env, arg)), node.args[0])
         else:
             lowering.where, lowering.fake_out = node_location(node), node.meta.get("val")
             lowering.draw_number = position * RANDOM_KEY_STRIDE
             _check_static_shape(lowering)
-            pick = gathering.as_seen_inside if gathering.is_computed_whole(node) else gathering.as_seen_outside
+            pick = gathering.gather_inside if gathering.is_computed_whole(node) else gathering.reshard_outside
 
-            def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
+            def read_argument(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
                 return pick(lowering.read(env, arg))
 
-            args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
+            args, kwargs = pytree.tree_map(read_argument, (node.args, dict(node.kwargs)))
             result = lowering.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
             overwritten = store_result(env, node, result)
             changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
             if gathering.is_computed_whole(node):
-                gathering.record_whole(result)
+                gathering.record_as_whole(result)
     mutated = {
-        name: lowering.gathered(gathering.as_seen_outside(lowering.read(env, old))).id for name, old in changed.items()
+        name: lowering.gather(gathering.reshard_outside(lowering.read(env, old))).id for name, old in changed.items()
     }
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
-            mutated[spec.target] = lowering.gathered(out).id
+            mutated[spec.target] = lowering.gather(out).id
         else:
             lowering.where = node_location(output_node)
             lowering.refuse("an input, or a parameter, is changed in place")
@@ -255,7 +255,7 @@ def _bind_input(
     parameters: dict[str, int],
     buffers: dict[str, int],
     inputs: list[int],
-    trained: dict[str, torch.Tensor] | None,
+    unregistered: dict[str, torch.Tensor] | None,
 ) -> Any:
     fake = node.meta["val"]
     if spec.kind == InputKind.CONSTANT_TENSOR:
@@ -271,18 +271,18 @@ def _bind_input(
             if name in program.state_dict and _memory_key(program.state_dict[name]) == _memory_key(constant):
                 return lowering.values[parameters[name]]
         # PyTorch may have detached it
-        trainable = (t for t in (constant, *program.trained) if t.requires_grad)
+        trainable = (t for t in (constant, *program.unregistered) if t.requires_grad)
         parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:
             return lowering.add_constant(constant)
-        if trained is None:
+        if unregistered is None:
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
                 f"{location.message_prefix}{location.operator}{_in_module(location)} receives a tensor that requires"
                 " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
-        parameters[spec.target], trained[spec.target] = value.id, parameter
+        parameters[spec.target], unregistered[spec.target] = value.id, parameter
         return value
     if not isinstance(fake, torch.Tensor):
         return fake
@@ -298,7 +298,7 @@ def _bind_input(
     elif spec.kind == InputKind.BUFFER:
         buffers[spec.target] = value.id
     else:
-        raise ConfigError(f"an input of kind {spec.kind} cannot be distributed")
+        raise ConfigError(f"the module has an input of kind {spec.kind}; pass only tensors to it")
     return value
 
 
@@ -311,39 +311,39 @@ class _WholeArrayModules:
 
     def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
         self.lowering, self.paths = lowering, tuple(paths)
-        self.gathered: set[int] = set()
-        self.cache: dict[tuple[int, bool], Value] = {}
+        self._whole_value_ids: set[int] = set()
+        self._converted: dict[tuple[int, bool], Value] = {}
 
     def is_computed_whole(self, node: Any) -> bool:
         """Return whether a node is computed on whole arrays."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
 
-    def record_whole(self, result: Any) -> None:
+    def record_as_whole(self, result: Any) -> None:
         """Record values that were computed on whole arrays."""
-        self.gathered.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
+        self._whole_value_ids.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
 
-    def as_seen_inside(self, value: Any) -> Any:
-        """Return a value as seen inside a gathered module."""
+    def gather_inside(self, value: Any) -> Any:
+        """Return a value for use inside a module computed on whole arrays."""
         return self._convert(value, True)
 
-    def as_seen_outside(self, value: Any) -> Any:
-        """Return a value as seen outside gathered modules."""
+    def reshard_outside(self, value: Any) -> Any:
+        """Return a value for use outside of these modules."""
         return self._convert(value, False)
 
-    def _convert(self, value: Any, whole: bool) -> Any:
+    def _convert(self, value: Any, to_whole: bool) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(self._convert(item, whole) for item in value)
+            return type(value)(self._convert(item, to_whole) for item in value)
         if not isinstance(value, Value) or value.kind == "parameter":
             return value
-        if whole == (value.id in self.gathered) or (whole and not axes_of(value.layout)):
+        if to_whole == (value.id in self._whole_value_ids) or (to_whole and not axes_of(value.layout)):
             return value
-        key = value.id, whole
-        if key not in self.cache:
-            if whole:
-                self.cache[key] = self.lowering.gathered(value)
+        key = value.id, to_whole
+        if key not in self._converted:
+            if to_whole:
+                self._converted[key] = self.lowering.gather(value)
             else:
-                mesh = self.lowering.mesh
-                is_image = len(value.shape) == mesh.spatial + 2
-                self.cache[key] = self.lowering.reshard(value, mesh.image_layout(value.shape)) if is_image else value
-        return self.cache[key]
+                mesh, shape = self.lowering.mesh, value.shape
+                is_image = len(shape) == mesh.spatial + 2
+                self._converted[key] = self.lowering.reshard(value, mesh.image_layout(shape)) if is_image else value
+        return self._converted[key]

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm import ProcessGrid
-from ...comm.agree import ROW_BYTES, ROWS_PER_SUM
+from ...comm.agreement import ROW_BYTES, ROWS_PER_CHECKSUM
 from ...errors import ConfigError, ShapeError
 from ..lowering.plan import TorchPlan
 from .consistency import as_bytes_tensor
 
 
-def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
+def check_gather_at_paths(module: nn.Module, gather_at: Sequence[str]) -> None:
     """Raise ConfigError, with suggestions, unless all are paths of modules."""
     if isinstance(gather_at, str):
         raise ConfigError(f"gather_at: expected a list of module paths, got a string; use [{gather_at!r}]")
@@ -34,7 +34,7 @@ def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
 
 
 _UNWRAP_REMEDY = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
-_WRAPPERS = {
+_WRAPPER_REMEDIES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP_REMEDY.format("DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP_REMEDY.format("DataParallel"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP_REMEDY.format("FullyShardedDataParallel"),
@@ -48,7 +48,7 @@ def check_module(module: nn.Module) -> None:
     for path, part in module.named_modules():
         name = f"the module {path!r}" if path else "the module"
         for kind in type(part).__mro__:
-            if remedy := _WRAPPERS.get((kind.__module__.partition("._")[0], kind.__name__)):
+            if remedy := _WRAPPER_REMEDIES.get((kind.__module__.partition("._")[0], kind.__name__)):
                 raise ConfigError(f"{name} is wrapped in {kind.__name__}, which communicates tensors itself; {remedy}")
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(
@@ -85,25 +85,25 @@ def check_parameters(
 
 
 def requires_grad_flags(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return which tensors require gradients, which determines the messages of the backward pass."""
+    """Return the `requires_grad` of each tensor, which determines the messages of the backward pass."""
     return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's shape, dtype and bits, computed on its device; see `comm.agree.checksum_of`."""
+    """Return a checksum of a tensor's shape, dtype and bits, on its device, as `comm.agreement.checksum_of`."""
     start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return start
     data = as_bytes_tensor(tensor)
-    end = data.numel() // (ROWS_PER_SUM * ROW_BYTES) * (ROWS_PER_SUM * ROW_BYTES)
+    end = data.numel() // (ROWS_PER_CHECKSUM * ROW_BYTES) * (ROWS_PER_CHECKSUM * ROW_BYTES)
     if data.storage_offset() % 8:
         end = 0
-    sums = data[:end].view(torch.int64).view(-1, ROWS_PER_SUM, ROW_BYTES // 8).sum(1)
+    sums = data[:end].view(torch.int64).view(-1, ROWS_PER_CHECKSUM, ROW_BYTES // 8).sum(1)
     return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
 
 
 class BackwardCheck:
-    """Check that all ranks begin a backward pass together; warn about losses not computed by `model.loss`.
+    """Check that all ranks begin a backward pass together, and warn about losses not computed by `model.loss`.
 
     A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other is treated as that of
     this rank's part of a sum over ranks, which a mean over a tile is not.
@@ -111,43 +111,43 @@ class BackwardCheck:
     Parameters
     ----------
     values : mapping
-        Values to compare whenever a backward pass begins.
+        Values that must be equal on all ranks whenever a backward pass begins.
     """
 
     def __init__(self, grid: ProcessGrid, values: Mapping[str, Any]) -> None:
         self._grid, self._values = grid, values
-        self._autograd_task_id, self._warned, self._loss_count = -1, False, 0
-        self._outputs = WeakIdKeyDictionary()
+        self._autograd_task_id, self._has_warned, self._loss_count = -1, False, 0
+        self._output_versions = WeakIdKeyDictionary()
         # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
         self._loss_gradients: dict[int | None, list[torch.Tensor]] = {}
 
-    def watch_output(self, output: torch.Tensor, is_known: Callable[[torch.Tensor], Any]) -> None:
-        """Check the gradient that arrives at an output; `is_known` tells tensors that `scatter_target` returned."""
+    def check_gradient_of_output(self, output: torch.Tensor, is_target: Callable[..., Any]) -> None:
+        """Check the gradient that arrives at an output; `is_target` recognises results of `scatter_target`."""
         if self._grid.size > 1 and output.requires_grad:
             key = id(output)
-            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_known))
-            self._outputs[output] = output._version
+            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_target))
+            self._output_versions[output] = output._version
 
-    def watch_loss(self, loss: torch.Tensor) -> None:
-        """Compare values when the backward pass of a loss begins."""
+    def check_backward_of_loss(self, loss: torch.Tensor) -> None:
+        """Compare `values` over all ranks when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
             self._loss_count += 1
-            loss.register_hook(partial(self._begin_backward_of_loss, f"backward of loss {self._loss_count}"))
+            loss.register_hook(partial(self._check_loss_backward_begins, f"backward of loss {self._loss_count}"))
 
     def alias_for_loss(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of a tensor for a loss to read; records the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
-        key = id(tensor) if self._outputs.get(tensor) == tensor._version else None
+        key = id(tensor) if self._output_versions.get(tensor) == tensor._version else None
         alias = tensor.view_as(tensor)
         alias.register_hook(lambda gradient: self._record_loss_gradient(gradient, key))
         return alias
 
-    def _begin_backward_of_loss(self, call: str, gradient: torch.Tensor) -> None:
+    def _check_loss_backward_begins(self, call: str, gradient: torch.Tensor) -> None:
         on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
-        self._begin_backward(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
+        self._check_backward_begins(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
 
-    def _begin_backward(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def _check_backward_begins(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._values, **values})
         task = torch._C._current_graph_task_id()
         if self._autograd_task_id != task:
@@ -156,21 +156,21 @@ class BackwardCheck:
 
     def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
         if self._autograd_task_id != torch._C._current_graph_task_id():  # of a gathered output, before any loss
-            self._begin_backward("backward of an output")
+            self._check_backward_begins("backward of an output")
         self._loss_gradients.setdefault(key, []).append(gradient)
 
-    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_known: Callable[[torch.Tensor], Any]) -> None:
+    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_target: Callable[..., Any]) -> None:
         if self._autograd_task_id != torch._C._current_graph_task_id():
-            self._begin_backward("backward of an output")
+            self._check_backward_begins("backward of an output")
         sent = self._loss_gradients.pop(key, [])
-        if self._warned or None in self._loss_gradients or is_known(gradient):
+        if self._has_warned or None in self._loss_gradients or is_target(gradient):
             return
-        if not sent or not _is_sum(gradient, sent):
-            self._warned = True
-            warnings.warn(_NOT_FROM_LOSS, stacklevel=2)
+        if not sent or not _is_sum_of(gradient, sent):
+            self._has_warned = True
+            warnings.warn(_FOREIGN_GRADIENT_WARNING, stacklevel=2)
 
 
-_NOT_FROM_LOSS = (
+_FOREIGN_GRADIENT_WARNING = (
     "an output of a distributed module received a gradient that does not come from model.loss: it is treated as the"
     " gradient of this rank's part of a sum over all ranks, so a mean over a tile counts once per rank. Use"
     " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the sizes of the whole images,"
@@ -178,7 +178,7 @@ _NOT_FROM_LOSS = (
 )
 
 
-def _is_sum(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+def _is_sum_of(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
     if len(parts) == 1:
         return gradient.data_ptr() == parts[0].data_ptr() or torch.equal(gradient, parts[0])
     return torch.allclose(gradient, torch.stack(tuple(parts)).sum(0), equal_nan=True)

@@ -12,7 +12,7 @@ import torch
 from ...comm import Transport
 from ...errors import ConfigError
 
-MAX_RELATIVE_DRIFT = 1e-4
+MAX_RELATIVE_WEIGHT_DRIFT = 1e-4
 """Tolerance of sums over weights, relative to sums of absolute values: rounding depends on the processor."""
 
 
@@ -37,8 +37,8 @@ def version_counters(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
-    """Raise ConfigError on all ranks if their weights have diverged; collective.
+def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
+    """Raise ConfigError on all ranks if their weights have diverged. Collective.
 
     Compares one number computed from sums over each tensor. Gradients are reduced over all ranks, so weights diverge
     only through different updates.
@@ -53,7 +53,7 @@ def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: 
     number = factors @ (totals / sizes + np.log(sizes))
     extremes = np.array([number, -number])
     world.allreduce(extremes, "max")
-    if extremes.sum() > MAX_RELATIVE_DRIFT:
+    if extremes.sum() > MAX_RELATIVE_WEIGHT_DRIFT:
         every = np.array(world.allgather(totals.tolist()))
         differences = np.abs(every - every[0]).max(0) / sizes
         at = int(differences.argmax())

@@ -15,26 +15,26 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..ir.errors import NotRecorded
+from ..ir.errors import CaptureError
 from ..ir.functionalize import GRAD_MODE_REGION, storage_id, written_arguments
 
 MAX_KNOWN_ELEMENTS = 2**18
 """Maximum number of elements of a tensor whose values are computed; code reads no numbers from larger ones."""
-_VALUE_DEPENDENT_SHAPES = frozenset(
+_VALUE_DEPENDENT_SHAPE_FUNCTIONS = frozenset(
     ["argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive"]
 )
 """Functions whose result shapes depend on values."""
 _TENSOR: Any = torch.Tensor
-_MASK_SELECTIONS = torch.masked_select, _TENSOR.masked_select
-_SELECTIONS = *_MASK_SELECTIONS, torch.repeat_interleave, _TENSOR.repeat_interleave
+_MASKED_SELECT_FUNCTIONS = torch.masked_select, _TENSOR.masked_select
+_SELECTION_FUNCTIONS = *_MASKED_SELECT_FUNCTIONS, torch.repeat_interleave, _TENSOR.repeat_interleave
 _BATCH_NORM_FORWARD_CODES = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
-_MEMORY_READERS = (
+_METHODS_READING_MEMORY = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
 )  # fmt: skip
 """Functions that read the memory directly, unseen by dispatch modes."""
 _REAL_TENSOR_TYPES = torch.Tensor, nn.Parameter
 _INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
-_METADATA_READERS = frozenset(
+_METADATA_GETTERS = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
 ) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
 """The most frequent calls of PyTorch while it traces."""
@@ -45,37 +45,37 @@ class ValueReads(NamedTuple):
 
     Attributes
     ----------
-    buffers : set of str
-    others : list of torch.Tensor
-        Such as plain attributes and closure variables.
+    buffer_names : set of str
+    tensors : list of torch.Tensor
+        Other tensors, such as plain attributes and closure variables.
     """
 
-    buffers: set[str]
-    others: list[torch.Tensor]
+    buffer_names: set[str]
+    tensors: list[torch.Tensor]
 
 
 class _KnownValue(NamedTuple):
     value: torch.Tensor
-    sources: set[str]
-    others: dict[int, torch.Tensor]
+    buffer_names: set[str]
+    tensors: dict[int, torch.Tensor]
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValueTracker(TorchDispatchMode):
     """Compute the values of fake tensors that depend on no input, parameter or random number.
 
     Attributes
     ----------
     reads : ValueReads
-    trained : list of torch.Tensor
+    unregistered : list of torch.Tensor
         Tensors that require gradients but are not parameters of the module.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = ValueReads(set(), [])
-        self.trained: list[torch.Tensor] = []
-        self._known: Any = WeakIdKeyDictionary()
-        self._views_of_real_tensors: Any = WeakIdKeyDictionary()  # views of real tensors
+        self.unregistered: list[torch.Tensor] = []
+        self._known_values: Any = WeakIdKeyDictionary()
+        self._views_of_real_tensors: Any = WeakIdKeyDictionary()
 
     def record_buffers(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Record the values of the buffers, given as fake tensors."""
@@ -83,9 +83,9 @@ class KnownValues(TorchDispatchMode):
             value = values.get(name)
             if value is not None and value.numel() <= MAX_KNOWN_ELEMENTS and not value.is_meta:
                 with no_dispatch():
-                    self._known[fake] = _KnownValue(value.detach().clone(), {name}, {})
+                    self._known_values[fake] = _KnownValue(value.detach().clone(), {name}, {})
 
-    def value_or_none(self, tensor: Any) -> Any:
+    def known_or_none(self, tensor: Any) -> Any:
         """Return the value of a tensor, or None if it is unknown."""
         entry = self._known_value(tensor)
         return None if entry is None else entry.value
@@ -95,8 +95,8 @@ class KnownValues(TorchDispatchMode):
         entry = None if tensor is None else self._known_value(tensor)
         if entry is None:
             return None
-        self.reads.buffers.update(entry.sources)
-        self.reads.others.extend(t for t in entry.others.values() if all(t is not other for other in self.reads.others))
+        self.reads.buffer_names.update(entry.buffer_names)
+        self.reads.tensors.extend(t for t in entry.tensors.values() if all(t is not u for u in self.reads.tensors))
         return entry.value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,10 +105,10 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shape_only = depends_on_shape_only(func)
         items = [
-            self._known_value(t, literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
+            self._known_value(t, is_literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
             for t in tensors
         ]
-        self.trained.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
+        self.unregistered.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
         is_known = None not in items and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:
@@ -116,8 +116,8 @@ class KnownValues(TorchDispatchMode):
                 self.read_value(tensor)
             return _compute_values(func, leaves, spec, items)
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
-        if any(map(self._outlives_capture, writes)):  # checked first: a pass would not write
-            raise NotRecorded(
+        if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
+            raise CaptureError(
                 "the forward writes into a tensor that is not a buffer of the module, or reaches a buffer by another"
                 " name; register it as a buffer, and write into that"
             )
@@ -128,39 +128,39 @@ class KnownValues(TorchDispatchMode):
         is_known = is_known and all(_is_small(out) for out in outputs)
         values = _try_compute(func, leaves, spec, items) if is_known else None
         memories = [storage_id(tensor) for tensor in writes]
-        touched = [tensor for tensor in list(self._known) if storage_id(tensor) in memories] if memories else []
+        touched = [tensor for tensor in list(self._known_values) if storage_id(tensor) in memories] if memories else []
         if values is None:
             for tensor in touched:
-                del self._known[tensor]
+                del self._known_values[tensor]
             return result
-        sources: set[str] = set()
-        others: dict[int, torch.Tensor] = {}
+        buffer_names: set[str] = set()
+        read_tensors: dict[int, torch.Tensor] = {}
         for argument in filter(None, items if not shape_only else ()):
-            sources |= argument.sources
-            others |= argument.others
+            buffer_names |= argument.buffer_names
+            read_tensors |= argument.tensors
         for tensor in touched:
-            self._known[tensor].sources.update(sources)
-            self._known[tensor].others.update(others)
+            self._known_values[tensor].buffer_names.update(buffer_names)
+            self._known_values[tensor].tensors.update(read_tensors)
         for out, value in zip(outputs, values, strict=True):
             if all(out is not tensor for tensor in tensors):
-                self._known[out] = _KnownValue(value, set(sources), dict(others))
+                self._known_values[out] = _KnownValue(value, set(buffer_names), dict(read_tensors))
         return result
 
     def _outlives_capture(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor outlives the capture and is neither a parameter nor a buffer."""
         return type(tensor) in _REAL_TENSOR_TYPES or tensor in self._views_of_real_tensors
 
-    def _known_value(self, tensor: Any, literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
+    def _known_value(self, tensor: Any, is_literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
         """Return the known value of a tensor, or None.
 
         Parameters
         ----------
-        literal : bool
+        is_literal : bool
             Whether a real tensor is a literal of the code.
         shape_only : bool
             Whether only the shape matters.
         """
-        entry: _KnownValue | None = self._known.get(tensor)
+        entry: _KnownValue | None = self._known_values.get(tensor)
         if entry is None and shape_only and _is_small(tensor):
             with no_dispatch():
                 return _KnownValue(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), set(), {})
@@ -169,53 +169,53 @@ class KnownValues(TorchDispatchMode):
         if tensor.numel() > MAX_KNOWN_ELEMENTS:
             return None
         with no_dispatch():
-            entry = _KnownValue(tensor.clone(), set(), {} if literal else {id(tensor): tensor})
-        self._known[tensor] = entry
+            entry = _KnownValue(tensor.clone(), set(), {} if is_literal else {id(tensor): tensor})
+        self._known_values[tensor] = entry
         return entry
 
 
-class _KnownValuesMode(TorchFunctionMode):
+class _KnownValueProvider(TorchFunctionMode):
     """Provide known values to PyTorch function calls: reads of memory, value-dependent shapes, and masks as indices.
 
     Attributes
     ----------
-    count : torch.Tensor or None
-        Batch counter that PyTorch's batch norm has just read, for a cumulative average (momentum 1 / count).
+    batch_count : torch.Tensor or None
+        Batch counter that PyTorch's batch norm has just read, for a cumulative average (momentum 1 / batch_count).
     """
 
-    def __init__(self, values: KnownValues) -> None:
+    def __init__(self, values: KnownValueTracker) -> None:
         super().__init__()
         self._values = values
-        self.count: torch.Tensor | None = None
-        self._depth = 0
+        self.batch_count: torch.Tensor | None = None
+        self._batch_norm_depth = 0
 
-    def enter(self, *_: Any) -> None:
+    def enter_batch_norm(self, *_: Any) -> None:
         """Record that a forward of PyTorch's batch norm begins."""
-        self._depth += 1
+        self._batch_norm_depth += 1
 
-    def leave(self, *_: Any) -> None:
+    def leave_batch_norm(self, *_: Any) -> None:
         """Record that it has ended."""
-        self._depth -= 1
+        self._batch_norm_depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _MEMORY_READERS and (value := self._values.read_value(args[0])) is not None:
+        if func in _METHODS_READING_MEMORY and (value := self._values.read_value(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
-        count, self.count = self.count, None
-        share = None if count is None else 1.0 / float(self._values.value_or_none(count))
+        batch_count, self.batch_count = self.batch_count, None
+        share = None if batch_count is None else 1.0 / float(self._values.known_or_none(batch_count))
         if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
-            return self._batch_norm_with_cumulative_average(count, *args, **kwargs)
-        self._values.read_value(count)
-        if func is _TENSOR.__float__ and self._depth and self._values.value_or_none(args[0]) is not None:
-            self.count = args[0]
-            return float(self._values.value_or_none(self.count))
+            return self._batch_norm_with_cumulative_average(batch_count, *args, **kwargs)
+        self._values.read_value(batch_count)
+        if func is _TENSOR.__float__ and self._batch_norm_depth and self._values.known_or_none(args[0]) is not None:
+            self.batch_count = args[0]
+            return float(self._values.known_or_none(self.batch_count))
         if func in _INDEXING_METHODS:
             args = (args[0], self._replace_masks(args[1]), *args[2:])
-        if func in _METADATA_READERS:
+        if func in _METADATA_GETTERS:
             return func(*args, **kwargs)
         with self._values:
-            if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPES:
+            if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPE_FUNCTIONS:
                 literals = self._fold_to_literals(func, args, kwargs)
                 if literals is not None:
                     return literals
@@ -226,7 +226,7 @@ class _KnownValuesMode(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = {id(leaf): self._values.read_value(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
-            return self._select_by_known_values(func, *args, **kwargs) if func in _SELECTIONS else None
+            return self._select_by_known_values(func, *args, **kwargs) if func in _SELECTION_FUNCTIONS else None
         args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
         with torch._C.DisableTorchFunction(), no_dispatch():
             results = func(*args, **kwargs)
@@ -236,7 +236,7 @@ class _KnownValuesMode(TorchFunctionMode):
         self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any
     ) -> Any:
         """Return the elements of a tensor selected by a known mask or repeat count, or None if that is unknown."""
-        is_mask = func in _MASK_SELECTIONS
+        is_mask = func in _MASKED_SELECT_FUNCTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
         value = self._values.read_value(selector) if isinstance(selector, torch.Tensor) else None
         if value is None:
@@ -251,7 +251,7 @@ class _KnownValuesMode(TorchFunctionMode):
         return (x.flatten() if dim is None else x).index_select(dim or 0, _as_literal(indices))
 
     def _batch_norm_with_cumulative_average(
-        self, count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        self, batch_count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
         """Return the result of a batch norm whose running statistics are cumulative averages, counted by a tensor.
@@ -262,7 +262,7 @@ class _KnownValuesMode(TorchFunctionMode):
             statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
             result = F.batch_norm(x, *statistics, weight, bias, training, 1.0, eps)
             for running, new in zip((running_mean, running_var), statistics, strict=True):
-                share = 1.0 / count.to(running.dtype)
+                share = 1.0 / batch_count.to(running.dtype)
                 running.mul_(1.0 - share).add_(new * share)
             return result
 
@@ -317,24 +317,24 @@ def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[
 
 
 @contextmanager
-def known_values(module: nn.Module) -> Iterator[KnownValues]:
+def track_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     """Let a captured forward read numbers from tensors with known values; yields the recorded reads."""
-    values = KnownValues()
+    values = KnownValueTracker()
     real = dict(module.named_buffers(remove_duplicate=False))
 
-    def begin(module: nn.Module, _: Any) -> None:
+    def record_buffers_of(module: nn.Module, _: Any) -> None:
         values.record_buffers(dict(module.named_buffers(remove_duplicate=False)), real)
 
-    calls = _KnownValuesMode(values)
+    calls = _KnownValueProvider(values)
     with ExitStack() as hooks:
         for part in module.modules():
             if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:
-                hooks.enter_context(part.register_forward_pre_hook(calls.enter))
-                hooks.enter_context(part.register_forward_hook(calls.leave, always_call=True))
-        hooks.enter_context(module.register_forward_pre_hook(begin))
+                hooks.enter_context(part.register_forward_pre_hook(calls.enter_batch_norm))
+                hooks.enter_context(part.register_forward_hook(calls.leave_batch_norm, always_call=True))
+        hooks.enter_context(module.register_forward_pre_hook(record_buffers_of))
         hooks.enter_context(calls)
         yield values
-        values.read_value(calls.count)
+        values.read_value(calls.batch_count)
 
 
 def remove_number_reads(program: Any) -> None:
@@ -342,7 +342,7 @@ def remove_number_reads(program: Any) -> None:
     for module in reversed(list(program.graph_module.modules())):  # regions before their callers
         graph: Any = getattr(module, "graph", None)
         for node in reversed(graph.nodes if graph is not None else ()):
-            if not node.users and (_returns_numbers(node.target) or _is_empty_region(module, node)):
+            if not node.users and (_returns_only_numbers(node.target) or _is_empty_region(module, node)):
                 graph.erase_node(node)
 
 
@@ -353,6 +353,6 @@ def _is_empty_region(module: nn.Module, node: Any) -> bool:
     return graph is not None and all(inner.op in ("placeholder", "get_attr", "output") for inner in graph.nodes)
 
 
-def _returns_numbers(target: Any) -> bool:
+def _returns_only_numbers(target: Any) -> bool:
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
     return bool(returns) and all(str(value.type) in ("number", "int", "float", "bool", "Scalar") for value in returns)

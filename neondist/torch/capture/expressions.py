@@ -14,7 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .consistency import as_bytes_tensor
-from .constants import depends_on_shape_only, known_values
+from .constants import depends_on_shape_only, track_values
 
 
 class ExpressionRecorder(TorchDispatchMode):
@@ -32,7 +32,7 @@ class ExpressionRecorder(TorchDispatchMode):
         self._written_numbers: dict[int, int] = {}  # by the storage written to
         self._keep_alive: list[Any] = []  # keeps ids unique
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+    def begin_pass(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
         for numbering in (self._expression_numbers, self._written_numbers):
             for key, number in numbering.items():
@@ -45,21 +45,21 @@ class ExpressionRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_shape = depends_on_shape_only(func)
-        leaves = [self._describe(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
+        leaves = [self._operand_key(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_dependent = is_random or any(number in self._dependent for kind, number in leaves if kind == "tensor")
         number = self._value_number((str(func), *leaves), is_dependent)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
+                for tensor in _tensors_in(value):
                     self._written_numbers[_storage_key(tensor)] = number
-        for index, tensor in enumerate(_tensors(result)):
+        for index, tensor in enumerate(_tensors_in(result)):
             self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), is_dependent)
             self._keep_alive.append(tensor)
         return result
 
-    def expression(self, tensor: torch.Tensor) -> int:
+    def expression_number(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression of a tensor's current values."""
         own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(_storage_key(tensor))
         if own is None:
@@ -71,14 +71,14 @@ class ExpressionRecorder(TorchDispatchMode):
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
-        tensors = _tensors(value)
-        return not tensors or any(self.expression(tensor) in self._dependent for tensor in tensors)
+        tensors = _tensors_in(value)
+        return not tensors or any(self.expression_number(tensor) in self._dependent for tensor in tensors)
 
-    def _describe(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
+    def _operand_key(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
         if not isinstance(leaf, torch.Tensor):
             is_plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
             return "value", repr(leaf) if is_plain else type(leaf).__name__
-        return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression(leaf))
+        return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression_number(leaf))
 
     def _value_number(self, key: tuple[Any, ...], is_dependent: bool = False) -> int:
         number = self._value_numbers.setdefault(key, len(self._value_numbers))
@@ -87,7 +87,7 @@ class ExpressionRecorder(TorchDispatchMode):
         return number
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -131,7 +131,7 @@ class RepeatedPasses:
         """Return the expressions of the results of a pass, and of all parameters and buffers after it."""
         with self._mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
-            self.recorder.begin([*inputs, *self._fakes.values()])
-            with self.recorder, known_values(self._module):
+            self.recorder.begin_pass([*inputs, *self._fakes.values()])
+            with self.recorder, track_values(self._module):
                 result = torch.func.functional_call(self._module, self._fakes, tuple(inputs), tie_weights=False)
-        return [self.recorder.expression(tensor) for tensor in (*_tensors(result), *self._fakes.values())]
+        return [self.recorder.expression_number(tensor) for tensor in (*_tensors_in(result), *self._fakes.values())]

@@ -19,63 +19,63 @@ class ValueHolder(NamedTuple):
     path : str
     module : nn.Module or None
         Innermost module that contains it.
-    store : the container
+    container : the object that holds the values
     names : collection or None
         The relevant names of a mapping or an object; default: all.
     get : callable, optional
-        Maps a name to its value; default: `store` is iterated over.
+        Maps a name to its value; default: `container` is iterated over.
     separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
-    of_nn_module : bool
+    in_nn_module : bool
         Whether it belongs to nn.Module itself: parameters, modules, hooks.
-    watched, restored : bool
+    is_watched, is_restored : bool
         Whether it is compared before each pass, and whether a capture restores it.
     """
 
     path: str
     module: nn.Module | None
-    store: Any
+    container: Any
     names: Collection[Any] | None = None
     get: Callable[[Any], Any] | None = None
     separator: str = ""
-    of_nn_module: bool = False
-    watched: bool = True
-    restored: bool = True
+    in_nn_module: bool = False
+    is_watched: bool = True
+    is_restored: bool = True
 
     def value_name(self, key: Any) -> str:
         """Return the name of a value."""
         return f"{self.path}{self.separator}{key}".removeprefix(".") if self.separator else self.path
 
-    def read(self) -> dict[Any, Any]:
+    def read_values(self) -> dict[Any, Any]:
         """Return the current values."""
         if self.names is None:
-            return dict(self.store if isinstance(self.store, Mapping) else enumerate(self.store))
+            return dict(self.container if isinstance(self.container, Mapping) else enumerate(self.container))
         assert self.get is not None
-        if isinstance(self.store, dict):
-            return {name: self.store[name] for name in self.names if name in self.store}
+        if isinstance(self.container, dict):
+            return {name: self.container[name] for name in self.names if name in self.container}
         return {name: value for name in self.names if (value := get_or_missing(self.get, name)) is not MISSING}
 
     def restore(self, before: Mapping[Any, Any]) -> None:
         """Restore earlier values."""
-        store, now = self.store, self.read()
+        container, now = self.container, self.read_values()
         if list(map(id, before.values())) == list(map(id, now.values())) and list(before) == list(now):
             return
-        if isinstance(store, dict):
+        if isinstance(container, dict):
             if self.names is None:
-                store.clear()
-            store.update(before)
-        elif isinstance(store, set):
-            store.clear()
-            store.update(before.values())
-        elif isinstance(store, (list, deque)):
-            store.clear()
-            store.extend(before.values())
-        elif isinstance(store, tuple):
+                container.clear()
+            container.update(before)
+        elif isinstance(container, set):
+            container.clear()
+            container.update(before.values())
+        elif isinstance(container, (list, deque)):
+            container.clear()
+            container.extend(before.values())
+        elif isinstance(container, tuple):
             for name, value in before.items():
-                store[name].cell_contents = value
+                container[name].cell_contents = value
         else:  # an object with slots, or a class
             for name, value in before.items():
-                (type if isinstance(store, type) else object).__setattr__(store, name, value)
+                (type if isinstance(container, type) else object).__setattr__(container, name, value)
 
 
 def get_or_missing(get: Callable[[Any], Any], name: Any) -> Any:

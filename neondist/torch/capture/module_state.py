@@ -25,14 +25,14 @@ from torch import nn
 
 from .holder import MISSING, ValueHolder, get_or_missing
 
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_VISITED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+NN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_VISITED_MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_CONTAINER_TYPES = (list, tuple, dict, set, frozenset, deque)
 _LIBRARY_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"}
 _DATA_HOLDING_PACKAGES = frozenset(("types", "argparse", "collections", "functools", "_thread"))
-"""Modules of the standard library whose objects hold user values."""
-_COMMON_BASES = (object, nn.Module, Generic, Protocol)
+"""Standard-library modules whose objects may hold user values."""
+_COMMON_BASE_CLASSES = (object, nn.Module, Generic, Protocol)
 _IGNORED_METHODS = frozenset((
     "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__dir__",
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
@@ -76,11 +76,11 @@ class ReachableState:
     Attributes
     ----------
     holders : list of ValueHolder
-    leaves : dict
+    key_by_path : dict
         By path, comparison keys: equal if the code would read equal values.
     tensors : list of tensors
     arrays : dict of path to NumPy array
-    generators, iterators : dict of path to object
+    random_generators, iterators : dict of path to object
         Objects that return a different value at each use.
     caches : list of functions
         Functions with a functools cache.
@@ -94,26 +94,26 @@ class ReachableState:
             count = len(names)
             self._reads_all = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
             self.holders: list[ValueHolder] = []
-            self.leaves: dict[str, Any] = {}
+            self.key_by_path: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
             self.arrays: dict[str, np.ndarray] = {}
-            self.generators: dict[str, Any] = {}
+            self.random_generators: dict[str, Any] = {}
             self.iterators: dict[str, Any] = {}
             self.caches: list[Any] = []
-            self._seen: dict[int, str] = {}
-            self._alive: list[Any] = []
+            self._path_by_id: dict[int, str] = {}
+            self._kept_alive: list[Any] = []
             self._globals: dict[int, tuple[dict[str, Any], str, dict[str, None]]] = {}
             self._root = root
             self._visit(root, "", None)
             if not _ENVIRONMENT_NAMES.isdisjoint(names):
-                self._visit_result(os.environ, "os.environ", None, lambda: repr(os.environ))
-            if self.asks_for_gradients:
-                self._visit_result(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
+                self._visit_computed_value(os.environ, "os.environ", None, lambda: repr(os.environ))
+            if self.depends_on_grad_mode:
+                self._visit_computed_value(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
             for variables, path, visited in self._globals.values():
                 self.holders.append(ValueHolder(path, None, variables, list(visited), variables.get, "."))
 
     @property
-    def asks_for_gradients(self) -> bool:
+    def depends_on_grad_mode(self) -> bool:
         """Whether the code may depend on whether gradients are computed."""
         return not GRADIENT_MODE_NAMES.isdisjoint(self.names)
 
@@ -124,27 +124,27 @@ class ReachableState:
         if path in self._excluded:
             return
         if (leaf := plain_key(value)) is not None:
-            self.leaves[path] = leaf
+            self.key_by_path[path] = leaf
             return
-        if id(value) in self._seen:
-            self.leaves[path] = "same as", self._seen[id(value)]
+        if id(value) in self._path_by_id:
+            self.key_by_path[path] = "same as", self._path_by_id[id(value)]
             return
-        self._seen[id(value)] = path
-        self._alive.append(value)  # or others could have its id
+        self._path_by_id[id(value)] = path
+        self._kept_alive.append(value)  # or others could have its id
         kind = type(value)
-        self.leaves[path] = kind
+        self.key_by_path[path] = kind
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            self.leaves[path] = IdentityKey(value), value.dtype, value.device
+            self.key_by_path[path] = IdentityKey(value), value.dtype, value.device
         elif isinstance(value, nn.Module) and (value is self._root or getattr(kind, "watched", True)):
             self._visit_module(value, path)
         elif isinstance(value, nn.Module):
-            self.leaves[path] = IdentityKey(value)
-        elif isinstance(value, _CONTAINERS):
+            self.key_by_path[path] = IdentityKey(value)
+        elif isinstance(value, _CONTAINER_TYPES):
             self._visit_items(value, path, module)
         elif isinstance(value, np.ndarray):
             self.arrays[path] = value
-            self.leaves[path] = content_key(value)
+            self.key_by_path[path] = content_key(value)
         elif isinstance(value, FunctionType):
             self._visit_function(value, path, module)
         elif isinstance(value, MethodType):
@@ -158,16 +158,16 @@ class ReachableState:
                 if (function := getattr(value, name, None)) is not None:
                     self._visit(function, f"{path}.{name}", module)
         elif isinstance(value, ModuleType):
-            if not _is_library(value.__name__):
+            if not _is_library_module(value.__name__):
                 self._visit_globals(vars(value), value.__name__, self.names, module)
         elif isinstance(value, type):
             self._visit_class(value, path, module)
         elif isinstance(value, weakref.ReferenceType):
             self._visit(value(), f"{path}()", module)
         elif isinstance(value, contextvars.ContextVar):
-            self._visit_result(value, f"{path}.get()", module, partial(value.get, None))
+            self._visit_computed_value(value, f"{path}.get()", module, partial(value.get, None))
         elif isinstance(value, (bytearray, array.array)):
-            self._visit_result(value, path, module, partial(bytes, value))
+            self._visit_computed_value(value, path, module, partial(bytes, value))
         elif isinstance(value, _CTYPES_TYPES):
             self._visit(np.frombuffer(memoryview(value).cast("B"), np.uint8), f"{path}.value", module)
         elif kind.__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
@@ -175,44 +175,44 @@ class ReachableState:
         else:
             self._visit_object(value, path, module)
 
-    def _visit_result(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
+    def _visit_computed_value(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
         """Visit the result of a function, now and before each pass."""
-        self.holders.append(ValueHolder(path, module, store, ("",), lambda _: read(), restored=False))
+        self.holders.append(ValueHolder(path, module, store, ("",), lambda _: read(), is_restored=False))
         self._visit(read(), path, module)
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         attributes = vars(module)
-        for name in MODULE_ATTRIBUTES & attributes.keys():
+        for name in NN_MODULE_ATTRIBUTES & attributes.keys():
             members = attributes[name]
             if not isinstance(members, (dict, set)):
                 continue
-            if name in _VISITED_ATTRIBUTES and path not in self._excluded:
+            if name in _VISITED_MODULE_ATTRIBUTES and path not in self._excluded:
                 self._visit_registered(members, name, path, module)
             else:
-                self.holders.append(ValueHolder(f"{path}.{name}", module, members, of_nn_module=True, watched=False))
+                self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=False))
         reads_all = self._reads_all or not _is_user_class(cast(Any, type(module)))
-        names = [name for name in attributes if name not in MODULE_ATTRIBUTES and (reads_all or name in self.names)]
+        names = [name for name in attributes if name not in NN_MODULE_ATTRIBUTES and (reads_all or name in self.names)]
         names += ["training"] * ("training" in attributes)
-        self.holders.append(ValueHolder(path, module, attributes, separator=".", watched=False))
+        self.holders.append(ValueHolder(path, module, attributes, separator=".", is_watched=False))
         self._visit_attrs(attributes, path, module, names)
-        self._record_mro(type(module), path, module)
+        self._visit_classes_of(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
         buffers = name == "_buffers"  # a forward may replace them
-        self.holders.append(ValueHolder(f"{path}.{name}", module, members, of_nn_module=True, watched=not buffers))
+        self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=not buffers))
         for key, value in members.items():
             place = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
-                tied = self._seen.setdefault(id(value), place)
-                trained = self.asks_for_gradients and value.requires_grad
-                self.leaves[place] = name, tied, value.dtype, value.device, value.shape, trained
+                tied = self._path_by_id.setdefault(id(value), place)
+                trained = self.depends_on_grad_mode and value.requires_grad
+                self.key_by_path[place] = name, tied, value.dtype, value.device, value.shape, trained
                 self.tensors.append(value)
-                self._alive.append(value)
+                self._kept_alive.append(value)
             else:
                 self._visit(value, place if name == "_modules" else f"{path}.{name}[{key}]", module)
 
     def _visit_function(self, function: FunctionType, path: str, module: nn.Module | None) -> None:
-        self.leaves[path] = function.__code__
+        self.key_by_path[path] = function.__code__
         cells = function.__closure__ or ()
         if cells:
             self.holders.append(ValueHolder(path, module, cells, range(len(cells)), partial(_cell_content, cells)))
@@ -223,7 +223,7 @@ class ReachableState:
             self._visit(getattr(function, name), f"{path}.{name}", module)
         if vars(function):
             self._visit_attrs(vars(function), path, module, list(vars(function)))
-        if not _is_library(function.__module__):
+        if not _is_library_module(function.__module__):
             used = names_used_by(function.__code__)
             self.names.update(used)
             self._visit_globals(function.__globals__, function.__module__ or "", used, module)
@@ -249,20 +249,20 @@ class ReachableState:
         if isinstance(value, _LRU_CACHE_TYPE):
             self.caches.append(value)
         if cls.__module__ == "random" or isinstance(value, (np.random.Generator, np.random.RandomState)):
-            self.generators[path] = value
+            self.random_generators[path] = value
         of_torch = cls.__module__.startswith(("torch.optim", "torch.distributions"))
-        relevant = not _is_library(cls.__module__) or origin in _DATA_HOLDING_PACKAGES or of_torch
+        relevant = not _is_library_module(cls.__module__) or origin in _DATA_HOLDING_PACKAGES or of_torch
         if (
             isinstance(value, enum.Enum)
             or not relevant
             or not (hasattr(value, "__dict__") or _slot_names(cast(Any, cls)))
         ):
-            self.leaves[path] = IdentityKey(value)
+            self.key_by_path[path] = IdentityKey(value)
             return
         every = self._reads_all or not (_is_user_class(cast(Any, cls)) or of_torch)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
-            self.holders.append(ValueHolder(path, module, attributes, watched=False))
+            self.holders.append(ValueHolder(path, module, attributes, is_watched=False))
             self._visit_attrs(attributes, path, module, [n for n in attributes if every or n in self.names])
         slots = [
             name
@@ -273,14 +273,14 @@ class ReachableState:
             self.holders.append(ValueHolder(path, module, value, slots, partial(_slot_value, value)))
             for name in slots:
                 self._visit(_slot_value(value, name), f"{path}.{name}", module)
-        self._record_mro(cls, path, module)
+        self._visit_classes_of(cls, path, module)
 
-    def _record_mro(self, kind: type, path: str, module: nn.Module | None) -> None:
+    def _visit_classes_of(self, kind: type, path: str, module: nn.Module | None) -> None:
         for cls in kind.__mro__:
             self._visit(cls, f"class {cls.__module__}.{cls.__qualname__}", module)
 
     def _visit_class(self, cls: type, path: str, module: nn.Module | None) -> None:
-        if _is_library(cls.__module__) or issubclass(cls, enum.Enum):
+        if _is_library_module(cls.__module__) or issubclass(cls, enum.Enum):
             return
         names = [
             name
@@ -297,36 +297,36 @@ class ReachableState:
         """Visit attributes of these names."""
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
         paths = {name: place for name, place in paths.items() if place not in self._excluded}
-        self.holders.append(ValueHolder(path, module, attrs, list(paths), attrs.get, restored=False))
+        self.holders.append(ValueHolder(path, module, attrs, list(paths), attrs.get, is_restored=False))
         for name, place in paths.items():
             self._visit(attrs[name], place, module)
 
     def _visit_items(self, value: Any, path: str, module: nn.Module | None) -> None:
-        self.leaves[path] = type(value), len(value)
+        self.key_by_path[path] = type(value), len(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         paths = {
             key: f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[#{position}]"
             for position, (key, _) in enumerate(items)
         }
         is_complete = not any(place in self._excluded for place in paths.values())
-        self.holders.append(ValueHolder(path, module, value, watched=is_complete))
+        self.holders.append(ValueHolder(path, module, value, is_watched=is_complete))
         if not is_complete:
             names = [key for key, place in paths.items() if place not in self._excluded]
             get = value.get if isinstance(value, dict) else value.__getitem__
-            self.holders.append(ValueHolder(path, module, value, names, get, restored=False))
+            self.holders.append(ValueHolder(path, module, value, names, get, is_restored=False))
         for (key, place), item in zip(paths.items(), value.values() if isinstance(value, dict) else value, strict=True):
             if not isinstance(key, (str, int)):
                 self._visit(key, f"{place}#", module)
             self._visit(item, place, module)
-        if not _is_library(type(value).__module__):
+        if not _is_library_module(type(value).__module__):
             if hasattr(value, "__dict__"):
-                self.holders.append(ValueHolder(path, module, vars(value), watched=False))
+                self.holders.append(ValueHolder(path, module, vars(value), is_watched=False))
                 self._visit_attrs(vars(value), path, module, list(vars(value)))
-            self._record_mro(type(value), path, module)
+            self._visit_classes_of(type(value), path, module)
 
 
 def plain_key(value: Any) -> Any:
-    """Return a comparison key of a value of Python's own types, or a tuple of them; None for other types."""
+    """Return a comparison key of a value of a built-in type, or of a tuple of them; None for other types."""
     kind = type(value)
     if isinstance(value, PLAIN_TYPES):
         return kind, value
@@ -368,14 +368,14 @@ def names_used_by(code: CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-def _is_library(name: str | None) -> bool:
+def _is_library_module(name: str | None) -> bool:
     return (name or "").partition(".")[0] in _LIBRARY_PACKAGES
 
 
 @lru_cache(maxsize=4096)
 def _is_user_class(kind: type) -> bool:
-    """Return whether all code of a class is the user's, except for the bases of every module."""
-    return all(cls in _COMMON_BASES or not _is_library(cls.__module__) for cls in kind.__mro__)
+    """Return whether a class is entirely user-defined, apart from the base classes common to all modules."""
+    return all(cls in _COMMON_BASE_CLASSES or not _is_library_module(cls.__module__) for cls in kind.__mro__)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from ..ir.errors import NotRecorded
+from ..ir.errors import CaptureError
 from ..ir.functionalize import GRAD_MODE_REGION, has_undeclared_writes, storage_id, written_values
 
 
@@ -23,19 +23,19 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
 
     Raises
     ------
-    NotRecorded
+    CaptureError
         If an in-place write to memory with gradients is hidden from autograd.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
         if has_undeclared_writes(node):
-            raise NotRecorded(
+            raise CaptureError(
                 f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
                 place(node),
             )
     for node, old, hidden in _in_place_writes(program):
         if hidden and not _is_buffer(program, old):
-            raise NotRecorded(
+            raise CaptureError(
                 f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), which its"
                 " gradient does not see; create a new tensor", place(node),
             )  # fmt: skip

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..ir.errors import NotRecorded, definition_site
+from ..ir.errors import CaptureError, definition_site
 from .expressions import RepeatedPasses
 from .holder import MISSING
-from .module_state import MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
+from .module_state import NN_MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
 
 _LIST_REPEATS, _COUNTER_SHIFT = 1000, 10_000
 """Factor on the length of lists, and increment of counters, that simulate many later passes."""
-_ARITHMETIC = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-_UNARY = "neg", "pos", "abs"
-_PREDICATES = "lt", "le", "gt", "ge", "eq", "ne", "bool"
+_ARITHMETIC_OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+_UNARY_OPERATORS = "neg", "pos", "abs"
+_PREDICATE_METHODS = "lt", "le", "gt", "ge", "eq", "ne", "bool"
 
 
 class _NumberProbe:
@@ -36,12 +36,12 @@ class _NumberProbe:
     ----------
     shift : number
         Added to the numbers.
-    flips : int
+    num_inverted_comparisons : int
         Number of comparisons to invert; finite, so that loops end.
     """
 
-    def __init__(self, shift: int = 0, flips: int = 0) -> None:
-        self.shift, self._remaining_flips, self.was_compared = shift, flips, False
+    def __init__(self, shift: int = 0, num_inverted_comparisons: int = 0) -> None:
+        self.shift, self._remaining_flips, self.was_compared = shift, num_inverted_comparisons, False
         self._instrumented_classes = {kind: self._instrumented_class(kind) for kind in (int, float)}
 
     def instrumented(self, value: Any) -> Any:
@@ -64,65 +64,63 @@ class _NumberProbe:
 
             return method
 
-        names = [f"__{letter}{name}__" for name in _ARITHMETIC for letter in ("", "r")]
-        names += [f"__{name}__" for name in (*_UNARY, *_PREDICATES)]
+        names = [f"__{letter}{name}__" for name in _ARITHMETIC_OPERATORS for letter in ("", "r")]
+        names += [f"__{name}__" for name in (*_UNARY_OPERATORS, *_PREDICATE_METHODS)]
         methods = {name: operator_method(name) for name in names}
         return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
 
 
-def _probes(numbers_change: bool) -> Iterator[_NumberProbe]:
+def _yield_probes(numbers_change: bool) -> Iterator[_NumberProbe]:
     """Yield the probes of the next passes; the first records comparisons, the last inverts them if there are any."""
     yield (first := _NumberProbe())
     if numbers_change:
         yield _NumberProbe(_COUNTER_SHIFT)
     if first.was_compared:
-        yield _NumberProbe(flips=_LIST_REPEATS)
+        yield _NumberProbe(num_inverted_comparisons=_LIST_REPEATS)
 
 
 _FX_TRACER_MODULE = "torch.fx._symbolic_trace"
 
 
-class StateSnapshot:
+class RestorableState:
     """State of a module and of everything that its forward can reach."""
 
     def __init__(self, module: nn.Module) -> None:
         reach = ReachableState(module, set())
-        self.asks_for_gradients = reach.asks_for_gradients
-        self.iterators, self._generators = reach.iterators, reach.generators
+        self.depends_on_grad_mode = reach.depends_on_grad_mode
+        self.iterators, self._generators = reach.iterators, reach.random_generators
         self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
-        self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
+        self._before = [(holder, holder.read_values()) for holder in reach.holders if holder.is_restored]
         self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
 
-    def changes(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
+    def changed_values(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
         """Return the changed values: by name, the module that holds them and the new values."""
         changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
         for holder, before in self._before:
-            if holder.of_nn_module:
+            if holder.in_nn_module:
                 continue
-            present = holder.read()
+            present = holder.read_values()
             for key in {**before, **present}:
                 old, new = before.get(key, MISSING), present.get(key, MISSING)
-                if not (old is new or key in MODULE_ATTRIBUTES or _equal_plain(old, new) or _is_wrapper(new, old)):
+                if not (old is new or key in NN_MODULE_ATTRIBUTES or _equal_keys(old, new) or _is_fx_wrapper(new, old)):
                     changes.setdefault(holder.value_name(key), (holder.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
                 changes[path] = None, [array]
         return changes
 
-    def apply_probe(self, names: Collection[str], probe: _NumberProbe) -> None:
+    def insert_probe_numbers(self, names: Collection[str], probe: _NumberProbe) -> None:
         """Replace changed numbers, and lists that have grown, of these names by the probe's."""
         for holder, before in self._before:
-            present = holder.read()
-            if holder.of_nn_module or all(holder.value_name(key) not in names for key in present):
+            present = holder.read_values()
+            if holder.in_nn_module or all(holder.value_name(key) not in names for key in present):
                 continue
             changed = {
                 key: probe.instrumented(new)
                 for key, new in present.items()
-                if isinstance(new, (int, float))
-                and not isinstance(new, bool)
-                and not _equal_plain(before.get(key), new)
+                if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal_keys(before.get(key), new)
             }
-            if isinstance(holder.store, (list, deque)) and len(present) > len(before) and probe.shift:
+            if isinstance(holder.container, (list, deque)) and len(present) > len(before) and probe.shift:
                 changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
             if changed:
                 holder.restore(present | changed)
@@ -137,14 +135,14 @@ class StateSnapshot:
         for _, array, values in self._arrays:
             np.copyto(array, values)
 
-    def clear_caches(self) -> None:
+    def clear_functools_caches(self) -> None:
         """Clear functools caches filled in a pass; they hold fake tensors."""
         for cache, misses in self._caches.items():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
                 self._caches[cache] = 0
 
-    def generator_state(self) -> int:
+    def own_generator_hash(self) -> int:
         """Return a hash of the states of the random generators that the module holds."""
         states = []
         for generator in self._generators.values():
@@ -153,11 +151,11 @@ class StateSnapshot:
         return hash(tuple(states))
 
 
-def _equal_plain(old: Any, new: Any) -> bool:
+def _equal_keys(old: Any, new: Any) -> bool:
     return isinstance(old, PLAIN_TYPES) and isinstance(new, PLAIN_TYPES) and plain_key(old) == plain_key(new)
 
 
-def _is_wrapper(value: Any, inner: Any) -> bool:
+def _is_fx_wrapper(value: Any, inner: Any) -> bool:
     """Return whether a value is the wrapper that torch.fx.wrap substitutes for a function while PyTorch traces."""
     names = getattr(value, "__globals__", None)
     return (
@@ -168,8 +166,8 @@ def _is_wrapper(value: Any, inner: Any) -> bool:
 
 
 @contextmanager
-def preserve_state(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Restore a module after its capture; raise NotRecorded if its next pass would compute something else.
+def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """Restore a module after its capture; raise CaptureError if its next pass would compute something else.
 
     Yields whether the module's code depends on whether gradients are computed.
 
@@ -177,45 +175,45 @@ def preserve_state(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
     ----------
     inputs : fake tensors
     """
-    before = StateSnapshot(module)
+    before = RestorableState(module)
     if before.iterators:
-        raise NotRecorded(
+        raise CaptureError(
             f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be"
-            " captured as a constant",
+            " captured as a constant; read it before the pass",
             _location(module),
         )
-    random_state = _generator_state(), before.generator_state()
+    random_state = _global_generator_hash(), before.own_generator_hash()
     changed: list[str] = []
     snapshots: list[dict[tuple[str, str, bool], Any]] = []
 
-    def begin(*_: Any) -> None:
-        snapshots.append(_module_items(module))
+    def record_items_before(*_: Any) -> None:
+        snapshots.append(_nn_module_items(module))
 
-    def end(*_: Any) -> None:
-        changed.extend(before.changes())
-        snapshots.append(_module_items(module))
+    def record_items_after(*_: Any) -> None:
+        changed.extend(before.changed_values())
+        snapshots.append(_nn_module_items(module))
 
-    with module.register_forward_pre_hook(begin), module.register_forward_hook(end):
+    with module.register_forward_pre_hook(record_items_before), module.register_forward_hook(record_items_after):
         try:
-            yield before.asks_for_gradients
+            yield before.depends_on_grad_mode
         finally:
             before.restore()
-            before.clear_caches()
+            before.clear_functools_caches()
     try:
         for kind, name, side in {**snapshots[0], **snapshots[-1]} if snapshots else ():
             old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
             if old != new:
-                raise NotRecorded(f"the forward changes the {kind} {name}; {_REMEDIES[kind]}", _location(module))
+                raise CaptureError(f"the forward changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}", _location(module))
         if changed:
-            _check_next_pass(module, inputs)
-        if (_generator_state(), before.generator_state()) != random_state:
-            _check_foreign_random_draws(module, inputs, before)
+            _reject_state_kept_between_passes(module, inputs)
+        if (_global_generator_hash(), before.own_generator_hash()) != random_state:
+            _reject_foreign_random_draws(module, inputs, before)
     finally:
         before.restore()
-        before.clear_caches()
+        before.clear_functools_caches()
 
 
-def _module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
+def _nn_module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
     """Return the state that nn.Module itself holds, by kind and name; a forward must not change it."""
     items: dict[tuple[str, str, bool], Any] = {}
     for path, part in module.named_modules():
@@ -229,31 +227,31 @@ def _module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
     return items
 
 
-_REMEDIES = {
+_REMEDY_BY_KIND = {
     "parameter": "create, replace or freeze it before a pass",
     "buffer": "register it before the first pass, with its final shape",
     "hooks of": "register them before a pass",
 }
 
 
-def _generator_state() -> int:
+def _global_generator_hash() -> int:
     """Return a hash of the states of Python's and NumPy's global random generators."""
     return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
 
 
-def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise NotRecorded if a pass depends on state that the previous one has left."""
-    before, passes = StateSnapshot(module), RepeatedPasses(module, inputs)
+def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise CaptureError if a pass depends on state that the previous one has left."""
+    before, passes = RestorableState(module), RepeatedPasses(module, inputs)
     expected = passes.run()
-    changes = before.changes()
+    changes = before.changed_values()
     persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.is_dependent, change[1]))}
-    after = StateSnapshot(module)
-    for probe in _probes(bool(persistent)):
+    after = RestorableState(module)
+    for probe in _yield_probes(bool(persistent)):
         after.restore()
-        before.apply_probe(persistent, probe)
+        before.insert_probe_numbers(persistent, probe)
         if _run_or_none(passes.run) != expected:
-            raise NotRecorded(
-                f"the forward changes {', '.join(persistent or changes)}, which the next one reads, but every pass of a"
+            raise CaptureError(
+                f"the forward changes {', '.join(persistent or changes)}, which the next forward reads; every pass of a"
                 " distributed module runs the captured graph; keep it in a buffer, or, if only the first pass"
                 " changes it, call the module once before distribute",
                 _location(next(iter((persistent or changes).values()))[0] or module),
@@ -276,15 +274,15 @@ def _run_or_none(run: Callable[[], Any]) -> Any:
         return None
 
 
-def _check_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: StateSnapshot) -> None:
-    """Raise NotRecorded if every pass draws from Python's or NumPy's random generators."""
+def _reject_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: RestorableState) -> None:
+    """Raise CaptureError if every pass draws from Python's or NumPy's random generators."""
     for _ in range(3):  # another thread may have drawn
-        before = _generator_state(), state.generator_state()
+        before = _global_generator_hash(), state.own_generator_hash()
         _run_or_none(RepeatedPasses(module, inputs).run)
-        if (_generator_state(), state.generator_state()) == before:
+        if (_global_generator_hash(), state.own_generator_hash()) == before:
             return
     message = (
         "the forward draws from Python's or NumPy's random generator, whose values would be captured as"
         " constants; draw with torch"
     )
-    raise NotRecorded(message, _location(module))
+    raise CaptureError(message, _location(module))

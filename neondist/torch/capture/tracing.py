@@ -17,7 +17,7 @@ import torch
 from torch.distributions import Distribution
 
 from ...errors import ConfigError
-from ..ir.errors import NotRecorded
+from ..ir.errors import CaptureError
 from ..ir.graph import AUTOCAST_DEVICES, autocast_states
 from ..ir.registry import TRACING
 
@@ -39,7 +39,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
 
 
 @contextmanager
-def ordinary_tensors() -> Iterator[None]:
+def leave_inference_mode() -> Iterator[None]:
     """Create ordinary tensors even in inference_mode, whose tensors allow neither gradients nor in-place changes."""
     if not torch.is_inference_mode_enabled():
         yield
@@ -102,12 +102,12 @@ def _no_validation() -> Iterator[None]:
 
 def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
-    frames = user_frames("".join(_traceback(error)))
-    place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
+    frames = user_frames("".join(_traceback_lines(error)))
+    place = (isinstance(error, CaptureError) and error.source) or next(iter(frames[::-1]), "")
     source = f"{place}: " if place else ""
     name = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    why = first if isinstance(error, NotRecorded) else f"{name}: {first}"
+    why = first if isinstance(error, CaptureError) else f"{name}: {first}"
     if "DataDependent" in name:
         why = (
             "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
@@ -116,7 +116,7 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 
-def _traceback(error: BaseException) -> list[str]:
+def _traceback_lines(error: BaseException) -> list[str]:
     import traceback
 
     return traceback.format_exception(error)

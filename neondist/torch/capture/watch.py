@@ -16,19 +16,19 @@ from .holder import MISSING
 from .module_state import ReachableState, content_key, plain_key
 
 
-class StateSnapshot:
+class StateKey:
     """Snapshot of the values, usable as a key; `numbers` are the contents of tensors that were read."""
 
-    def __init__(self, leaves: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
-        self.leaves, self.numbers = leaves, numbers
+    def __init__(self, key_by_path: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
+        self.key_by_path, self.numbers = key_by_path, numbers
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, StateSnapshot) and self.leaves == other.leaves and self.numbers == other.numbers
+        return isinstance(other, StateKey) and self.key_by_path == other.key_by_path and self.numbers == other.numbers
 
     def __hash__(self) -> int:
-        return hash(tuple(self.leaves))
+        return hash(tuple(self.key_by_path))
 
 
 class StateWatch:
@@ -43,45 +43,45 @@ class StateWatch:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._last: list[Any] = []
+        self._last_values: list[Any] = []
         self._names: set[str] = set()
         self._excluded: set[str] = set()
-        self._reads: dict[StateSnapshot, ValueReads] = {}
-        self._inspect()
+        self._reads_by_state: dict[StateKey, ValueReads] = {}
+        self._inspect_reachable_state()
 
     def retarget(self, root: Any) -> None:
         """Watch another function with the same code."""
         self._root = root
-        self._inspect()
+        self._inspect_reachable_state()
 
-    def key(self) -> StateSnapshot:
+    def key(self) -> StateKey:
         """Return the current values of a function's closure, of containers and objects, and dtypes of tensors.
 
         Keys are equal if nothing has changed, including the values of tensors from which a forward has read numbers.
         """
-        state = self._state()
-        reads = self._reads.get(state) if self._reads else None
+        state = self._current_state_key()
+        reads = self._reads_by_state.get(state) if self._reads_by_state else None
         if reads is None:
             return state
-        buffers = self.tensors()[1]
-        read = (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)
-        return StateSnapshot(state.leaves, tuple(map(_tensor_bytes, read)))
+        buffers = self.named_parameters_and_buffers()[1]
+        read = (*(buffers.get(name) for name in sorted(reads.buffer_names)), *reads.tensors)
+        return StateKey(state.key_by_path, tuple(map(_tensor_bytes, read)))
 
-    def _state(self) -> StateSnapshot:
+    def _current_state_key(self) -> StateKey:
         try:
-            same = self._is_same()
+            same = self._is_unchanged()
         except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
             same = False
         if not same:
-            self._inspect()
+            self._inspect_reachable_state()
         return self._key
 
-    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def named_parameters_and_buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the parameters and the buffers by name, without deleted ones; duplicates included."""
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def exclude_changed_values(self, before: StateSnapshot, reads: ValueReads | None = None) -> StateSnapshot:
+    def exclude_changed_values(self, before: StateKey, reads: ValueReads | None = None) -> StateKey:
         """Exclude values that a forward has changed itself, such as a call counter, from all keys; return the new key.
 
         Parameters
@@ -89,30 +89,30 @@ class StateWatch:
         reads : ValueReads, optional
             Tensors from which it has read numbers; their values are part of later keys.
         """
-        old, new = before.leaves, self._state().leaves
+        old, new = before.key_by_path, self._current_state_key().key_by_path
         self._excluded.update(path for path in {**old, **new} if old.get(path, MISSING) != new.get(path, MISSING))
-        self._inspect()
+        self._inspect_reachable_state()
         if reads is not None and any(reads):
-            recorded = self._reads.setdefault(self._key, ValueReads(set(), []))
-            recorded.buffers.update(reads.buffers)
-            recorded.others.extend(t for t in reads.others if all(t is not other for other in recorded.others))
+            recorded = self._reads_by_state.setdefault(self._key, ValueReads(set(), []))
+            recorded.buffer_names.update(reads.buffer_names)
+            recorded.tensors.extend(t for t in reads.tensors if all(t is not other for other in recorded.tensors))
         return self.key()
 
-    def _is_same(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
         if (list(map(len, self._sized_stores)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
             return False
-        values = self._values()
-        if len(values) != len(self._last):
+        values = self._read_values()
+        if len(values) != len(self._last_values):
             return False
-        if not all(map(is_, values, self._last)):
-            for value, before in zip(values, self._last, strict=True):
+        if not all(map(is_, values, self._last_values)):
+            for value, before in zip(values, self._last_values, strict=True):
                 if value is not before and ((key := plain_key(value)) is None or key != plain_key(before)):
                     return False
-            self._last = values
-        return [content_key(array) for array in self._arrays] == self._contents
+            self._last_values = values
+        return [content_key(array) for array in self._arrays] == self._array_contents
 
-    def _values(self) -> list[Any]:
+    def _read_values(self) -> list[Any]:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
     def _dtypes_and_devices(self) -> list[Any]:
@@ -122,31 +122,31 @@ class StateWatch:
         properties: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
         return [*properties, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else properties
 
-    def _inspect(self) -> None:
+    def _inspect_reachable_state(self) -> None:
         reach = ReachableState(self._root, self._names, self._excluded)
-        self._key, self._arrays = StateSnapshot(reach.leaves), list(reach.arrays.values())
-        self._contents = [content_key(array) for array in self._arrays]
-        self._plain_tensors, self._depends_on_grad_mode = reach.tensors, reach.asks_for_gradients
+        self._key, self._arrays = StateKey(reach.key_by_path), list(reach.arrays.values())
+        self._array_contents = [content_key(array) for array in self._arrays]
+        self._plain_tensors, self._depends_on_grad_mode = reach.tensors, reach.depends_on_grad_mode
         self._views: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_names: list[Collection[Any]] = []
         self._sized_stores: list[Any] = []
         for holder in reach.holders:
-            if not holder.watched:
+            if not holder.is_watched:
                 continue
             if holder.get is not None and holder.names is not None:
                 self._getters.append(holder.get)
                 self._getter_names.append(holder.names)
-            elif not len(holder.store):
+            elif not len(holder.container):
                 pass  # only its size is compared
-            elif isinstance(holder.store, dict):
-                self._views += [holder.store.values()] if holder.of_nn_module else [holder.store, holder.store.values()]
+            elif isinstance(holder.container, dict):
+                self._views += [holder.container] * (not holder.in_nn_module) + [holder.container.values()]
             else:
-                self._views.append(holder.store)
-            store = vars(holder.store) if isinstance(holder.store, type) else holder.store
+                self._views.append(holder.container)
+            store = vars(holder.container) if isinstance(holder.container, type) else holder.container
             if holder.get is None or isinstance(store, (dict, MappingProxyType)):
                 self._sized_stores.append(store)
-        self._last = self._values()
+        self._last_values = self._read_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         if isinstance(self._root, nn.Module):

@@ -13,16 +13,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid
-from ...comm.agree import all_or_none, check_equal_on_ranks
+from ...comm.agreement import all_or_none, check_equal_on_ranks
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
 from ...terminal.console import counted
 from ..capture.capture import capture_module, decompose, node_location
-from ..capture.persistent_state import StateSnapshot
+from ..capture.persistent_state import RestorableState
 from ..ir.errors import UnsupportedOperator
 from ..ir.functionalize import store_result, written_values
 from ..lowering.steps import OperatorPosition
-from .network import Network, Tensor, TracedValue
+from .network import ModuleTensor, Network, TracedValue
 from .operators import CONVERTERS
 
 
@@ -70,7 +70,7 @@ def from_torch(
     grid.check("from_torch")
     with all_or_none(grid.world):
         network, output = _convert_both_modes(module, shape, arguments.get("dtype", torch.get_default_dtype()))
-        layers = network.nodes(output)
+        layers = network.nest_into_nodes(output)
         if kind.distributed:
             layers = [layer.distributed_counterpart() for layer in layers]
         result = kind(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
@@ -106,13 +106,13 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
     dtype = getattr(torch, *dtypes)
     numbering: dict[Any, int] = {}
     networks = {}
-    state = StateSnapshot(module)
+    state = RestorableState(module)
     try:
         for training in (True, False):
             networks[training] = _convert_module(module.train(training), shape, dtype, numbering)
     finally:
         state.restore()
-    if networks[True][1].number != networks[False][1].number:
+    if networks[True][1].value_number != networks[False][1].value_number:
         raise ConfigError(
             f"{type(module).__name__} computes something else in evaluation than in training, apart from dropout"
             " and batch normalisation, which layers cannot; use neondist.torch.distribute, which takes any module"
@@ -167,7 +167,9 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
             spec = specs[node.name]
             tensor = program.state_dict.get(spec.target)  # None: a constant or a non-persistent buffer
             trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
-            env[node] = net.input if spec.kind == InputKind.USER_INPUT else Tensor(str(spec.target), tensor, trained)
+            env[node] = (
+                net.input if spec.kind == InputKind.USER_INPUT else ModuleTensor(str(spec.target), tensor, trained)
+            )
         elif node in steps:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
@@ -175,11 +177,11 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
             value = args[0][args[1]] if node.target is operator.getitem else _convert_node(net, node, args, kwargs)
             store_result(env, node, value)
     for result, name in mutations.items():
-        if not isinstance(env[result], Tensor) or env[result].name != name:
+        if not isinstance(env[result], ModuleTensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", node_location(result))
     last = env[results[0]]
     if not isinstance(last, TracedValue):
-        raise ConfigError("the module returns a value that is not computed from its input")
+        raise ConfigError("the module's output is not computed from its input; return the output of a layer")
     if not last.has_layer_axes:
         net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.layer_shape} for each sample")
     return net, last

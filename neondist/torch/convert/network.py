@@ -14,10 +14,10 @@ from ..ir.errors import UnsupportedOperator
 from ..lowering.steps import OperatorPosition
 
 Shape = tuple[int, ...]
-BATCH_STATISTICS = ("/mean", "/var")
+BATCH_STATISTICS_SUFFIXES = ("/mean", "/var")
 
 
-class Tensor(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A parameter or buffer of the module; `data` is None for other tensors."""
 
     name: str
@@ -36,14 +36,14 @@ class TracedValue(NamedTuple):
         Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
     layer_shape : tuple of int
         Shape of the layer's output without the batch: (*spatial, C), or (C,).
-    number : int
+    value_number : int
         Value number: equal for equal computations, ignoring layers that are the identity in evaluation.
     """
 
     step: int
     shape: Shape
     layer_shape: Shape
-    number: int
+    value_number: int
 
     @property
     def has_layer_axes(self) -> bool:
@@ -52,13 +52,13 @@ class TracedValue(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A layer, or values joined by a container; `may_become_vector`: it is the mean of the whole image."""
+    """A layer, or a container that joins values; `is_global_mean` if it takes the mean of the whole image."""
 
     layer: Layer | None
     join: type[Branches] | None
     inputs: tuple[int, ...]
     where: OperatorPosition
-    may_become_vector: bool = False
+    is_global_mean: bool = False
 
 
 class Network:
@@ -68,11 +68,11 @@ class Network:
     ----------
     training : bool
         Whether the graph is that of training.
-    where : Where
+    where : OperatorPosition
         Location of the operator in the user's program.
     out : fake tensor
         Its result, or the first of several.
-    joined : dict of numbers to TracedValue
+    joined_values : dict of numbers to TracedValue
         Concatenations of these values.
     weights : dict of str to array
         Arrays from the module by '<layer>/<parameter>'.
@@ -84,41 +84,41 @@ class Network:
         self.input = TracedValue(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
         self.where, self.out = OperatorPosition("", "", ""), torch.empty(())
         self.steps: list[Step] = []
-        self.joined: dict[tuple[int, ...], TracedValue] = {}
+        self.joined_values: dict[tuple[int, ...], TracedValue] = {}
         self.weights: dict[str, Any] = {}
-        self._names: dict[str, int] = {}
-        self._used: set[int] = set()
+        self._name_counts: dict[str, int] = {}
+        self._used_tensor_ids: set[int] = set()
 
-    def add(
+    def append(
         self,
         layer: Layer,
         x: TracedValue,
         weights: Mapping[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor] | None]] | None = None,
         *,
-        may_become_vector: bool = False,
-        only_training: bool = False,
+        is_global_mean: bool = False,
+        identity_in_eval: bool = False,
     ) -> TracedValue:
         """Append a layer, and return its output.
 
         Parameters
         ----------
-        weights : dict of str to (Tensor, function)
+        weights : dict of str to (ModuleTensor, function)
             The layer's arrays, as functions of the module's tensors.
-        may_become_vector : bool
+        is_global_mean : bool
             Whether it takes the mean of the whole image.
-        only_training : bool
+        identity_in_eval : bool
             Whether it is the identity in evaluation.
         """
         weights = weights or {}
-        layer.name = self._layer_name()
+        layer.name = self._new_layer_name()
         for name, (tensor, transform) in weights.items():
             self._add_weight(f"{layer.name}/{name}", tensor, transform)
         sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         layer_shape = layer.output_shape_for(x.layer_shape)
-        number = x.number if only_training else self._number(_signature(layer), sources, x.number)
-        return self._append(Step(layer, None, (x.step,), self.where, may_become_vector), layer_shape, number)
+        number = x.value_number if identity_in_eval else self._number_of(_layer_key(layer), sources, x.value_number)
+        return self._append(Step(layer, None, (x.step,), self.where, is_global_mean), layer_shape, number)
 
-    def join(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
+    def join_values(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
         """Append a container that joins values of the same extent, and return its output."""
         for value in values:
             if not isinstance(value, TracedValue):
@@ -126,23 +126,23 @@ class Network:
         layer_shape = values[0].layer_shape
         if kind is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
-        number = self._number(kind.__name__, *(value.number for value in values))
+        number = self._number_of(kind.__name__, *(value.value_number for value in values))
         return self._append(Step(None, kind, tuple(value.step for value in values), self.where), layer_shape, number)
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
         """Return a value in another shape, with elements in PyTorch's order."""
         if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
-            means = x.step > 0 and self.steps[x.step - 1].may_become_vector
+            means = x.step > 0 and self.steps[x.step - 1].is_global_mean
             at = self.steps[x.step - 1].inputs[0] if means else x.step
-            layer = GlobalAvgPoolingLayer(name=self._layer_name())
+            layer = GlobalAvgPoolingLayer(name=self._new_layer_name())
             return self._append(
-                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._number("vector", x.number)
+                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._number_of("vector", x.value_number)
             )
         return x._replace(shape=tuple(shape))
 
-    def shape_of(self, weight: Any) -> Shape:
+    def parameter_shape(self, weight: Any) -> Shape:
         """Return the shape of a parameter; refuse other tensors."""
-        if not isinstance(weight, Tensor) or weight.data is None:
+        if not isinstance(weight, ModuleTensor) or weight.data is None:
             return self.refuse("its weight is not a parameter of the module")
         return tuple(weight.data.shape)
 
@@ -152,7 +152,7 @@ class Network:
             where or self.where, why, action="become a layer", remedy="neondist.torch.distribute takes any module"
         )
 
-    def nodes(self, last: TracedValue) -> list[Node]:
+    def nest_into_nodes(self, last: TracedValue) -> list[Node]:
         """Return the chain of layers and containers from the input to a value."""
         dominators = [0]
         depth = [0]
@@ -167,7 +167,7 @@ class Network:
             depth.append(depth[nearest] + 1)
         done: set[int] = set()
 
-        def chain(first: int, position: int) -> list[Node]:
+        def nest_chain(first: int, position: int) -> list[Node]:
             nodes: list[Node] = []
             while position != first:
                 step = self.steps[position - 1]
@@ -177,13 +177,13 @@ class Network:
                     done.add(position)
                     nodes.append(step.layer)
                 elif step.join is not None:
-                    nodes.append(step.join([chain(dominators[position], value) for value in step.inputs]))
+                    nodes.append(step.join([nest_chain(dominators[position], value) for value in step.inputs]))
                 position = dominators[position]
             return nodes[::-1]
 
-        return chain(0, last.step)
+        return nest_chain(0, last.step)
 
-    def _append(self, step: Step, layer_shape: Shape, number: int) -> TracedValue:
+    def _append(self, step: Step, layer_shape: Shape, value_number: int) -> TracedValue:
         shape = tuple(self.out.shape)
         has_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
         if not shape or shape[0] != self.batch or not (has_layer_axes or prod(shape[1:]) == prod(layer_shape)):
@@ -191,30 +191,30 @@ class Network:
         if self.out.dtype != self.dtype:
             self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")
         self.steps.append(step)
-        return TracedValue(len(self.steps), shape, layer_shape, number)
+        return TracedValue(len(self.steps), shape, layer_shape, value_number)
 
-    def _number(self, *key: Any) -> int:
+    def _number_of(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _layer_name(self) -> str:
+    def _new_layer_name(self) -> str:
         name = (self.where.module or self.where.operator.split(".")[1]).replace("/", "_")
-        self._names[name] = self._names.get(name, 0) + 1
-        return name if self._names[name] == 1 else f"{name}:{self._names[name]}"
+        self._name_counts[name] = self._name_counts.get(name, 0) + 1
+        return name if self._name_counts[name] == 1 else f"{name}:{self._name_counts[name]}"
 
     def _add_weight(self, name: str, tensor: Any, transform: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
-        if not isinstance(tensor, Tensor) or tensor.data is None:
+        if not isinstance(tensor, ModuleTensor) or tensor.data is None:
             return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
-        if id(tensor.data) in self._used:
+        if id(tensor.data) in self._used_tensor_ids:
             self.refuse(f"'{tensor.name}' is used twice, but layers cannot share parameters")
-        if tensor.trained == name.endswith(BATCH_STATISTICS):
+        if tensor.trained == name.endswith(BATCH_STATISTICS_SUFFIXES):
             state = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
             self.refuse(f"'{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
-        self._used.add(id(tensor.data))
+        self._used_tensor_ids.add(id(tensor.data))
         data = tensor.data.detach().cpu()
         self.weights[name] = (data if transform is None else transform(data)).numpy().copy()
 
 
-def _signature(layer: Layer) -> str:
+def _layer_key(layer: Layer) -> str:
     arguments = {name: value for name, value in layer.arguments().items() if name != "name"}
     fields = (f"{k}={type(v).__name__ if isinstance(v, Registered) else repr(v)}" for k, v in sorted(arguments.items()))
     return f"{type(layer).__name__}({', '.join(fields)})"

@@ -18,7 +18,7 @@ class Conversion(NamedTuple):
 
     function: Callable[..., Any]
     layers: str
-    note: str
+    requirements: str
 
 
 CONVERTERS: dict[str, Conversion] = {}
@@ -28,8 +28,8 @@ def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Calla
     """Return a decorator that registers a function as the converter of operators to a layer."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        note = (function.__doc__ or "").strip().split("\n")[0]
-        CONVERTERS.update({f"aten.{name}": Conversion(function, layer, note) for name in names})
+        requirements = (function.__doc__ or "").strip().split("\n")[0]
+        CONVERTERS.update({f"aten.{name}": Conversion(function, layer, requirements) for name in names})
         return function
 
     return register
@@ -39,7 +39,7 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
     """Return rows (layers, requirements, operators)."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name, conversion in CONVERTERS.items():
-        rows.setdefault((conversion.layers, conversion.note), []).append(name)
+        rows.setdefault((conversion.layers, conversion.requirements), []).append(name)
     return [(*key, names) for key, names in rows.items()]
 
 
@@ -61,8 +61,8 @@ def convolution(
     net: Network, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> TracedValue:
     """Any kernel, stride, padding, dilation and groups."""
-    n = _spatial_axes(net, x, len(net.shape_of(weight)) - 2)
-    out, _, *kernel = net.shape_of(weight)
+    n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
+    out, _, *kernel = net.parameter_shape(weight)
     strides, dilated = _as_tuple(stride, n), _as_tuple(dilation, n)
     pads = (0,) * n if padding == "valid" else padding
     if padding == "same":
@@ -70,7 +70,7 @@ def convolution(
     elif not isinstance(padding, str):
         pads = _as_tuple(padding, n)
     layer = layers.ConvLayer(out, tuple(kernel), strides, pads, dilation=dilated, groups=groups, bias=bias is not None)
-    return net.add(layer, x, _with_bias(weight, _channels_last, bias))
+    return net.append(layer, x, _weight_and_bias(weight, _channels_last, bias))
 
 
 @converts_to("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
@@ -79,8 +79,8 @@ def transposed_convolution(
     dilation: Any,
 ) -> TracedValue:  # fmt: skip
     """output_padding must be less than the stride."""
-    n = _spatial_axes(net, x, len(net.shape_of(weight)) - 2)
-    _, out, *kernel = net.shape_of(weight)
+    n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
+    _, out, *kernel = net.parameter_shape(weight)
     strides, pads, extra, dilated = (_as_tuple(v, n) for v in (stride, padding, output_padding, dilation))
     options: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
     layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **options)
@@ -89,7 +89,7 @@ def transposed_convolution(
         by_group = w.reshape(groups, -1, *w.shape[1:])  # (groups, inputs, outputs, *kernel)
         return by_group.permute(*range(3, w.dim() + 1), 1, 0, 2).reshape(*kernel, -1, out * groups)
 
-    return net.add(layer, x, _with_bias(weight, reorder, bias))
+    return net.append(layer, x, _weight_and_bias(weight, reorder, bias))
 
 
 @converts_to("FCLayer", "linear.default")
@@ -97,15 +97,15 @@ def linear(net: Network, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
     """Of a vector or a flattened image; rows of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
-    out, *extent = net.shape_of(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
+    out, *extent = net.parameter_shape(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
 
-    def rows(w: torch.Tensor) -> torch.Tensor:
+    def reorder_rows(w: torch.Tensor) -> torch.Tensor:
         return w.reshape(out, *extent).movedim(1, -1).reshape(out, -1).T
 
-    return net.add(layers.FCLayer(out, bias=bias is not None), x, _with_bias(weight, rows, bias))
+    return net.append(layers.FCLayer(out, bias=bias is not None), x, _weight_and_bias(weight, reorder_rows, bias))
 
 
-def _with_bias(weight: Any, transform: Any, bias: Any) -> dict[str, Any]:
+def _weight_and_bias(weight: Any, transform: Any, bias: Any) -> dict[str, Any]:
     return {"weights": (weight, transform)} | ({} if bias is None else {"bias": (bias, None)})
 
 
@@ -130,7 +130,7 @@ def batch_norm(
         net.refuse("it has neither weight nor bias (affine=False)")
     tensors = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
     weights = {name: (tensor, None) for name, tensor in tensors.items()}
-    y = net.add(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
+    y = net.append(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
     return y, None, None, running_mean, running_var
 
 
@@ -150,8 +150,8 @@ def group_norm(
 ) -> TracedValue:
     """With weight and bias, or without both."""
     _spatial_axes(net, x)
-    return net.add(
-        layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias)
+    return net.append(
+        layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias)
     )
 
 
@@ -162,7 +162,7 @@ def layer_norm(
     """Over a whole sample; with weight and bias only for vectors."""
     if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.layer_shape) > 1):
         net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
-    return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias))
+    return net.append(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
 
 
 @converts_to("InstanceNormLayer", "instance_norm.default")
@@ -174,10 +174,10 @@ def instance_norm(
     _spatial_axes(net, x)
     if running_mean is not None or not use_input_stats:
         net.refuse("it has running statistics")
-    return net.add(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _affine_weights(net, weight, bias))
+    return net.append(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
 
 
-def _affine_weights(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
+def _norm_weights(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
     if (weight is None) != (bias is None):
         net.refuse("it has only one of weight and bias")
     return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
@@ -205,7 +205,7 @@ def max_pool(
     if any(d != 1 for d in _as_tuple(dilation, 1)):
         net.refuse(f"dilation {tuple(dilation)}")
     windows, _ = _fit_windows(net, x, kernel_size, stride, padding)
-    return net.add(layers.MaxPoolingLayer(*windows), x)
+    return net.append(layers.MaxPoolingLayer(*windows), x)
 
 
 @converts_to("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
@@ -220,7 +220,7 @@ def avg_pool(
     padded = any(before for before, _ in windows[2])
     if beyond and padded and count_include_pad:
         net.refuse("ceil_mode counts padding, but not the cells beyond it")
-    return net.add(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
+    return net.append(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
 
 
 @converts_to(
@@ -240,8 +240,8 @@ def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
         windows.append((*sizes, *steps))
     kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
-        return net.add(layers.MaxPoolingLayer(kernel, stride), x), None
-    return net.add(layers.AvgPoolingLayer(kernel, stride), x, may_become_vector=set(net.out.shape[2:]) == {1})
+        return net.append(layers.MaxPoolingLayer(kernel, stride), x), None
+    return net.append(layers.AvgPoolingLayer(kernel, stride), x, is_global_mean=set(net.out.shape[2:]) == {1})
 
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
@@ -250,11 +250,11 @@ def mean(net: Network, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> T
     if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial ones")
     if keepdim:
-        return net.add(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, may_become_vector=True)
-    return net.add(layers.GlobalAvgPoolingLayer(), x)
+        return net.append(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, is_global_mean=True)
+    return net.append(layers.GlobalAvgPoolingLayer(), x)
 
 
-ACTIVATIONS: dict[str, type[layers.Activation]] = {
+ACTIVATION_BY_OPERATOR: dict[str, type[layers.Activation]] = {
     "relu.default": layers.ReLU,
     "sigmoid.default": layers.Logistic,
     "tanh.default": layers.Tanh,
@@ -262,12 +262,12 @@ ACTIVATIONS: dict[str, type[layers.Activation]] = {
 }
 
 
-@converts_to("ActivationLayer", *ACTIVATIONS)
+@converts_to("ActivationLayer", *ACTIVATION_BY_OPERATOR)
 def activation(net: Network, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
     """softmax only over the channels."""
     if dim is not None and not (x.has_layer_axes and dim % len(x.shape) == 1):
         net.refuse(f"dimension {dim} of {x.shape} is not the channels")
-    return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
+    return net.append(layers.ActivationLayer(ACTIVATION_BY_OPERATOR[net.where.operator.removeprefix("aten.")]()), x)
 
 
 @converts_to("DropoutLayer", "native_dropout.default")
@@ -275,7 +275,7 @@ def dropout(net: Network, x: TracedValue, p: float, train: bool | None) -> tuple
     """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
     if not net.training:
         net.refuse("it also drops in evaluation")
-    return net.add(layers.DropoutLayer(p), x, only_training=True) if p else x, None
+    return net.append(layers.DropoutLayer(p), x, identity_in_eval=True) if p else x, None
 
 
 @converts_to("DropoutLayer", "dropout.default")
@@ -287,12 +287,12 @@ def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> Tr
 @converts_to(
     "UpsampleLayer", *(f"{kind}{n}d.vec" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
 )
-def nearest(net: Network, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
+def nearest_upsampling(net: Network, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
     """By integer factors."""
     factors = _integer_factors(net, x, scale_factors)
     if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first that fails in float32
         net.refuse(f"PyTorch rounds factors {factors} so that some cells are not repeated as often")
-    return net.add(layers.UpsampleLayer(factors), x)
+    return net.append(layers.UpsampleLayer(factors), x)
 
 
 @converts_to("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
@@ -302,7 +302,7 @@ def linear_upsampling(
     """By integer factors, align_corners=False."""
     if align_corners:
         net.refuse("align_corners=True")
-    return net.add(layers.UpsampleLayer(_integer_factors(net, x, scale_factors), "bilinear"), x)
+    return net.append(layers.UpsampleLayer(_integer_factors(net, x, scale_factors), "bilinear"), x)
 
 
 def _integer_factors(net: Network, x: TracedValue, scales: Any) -> tuple[int, ...]:
@@ -314,7 +314,7 @@ def _integer_factors(net: Network, x: TracedValue, scales: Any) -> tuple[int, ..
     return factors
 
 
-PADDING_MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
+PADDING_MODE_BY_TORCH_NAME = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
 
 
 @converts_to("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
@@ -326,7 +326,7 @@ def pad(
     if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
         net.refuse(f"pads {tuple(pad)} in mode '{mode}'")
     sides = [*zip(pad[::2], pad[1::2], strict=True), *[(0, 0)] * n][:n][::-1]
-    return net.add(layers.PadLayer(tuple(sides), PADDING_MODES[mode], fill=float(value or 0)), x)
+    return net.append(layers.PadLayer(tuple(sides), PADDING_MODE_BY_TORCH_NAME[mode], fill=float(value or 0)), x)
 
 
 @converts_to("CropLayer", "slice.Tensor")
@@ -340,7 +340,7 @@ def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | N
         net.refuse(f"[{start}:{end}:{step}] of dimension {dim} of {x.shape}")
     sides = [(0, 0)] * _spatial_axes(net, x)
     sides[axis] = first, x.shape[dim] - last
-    return net.add(layers.CropLayer(tuple(sides)), x)
+    return net.append(layers.CropLayer(tuple(sides)), x)
 
 
 @converts_to("Sum", "add.Tensor")
@@ -348,7 +348,7 @@ def add(net: Network, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
     """Of values of the same shape."""
     if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
         net.refuse("adds a constant or a tensor of another shape")
-    return net.join(layers.Sum, [x, other])
+    return net.join_values(layers.Sum, [x, other])
 
 
 @converts_to("Concat", "cat.default")
@@ -359,17 +359,17 @@ def cat(net: Network, tensors: Sequence[Any], dim: int) -> TracedValue:
     if len(tensors) == 1:
         return tensors[0]
     for n in range(len(tensors), 1, -1):  # DenseNets concatenate repeatedly: nest the branches
-        joined = net.joined.get(tuple(x.step for x in tensors[:n]))
+        joined = net.joined_values.get(tuple(x.step for x in tensors[:n]))
         if joined is not None:
             return cat(net, [joined, *tensors[n:]], dim)
-    y = net.joined[tuple(x.step for x in tensors)] = net.join(layers.Concat, tensors)
+    y = net.joined_values[tuple(x.step for x in tensors)] = net.join_values(layers.Concat, tensors)
     return y
 
 
-_RESHAPES = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
+_RESHAPING_OPERATORS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
 
 
-@converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPES.split()))
+@converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPING_OPERATORS.split()))
 def reshape(net: Network, x: TracedValue, **_: Any) -> TracedValue:
     """Flatten the result for a linear layer, or restore its shape."""
     return net.reshape(x, net.out.shape)

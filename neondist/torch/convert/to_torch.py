@@ -16,7 +16,7 @@ from ...layers import Concat, Node, Sequential, Sum
 from ...models import Model
 from ...registry import serial_class
 
-Arrays = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
 
 
@@ -96,7 +96,7 @@ class AvgPoolIgnoringPadding(nn.Module):
 
 
 class LocalContrast(nn.Module):
-    """v = x - local mean, over max(least, local deviation); least None: each sample's mean deviation."""
+    """(x - local mean) / max(min_deviation, local deviation); the sample's mean deviation if that is None."""
 
     def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class LocalContrast(nn.Module):
 class LocalFilters(nn.Module):
     """Separate filters for each cell, or for each block of cells."""
 
-    def __init__(self, arrays: Arrays, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block: Shape) -> None:
+    def __init__(self, arrays: Tensors, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block: Shape) -> None:
         super().__init__()
         self.weight = nn.Parameter(arrays["weights"])
         self.bias = nn.Parameter(arrays["bias"].movedim(-1, 0)) if "bias" in arrays else None
@@ -173,8 +173,8 @@ class _Converter:
         arrays = {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
         convert, after = LAYER_CONVERTERS.get(kind.__name__), ACTIVATION_MODULES.get(type(activation).__name__)
         if convert is None or after is None or len(shape) > 4:
-            kind_name = type(node if convert is None else activation).__name__
-            raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {kind_name} for shape {shape}")
+            name = type(node if convert is None else activation).__name__
+            raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {name} for shape {shape}; replace it")
         return [*convert(node, shape, arrays), *after()]
 
 
@@ -188,12 +188,12 @@ ACTIVATION_MODULES: dict[str, Callable[[], Sequence[nn.Module]]] = {
 }
 
 
-def _torch_class(word: str, shape: Shape) -> Any:
+def _torch_class(class_prefix: str, shape: Shape) -> Any:
     """Return PyTorch's class for images of a shape, such as nn.Conv2d."""
-    return getattr(nn, f"{word}{max(1, len(shape) - 1)}d")
+    return getattr(nn, f"{class_prefix}{max(1, len(shape) - 1)}d")
 
 
-def _load_module(kind: Any, *args: Any, weights: Arrays, **options: Any) -> nn.Module:
+def _load_module(kind: Any, *args: Any, weights: Tensors, **options: Any) -> nn.Module:
     """Return a module with copies of arrays, without drawing random numbers."""
     dtype = next(iter(weights.values())).dtype if weights else None
     module: nn.Module = nn.utils.skip_init(kind, *args, dtype=dtype, **options)
@@ -233,12 +233,12 @@ def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape
     return (0,) * window.ndim, _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
-def _rename_weights(arrays: Arrays, transform: Callable[[torch.Tensor], torch.Tensor]) -> Arrays:
+def _rename_weights(arrays: Tensors, transform: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
     """Return 'weights', transformed, and 'bias' under PyTorch's names."""
     return {"weight": transform(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
 
 
-def _convolution(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _convolution(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     padding, before = _split_padding(window, shape)
     weights = _rename_weights(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
@@ -247,7 +247,7 @@ def _convolution(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module
     return [*before, _load_module(_torch_class("Conv", shape), *channels, bias=layer.bias, weights=weights, **options)]
 
 
-def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _transposed_convolution(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window, groups, extra = layer.output_window_for(shape), layer.groups, layer.output_padding
     n = window.ndim
     cropped = any(a != b for a, b in window.padding)
@@ -269,20 +269,20 @@ def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
     return [module, *(_padding_modules([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
 
 
-def _linear(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _linear(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     out = layer.out_features
     weights = _rename_weights(arrays, lambda w: w.T.reshape(out, *shape).movedim(-1, 1).reshape(out, -1))
     module = _load_module(nn.Linear, prod(shape), out, bias=layer.bias, weights=weights)
     return [nn.Flatten(), module] if len(shape) > 1 else [module]
 
 
-def _max_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _max_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     padding, before = _split_padding(window, shape, half=True)
     return [*before, _torch_class("MaxPool", shape)(window.kernel, window.stride, padding)]
 
 
-def _avg_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _avg_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     padding, before = _split_padding(window, shape, half=True)
     pool = _torch_class("AvgPool", shape)(
@@ -291,19 +291,19 @@ def _avg_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module
     return [*before, pool] if layer.count_include_pad or not before else [AvgPoolIgnoringPadding(before[0], pool)]
 
 
-def _l2_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _l2_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     return [*_padding_modules(window.padding, shape), L2Pool(window.kernel, window.stride)]
 
 
-def _batch_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _batch_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
     weights = {names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
     kind = _torch_class("BatchNorm", shape)
     return [_load_module(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
 
 
-def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _sample_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
     sizes = layer.groups_for(shape), shape[-1]
     if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
@@ -312,24 +312,24 @@ def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module
     return [_load_module(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
 
 
-def _response_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _response_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     norm = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
     return [norm] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), norm, nn.Flatten()]
 
 
-def _local_contrast(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _local_contrast(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window, least = layer.local.window_over(shape), layer.min_deviation
     pad = _padding_modules(window.padding, shape, window.mode)
     return [LocalContrast(layer.local.axis_weights(shape), pad, None if least == "mean" else least)]
 
 
-def _local_filtering(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     block = layer.block_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
     return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block)]
 
 
-def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _upsampling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     factors = layer.window_for(shape).factor
     mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # float32 rounds 1 / 41, which would skip cells
     if layer.mode != "nearest":
@@ -337,18 +337,18 @@ def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
     return [nn.Upsample(scale_factor=tuple(map(float, factors)), mode=mode)]
 
 
-def _pad_or_crop(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _pad_or_crop(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     return _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
-LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
+LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Tensors], Sequence[nn.Module]]] = {
     "ActivationLayer": lambda layer, shape, arrays: [],
     "AvgPoolingLayer": _avg_pooling,
     "BatchNormLayer": _batch_norm,
     "ConvLayer": _convolution,
     "CropLayer": _pad_or_crop,
-    "DeconvLayer": _transposed,
+    "DeconvLayer": _transposed_convolution,
     "DropoutLayer": lambda layer, shape, arrays: [nn.Dropout(layer.rate)],
     "FCLayer": _linear,
     "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_torch_class("AdaptiveAvgPool", shape)(1), nn.Flatten()],

@@ -20,7 +20,7 @@ class Channel:
     Parameters
     ----------
     name : str
-        Of the step.
+        Name of the step.
     kind : 'halo' or 'redistribution'
     """
 
@@ -33,9 +33,9 @@ class Channel:
         )
         self.arriving = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
         self.leaving = _by_peer(leaving)
-        self.group, self.first = comm.reduction_group({axis for request in transfer.requests for axis in request.axes})
-        self._moved = {request.dim for request in transfer.requests}
-        self._planned: dict[Any, Any] = {}
+        self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
+        self._moved_dims = {request.dim for request in transfer.requests}
+        self._buffers: dict[Any, Any] = {}
 
     def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
@@ -56,16 +56,16 @@ class Channel:
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
             view = view.narrow(dim, before, view.shape[dim] - before - after)
-        for margin in self._margins(view):
+        for margin in self._margin_views(view):
             margin.fill_(fill)
-        buffers = self._start("forward", tensor)
+        buffers = self._start_exchange("forward", tensor)
         for piece in self.own:
-            self._at(view, piece.target).copy_(self._at(tensor, piece.source))
+            self._lattice_view(view, piece.target).copy_(self._lattice_view(tensor, piece.source))
         for piece, cells in buffers.finish() if buffers else ():
-            self._at(view, piece.target).copy_(cells)
+            self._lattice_view(view, piece.target).copy_(cells)
         return result
 
-    def _margins(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _margin_views(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of a view around the rank's own one, if they may have indices that are not received."""
         if not self.transfer.has_unused:
             return
@@ -97,10 +97,10 @@ class Channel:
             Whether the result may share memory with `gradient`.
         """
         gradient = without_padding(gradient, pads)
-        buffers = self._start("backward", gradient)
-        part = self.own_part(gradient, shape, in_place)
+        buffers = self._start_exchange("backward", gradient)
+        part = self.own_gradient_part(gradient, shape, in_place)
         for piece, cells in buffers.finish() if buffers else ():
-            self._at(part, piece.source).add_(cells)
+            self._lattice_view(part, piece.source).add_(cells)
         return part
 
     def own_cells(
@@ -108,39 +108,39 @@ class Channel:
     ) -> torch.Tensor | None:
         """Return the cells of this rank's part, of this shape, in a result of `view`; None if it lacks some."""
         view = without_padding(view, pads)
-        own = [self._at(view, piece.target) for piece in self.own]
+        own = [self._lattice_view(view, piece.target) for piece in self.own]
         return own[0] if len(own) == 1 and own[0].shape == tuple(shape) else None
 
-    def own_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
+    def own_gradient_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
         whole = self.own_cells(gradient, shape)
         if whole is not None:
             return whole if in_place else whole.clone(memory_format=memory_format_of(gradient))
         part = gradient.new_zeros(tuple(shape))
         for piece in self.own:
-            self._at(part, piece.source).add_(self._at(gradient, piece.target))
+            self._lattice_view(part, piece.source).add_(self._lattice_view(gradient, piece.target))
         return part
 
-    def _at(self, tensor: torch.Tensor, indices: Lattice) -> torch.Tensor:
+    def _lattice_view(self, tensor: torch.Tensor, indices: Lattice) -> torch.Tensor:
         slices = [slice(None)] * tensor.dim()
         for request, cells in zip(self.transfer.requests, indices.ranges, strict=True):
             slices[request.dim] = to_slice(cells)
         return tensor[tuple(slices)]
 
-    def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
-        """Start sending parts of a tensor, or of its views; return a handle to wait on; None: no rank sends."""
+    def _start_exchange(self, direction: str, tensor: torch.Tensor) -> _MessageBuffers | None:
+        """Start to send parts of a tensor or of its views; return buffers to wait for, or None if no rank sends."""
         if self.transfer.needs_no_messages:
             return None
-        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)
+        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved_dims)
         key = direction, (tensor.dtype, tensor.device), sizes
-        buffers = self._planned.get(key)
+        buffers = self._buffers.get(key)
         if buffers is None:
-            self._planned = {k: kept for k, kept in self._planned.items() if k[1:] == key[1:]}  # one batch size
-            buffers = self._planned[key] = _Buffers(self, tensor, direction == "forward")
+            self._buffers = {k: kept for k, kept in self._buffers.items() if k[1:] == key[1:]}  # one batch size
+            buffers = self._buffers[key] = _MessageBuffers(self, tensor, direction == "forward")
         for piece, cells in buffers.leaving:
-            cells.copy_(self._at(tensor, piece.source if direction == "forward" else piece.target))
+            cells.copy_(self._lattice_view(tensor, piece.source if direction == "forward" else piece.target))
         for message in buffers.staged.exchange.sends:
-            self.comm.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
+            self.comm.record_traffic(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
         buffers.staged.start()
         return buffers
 
@@ -148,7 +148,7 @@ class Channel:
 _Pieces = dict[int, list[Piece]]
 
 
-class _Buffers:
+class _MessageBuffers:
     """Flat buffers for the messages of one direction, and their exchange.
 
     Attributes
@@ -157,7 +157,7 @@ class _Buffers:
         The places of pieces in the buffers, in their shapes.
     """
 
-    def __init__(self, channel: Channel, like: torch.Tensor, forward: bool) -> None:
+    def __init__(self, channel: Channel, like: torch.Tensor, is_forward: bool) -> None:
         def allocate(pieces: _Pieces) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
             flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
@@ -173,10 +173,10 @@ class _Buffers:
                 places += zip(parts, (part.view(shape) for part, shape in flat), strict=True)
             return flats, places
 
-        out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)
+        out, back = (channel.leaving, channel.arriving) if is_forward else (channel.arriving, channel.leaving)
         leaving, self.leaving = allocate(out)
         arriving, self.arriving = allocate(back)
-        self.staged = channel.comm.staged_exchange(channel.group, leaving, arriving, channel.first)
+        self.staged = channel.comm.create_staged_exchange(channel.group, leaving, arriving, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
         """Wait for the messages of others, and return their contents by piece."""
@@ -198,14 +198,14 @@ def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
     return by_peer
 
 
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The memory format of images and volumes, by the dimensions of their tensors."""
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last for a tensor, or a slice of one, with only that memory format, else contiguous."""
-    if tensor.dim() in CHANNELS_LAST and tensor.shape[1] > 1 and tensor.stride(1) == 1:
+    if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():
-            return CHANNELS_LAST[tensor.dim()]
+            return CHANNELS_LAST_BY_NDIM[tensor.dim()]
     return torch.contiguous_format

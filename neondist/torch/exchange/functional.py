@@ -14,7 +14,7 @@ import torch
 from torch.library import custom_op
 
 from ...comm import ProcessGrid
-from ...comm.agree import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
+from ...comm.agreement import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ...terminal.console import counted
@@ -24,7 +24,7 @@ from .channel import Channel, memory_format_of
 from .functions import save_recompute_trigger, trigger_recompute
 from .mesh_comm import MeshComm
 
-_SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
+_HALO_ARGS = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 
 
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -42,7 +42,7 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
     x : torch.Tensor (N, C, *spatial)
         This rank's tile, `image[..., *grid.tile_box(extent).slices]`, of its replica's part of the batch.
     window : Window
-        With one axis per spatial axis of x.
+        Window with one axis per spatial axis of x.
     grid : ProcessGrid
     global_shape : sequence of int, optional
         Global shape (N, C, *spatial). Default: determined with a small message in each call.
@@ -62,7 +62,7 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
         _check_arguments(x, window, global_shape)
     except UserError as error:
         check_equal_on_ranks(grid.world, {}, error)
-    find_extent = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
+    find_extent = _uncompiled_extent_of if torch.compiler.is_compiling() else _extent_of
     extent = find_extent(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
     window_args = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
@@ -70,15 +70,15 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
 
 
 def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
-    return _state_of(grid, window.ndim).extent_of(x, window)
+    return _grid_state_of(grid, window.ndim).extent_of(x, window)
 
 
 # torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
-_extent_outside_graph = torch._disable_dynamo(_extent_of)
+_uncompiled_extent_of = torch._disable_dynamo(_extent_of)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
-    """Return the elementwise sum or maximum over ranks, on every rank (an allreduce); collective.
+    """Return the elementwise sum or maximum over ranks, on every rank (an allreduce). Collective.
 
     As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. So call `backward`
     on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
@@ -88,7 +88,7 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
     Parameters
     ----------
     x : torch.Tensor
-        With the same shape on all ranks.
+        Tensor of the same shape on all ranks.
     op : 'sum' or 'max'
         The gradient of a maximum is divided equally among all elements that attain it.
     grid : ProcessGrid
@@ -98,7 +98,7 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
     Returns
     -------
     torch.Tensor
-        With the shape of x.
+        Tensor of the shape of x.
     """
     if op not in ("sum", "max"):
         raise ConfigError(f"op: {op!r} is unknown; choose 'sum' or 'max'")
@@ -110,16 +110,16 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
     return torch.ops.neondist.reduce(x, op, grid.handle, group)
 
 
-@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> Tensor")
+@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HALO_ARGS}) -> Tensor")
 def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _unpack_handle(grid, window_args)
-    state.check(x, window, extent)
+    state.check_on_all_ranks(x, window, extent)
     view = state.view(window, extent)
     with view.channel.observe("forward"):
         return view.channel.view(x, view.pads, window.fill)
 
 
-@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_SCHEMA}) -> Tensor")
+@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HALO_ARGS}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _unpack_handle(grid, window_args)
     values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
@@ -158,7 +158,7 @@ _halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
-    state = _state_of(ProcessGrid.from_handle(grid), 2)
+    state = _grid_state_of(ProcessGrid.from_handle(grid), 2)
     values = {CALL_KEY: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
     check_equal_on_ranks(state.comm.grid.world, values | {"x.requires_grad": x.requires_grad})
     all_axes = state.comm.mesh.axes
@@ -192,7 +192,7 @@ def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
 _reduce.register_autograd(_reduce_backward, setup_context=_save_reduce_args)
 
 
-class _View(NamedTuple):
+class _ViewPlan(NamedTuple):
     channel: Channel
     pads: tuple[tuple[int, int, int], ...]
 
@@ -202,11 +202,11 @@ class _GridState:
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.comm = MeshComm(grid, spatial)
-        self._views: dict[tuple[Window, tuple[int, ...]], _View] = {}
+        self._views_by_window: dict[tuple[Window, tuple[int, ...]], _ViewPlan] = {}
         self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
-        """Return the extent of the whole image, gathered from the ranks; collective."""
+        """Return the extent of the whole image, gathered from the ranks. Collective."""
         shape = tuple(x.shape)
         extent = self._extents.get(shape)
         # only some ranks may have seen their tile's shape before: check whether all know the extent
@@ -216,8 +216,8 @@ class _GridState:
             extent = self._extents[shape] = self._gather_extent(shape)
         return extent
 
-    def check(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
-        """Raise on all ranks if the arguments of any are invalid or differ from others'; collective."""
+    def check_on_all_ranks(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise on all ranks if the arguments of any are invalid or differ from others'. Collective."""
         error = None
         try:
             self.check_tile(x, window, extent)
@@ -262,14 +262,14 @@ class _GridState:
                 f" {shape_of(layout)} is {expected}; cut the image with grid.tile_box"
             )
 
-    def view(self, window: Window, extent: tuple[int, ...]) -> _View:
+    def view(self, window: Window, extent: tuple[int, ...]) -> _ViewPlan:
         """Return the messages for a window over an image, planned once."""
         key = window, extent
-        if key not in self._views:
-            self._views[key] = self._plan_view(window, extent)
-        return self._views[key]
+        if key not in self._views_by_window:
+            self._views_by_window[key] = self._plan_view(window, extent)
+        return self._views_by_window[key]
 
-    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
+    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _ViewPlan:
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own = mesh.even_atom(n, axis + 1)
@@ -278,12 +278,12 @@ class _GridState:
             requests.append(replace(request, used=None))  # code of users may read every cell
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
-        moved = tuple(request for request in requests if request.dim in padded or not request.is_own)
+        moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
         transfer = Transfer(mesh.parts, moved)
-        return _View(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
+        return _ViewPlan(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
 
 
-def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:
+def _grid_state_of(grid: ProcessGrid, spatial: int) -> _GridState:
     key = _GridState, spatial
     if key not in grid.cached_objects:
         grid.cached_objects[key] = _GridState(grid, spatial)
@@ -295,7 +295,7 @@ def _unpack_handle(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, W
     kernel, stride, padding, dilation, fill, mode, extent = window_args
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))
     window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
-    return _state_of(ProcessGrid.from_handle(grid), window.ndim), window, tuple(extent)
+    return _grid_state_of(ProcessGrid.from_handle(grid), window.ndim), window, tuple(extent)
 
 
 def _check_grid(grid: Any) -> None:

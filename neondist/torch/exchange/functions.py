@@ -1,9 +1,9 @@
 """Communication as differentiable operations.
 
 A value replicated on several ranks has its whole gradient on each of them. Therefore a sum over ranks passes its
-gradient on unchanged (`Sum`), and a replicated value used in work that is partitioned over ranks has its gradient
-summed over them (`Spread`). Only parameters are different: each rank computes its part of their gradient, and all parts
-are summed once, at the end of the backward pass (`Parameters`).
+gradient on unchanged (`SumOverRanks`), and the gradient of a replicated value used in work that is partitioned over
+ranks is summed over them (`SumGradientOverRanks`). Only parameters are different: each rank computes its part of their
+gradient, and all parts are summed once, at the end of the backward pass (`SumParameterGradients`).
 
 None of them supports double backward, which would have to communicate too; they raise an error.
 """
@@ -20,12 +20,12 @@ from ..ir.once_differentiable import once_differentiable
 from .channel import Channel, memory_format_of
 from .mesh_comm import MeshComm
 
-_TRIGGER = torch.empty(0)
+_RECOMPUTE_TRIGGER = torch.empty(0)
 
 
 def save_recompute_trigger(ctx: Any) -> None:
     """Save the dummy tensor that `trigger_recompute` unpacks."""
-    ctx.save_for_backward(_TRIGGER)
+    ctx.save_for_backward(_RECOMPUTE_TRIGGER)
 
 
 def trigger_recompute(ctx: Any) -> Any:
@@ -37,15 +37,15 @@ def trigger_recompute(ctx: Any) -> Any:
     return ctx.saved_tensors
 
 
-class View(torch.autograd.Function):
+class ExchangeView(torch.autograd.Function):
     """View that a rank needs of a partitioned tensor; the adjoint sums."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, owns_gradient: bool
+        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, has_unshared_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
-        ctx.channel, ctx.options = channel, (tensor.shape, pads, owns_gradient)
+        """Return the view of this rank; `has_unshared_gradient` if its gradient shares no memory."""
+        ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unshared_gradient)
         save_recompute_trigger(ctx)
         with channel.observe("forward"):
             return channel.view(tensor, pads, fill)
@@ -76,7 +76,7 @@ class RecomputedResult(torch.autograd.Function):
         return gradients[0]
 
 
-class Gather(torch.autograd.Function):
+class GatherWhole(torch.autograd.Function):
     """Partitioned tensor gathered on every rank for replicated work; the adjoint takes the rank's own part."""
 
     @staticmethod
@@ -90,10 +90,10 @@ class Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
-        return ctx.channel.own_part(gradients[0], ctx.shape), None
+        return ctx.channel.own_gradient_part(gradients[0], ctx.shape), None
 
 
-class Sum(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """Sum over axes of the mesh; each rank has the whole gradient."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class Sum(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-class Spread(torch.autograd.Function):
+class SumGradientOverRanks(torch.autograd.Function):
     """Identity for use in partitioned work; the gradient is summed over axes of the mesh."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class Moments(NamedTuple):
         Number of elements of the whole images in one mean.
     eps : float
     axes : axes of the mesh that the elements of one mean are partitioned over
-    own : slices of the spatial dimensions, or None
+    own_cells : slices of the spatial dimensions, or None
         Cells that count on this rank, if it has cells of other ranks too.
     is_placeholder : bool
         Whether this rank's replica has no samples, but one as a placeholder.
@@ -148,12 +148,12 @@ class Moments(NamedTuple):
     group_size: int
     eps: float
     axes: frozenset[int]
-    own: tuple[slice, ...] | None = None
+    own_cells: tuple[slice, ...] | None = None
     is_placeholder: bool = False
 
     def select_own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the cells of rows that count on this rank."""
-        return rows if self.own is None else rows[(slice(None), slice(None), *self.own)]
+        return rows if self.own_cells is None else rows[(slice(None), slice(None), *self.own_cells)]
 
     def reshape_to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (N, C, ...) reshaped so that dimension 1 has a row for each channel with separate statistics."""
@@ -225,7 +225,7 @@ class Normalise(torch.autograd.Function):
             slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
             own = moments.select_own(rows)
             shifted = _scale_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
-            if moments.own is None:
+            if moments.own_cells is None:
                 dx = shifted.addcmul_(dy, slope)
             else:
                 dx = (dy * slope).to(x.dtype)
@@ -286,7 +286,7 @@ def _repeat_channels(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
     return values if len(values) == len(rows) else values.repeat(len(rows) // len(values))
 
 
-class CountOnce(torch.autograd.Function):
+class CountGradientOnce(torch.autograd.Function):
     """Parameter used in replicated work: its gradient counts on one of the ranks."""
 
     @staticmethod
@@ -320,7 +320,7 @@ class RecordGradient(torch.autograd.Function):
         return gradients[0], None
 
 
-class Parameters(torch.autograd.Function):
+class SumParameterGradients(torch.autograd.Function):
     """All parameters of a pass; their gradients are summed over all ranks, in one reduction per dtype."""
 
     @staticmethod

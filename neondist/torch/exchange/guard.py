@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import HaloError
-from ..ir.graph import IN_PLACE_OPS, Step, Value, autocast_states
+from ..ir.graph import IN_PLACE_VARIANTS, Step, Value, autocast_states
 
 
-def run_guarded(
+def run_guarded_step(
     rank: int,
     run: Callable[[Step, list[torch.Tensor]], Sequence[torch.Tensor]],
     values: Sequence[Value],
@@ -28,9 +28,9 @@ def run_guarded(
     """
     originals = [tensor.detach().clone() for tensor in tensors]
     results = run(step, tensors)
-    if step.run not in IN_PLACE_OPS.values():  # these modify memory without other readers
+    if step.run not in IN_PLACE_VARIANTS.values():  # these modify memory without other readers
         for index, (tensor, copy) in enumerate(zip(tensors, originals, strict=True)):
-            if not _is_alike(tensor.detach(), copy):
+            if not _is_equal(tensor.detach(), copy):
                 raise _guard_error(
                     rank, step, f"modified its argument {index} in place, which others may read; work on a copy"
                 )
@@ -46,7 +46,7 @@ def run_guarded(
     return results
 
 
-def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have equal values, NaN included."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 

@@ -14,10 +14,10 @@ import torch
 from ...comm import DebugTransport, Message, ProcessGrid, Transport
 from ...halo.exchange import DEFAULT_PHASE
 from ...runtime.observers.ledger import Ledger, LedgerKey
-from ..ir.graph import ACCUMULATION_DTYPE, GRADIENTS
+from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS
 from ..ir.layout import Mesh
 
-_AS_INTEGERS = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
+_TRANSPORT_DTYPES = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
 
 
 class MeshComm:
@@ -27,14 +27,14 @@ class MeshComm:
     ----------
     mesh : Mesh
     place : tuple of int
-        This rank's.
+        Coordinates of this rank in the mesh.
     ledger : Ledger
         Messages sent by this rank, and its contributions to sums.
     bytes_sent : int
-        Their total.
+        Total bytes in the ledger.
     phase : Phase
-        Of the current pass, for border schemes.
-    guarded : bool
+        Phase of the current pass, for border schemes.
+    is_guarded : bool
         Whether steps are checked for errors.
     """
 
@@ -45,9 +45,9 @@ class MeshComm:
         self.ledger: Ledger = Counter()
         self.phase = DEFAULT_PHASE
         self.bytes_sent = 0
-        self.guarded = False
+        self.is_guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
-        self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
+        self._sum_groups: dict[frozenset[int], list[tuple[str, Transport]]] = {}
         if grid.world.shares_process:
             # autograd has one thread per GPU, where a waiting virtual rank would block the others: let each rank's own
             # thread run its backward passes, as for CPU tensors
@@ -56,23 +56,23 @@ class MeshComm:
 
     def guard(self, seed: int) -> None:
         """Check steps and schemes for errors, and delay messages, in everything planned from now on."""
-        self.grid, self.guarded = copy.copy(self.grid), True
+        self.grid, self.is_guarded = copy.copy(self.grid), True
         self.grid.world = DebugTransport(self.grid.world, seed)
         self.grid.tile_comm = DebugTransport(self.grid.tile_comm, seed)
 
-    def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
+    def record_traffic(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
         """Record a message to a rank, or a sum in a group."""
         self.ledger[LedgerKey(kind, step, direction, peer, nbytes)] += 1
         self.bytes_sent += nbytes
 
-    def group(self, axes: frozenset[int]) -> tuple[str, Transport]:
+    def sum_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
         """Return the name and the transport of a group for sums; the first call is collective."""
         group = self._groups.get(axes)
         if group is None:
-            group = self._groups[axes] = self._make_group(axes)
+            group = self._groups[axes] = self._create_group(axes)
         return group
 
-    def _make_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
+    def _create_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
         every, grid = self.mesh.axes, self.grid
         if axes == every:
             return "world", grid.world
@@ -90,8 +90,8 @@ class MeshComm:
         grid.on_close(group.close)
         return f"axis {axis}", group
 
-    def connect(self, device: torch.device) -> None:
-        """Connect the devices of all ranks, which NCCL needs before messages between only some of them; collective.
+    def connect_devices(self, device: torch.device) -> None:
+        """Connect the devices of all ranks, which NCCL needs before messages between only some of them. Collective.
 
         A module must therefore be on its device when it is distributed.
         """
@@ -102,11 +102,11 @@ class MeshComm:
         """Return the device from which tensors are sent: their own if the transport supports it, else the CPU."""
         return device if device.type in self.grid.world.tensor_device_types else torch.device("cpu")
 
-    def staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
-        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `reduction_group`."""
+    def create_staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
+        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `message_group`."""
         return StagedExchange(self, group, out, back, first)
 
-    def reduction_group(self, axes: Collection[int]) -> tuple[Transport, int]:
+    def message_group(self, axes: Collection[int]) -> tuple[Transport, int]:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
         grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
@@ -120,23 +120,23 @@ class MeshComm:
         op: Any = "sum",
         in_place: bool = False,
     ) -> Any:
-        """Return the sum, or maximum, over axes as a new tensor, or possibly in place; collective over the axes."""
-        groups = self._sums.get(axes)
+        """Return the sum, or maximum, over axes as a new tensor, or possibly in place. Collective over the axes."""
+        groups = self._sum_groups.get(axes)
         if groups is None:  # created by all ranks, those without elements too
-            groups = self._sums[axes] = [self.group(group_axes) for group_axes in self.mesh.reduction_axes(axes)]
+            groups = self._sum_groups[axes] = list(map(self.sum_group, self.mesh.reduction_axes(axes)))
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
-        dtype = ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype)
+        dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
         wide = tensor.detach().to(self.staging_device(tensor.device), dtype, copy=not in_place)
         if wide.is_complex() or wide.is_neg():
             wide = wide.resolve_conj().resolve_neg()
         wide = wide.contiguous()
-        real = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
+        real = wide.view(torch.uint8) if dtype == torch.bool else _as_real(wide)
         array = real if self.grid.world.tensor_device_types else real.numpy()
         observers = self.grid.observers
         with observers.observe("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
-                self.record("sum", step, direction, name, array.nbytes)
+                self.record_traffic("sum", step, direction, name, array.nbytes)
                 with observers.observe("wait", "", direction, name):
                     group.allreduce(array, op)
         return wide if wide.dtype == tensor.dtype and wide.device == tensor.device else wide.to(tensor)
@@ -188,23 +188,23 @@ class StagedExchange:
             flat.copy_(host)
 
 
-def create_messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
+def create_messages(buffers: Flats, first: int, as_tensors: bool) -> list[Message]:
     """Return a message for each buffer, keyed by rank of the world; `first` is the rank of the group's first member.
 
     Messages are of tensors if the transport supports them, else of NumPy arrays sharing their memory.
     """
     result = []
     for peer, tensor in buffers.items():
-        flat = _real(tensor)
-        if tensors:
+        flat = _as_real(tensor)
+        if as_tensors:
             result.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
             continue
-        array = flat.view(_AS_INTEGERS.get(flat.dtype, flat.dtype)).numpy()
+        array = flat.view(_TRANSPORT_DTYPES.get(flat.dtype, flat.dtype)).numpy()
         array = array.view(np.uint8) if array.dtype == np.bool_ else array
         result.append(Message(peer - first, array, (slice(0, flat.numel()),)))
     return result
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as real numbers, since transports need not support complex ones."""
     return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor

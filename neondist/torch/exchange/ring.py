@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...observer import ObservedEvent
-from ..ir.graph import ACCUMULATION_DTYPE, Step
+from ..ir.graph import ACCUMULATION_DTYPES, Step
 from ..ir.layout import Dim, Mesh, axes_of, local_indices
 from ..ir.once_differentiable import once_differentiable
 from .mesh_comm import MeshComm, StagedExchange
@@ -24,7 +24,7 @@ MAX_SCORES_AT_ONCE = 2**20
 """Number of scores computed at once, if that is more than 64 keys."""
 
 
-class Ring(NamedTuple):
+class RingPlan(NamedTuple):
     """Plan of ring attention; pure.
 
     Attributes
@@ -34,7 +34,7 @@ class Ring(NamedTuple):
         Partition of the rows and columns of the scores, over the same axes.
     causal : bool
     scale : float
-        Of the scores.
+        Factor on the scores.
     """
 
     mesh: Mesh
@@ -58,11 +58,11 @@ class RingChannel:
         self.comm, self.name, self.ring = comm, step.name, step.kind_args
         rank, mesh = comm.grid.rank, comm.mesh
         self.ranks = self.ring.ranks(rank)
-        self.at = self.ranks.index(rank)
-        self.rows = torch.tensor(local_indices(self.ring.queries, comm.place))
-        self.columns = [torch.tensor(local_indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
-        self.group, self.first = comm.reduction_group(axes_of([self.ring.keys]))
-        self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
+        self.own_position = self.ranks.index(rank)
+        self.query_indices = torch.tensor(local_indices(self.ring.queries, comm.place))
+        self.key_indices = [torch.tensor(local_indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
+        self.group, self.first = comm.message_group(axes_of([self.ring.keys]))
+        self._planned_exchanges: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
     def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
@@ -77,23 +77,23 @@ class RingChannel:
         shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of each key
         ends = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
-        if key not in self._planned:
-            self._planned = {k: kept for k, kept in self._planned.items() if k[1] == key[1]}
-            self._planned[key] = self._plan(sum(ends), back, tensors[0])
-        flats, exchanges = self._planned[key]
+        if key not in self._planned_exchanges:
+            self._planned_exchanges = {k: kept for k, kept in self._planned_exchanges.items() if k[1] == key[1]}
+            self._planned_exchanges[key] = self._plan(sum(ends), back, tensors[0])
+        flats, exchanges = self._planned_exchanges[key]
 
-        def parts(hop: int) -> list[torch.Tensor]:
-            length = len(self.columns[(self.at - hop) % number])
+        def tensors_at(hop: int) -> list[torch.Tensor]:
+            length = len(self.key_indices[(self.own_position - hop) % number])
             cells = flats[hop % 2][: sum(ends) * length].split([end * length for end in ends])
             return [part.view(*shape[:-1], length, shape[-1]) for part, shape in zip(cells, shapes, strict=True)]
 
-        for part, tensor in zip(parts(0), tensors, strict=True):
+        for part, tensor in zip(tensors_at(0), tensors, strict=True):
             part.copy_(tensor)
         for hop in range(number + back):
-            yield (self.at - hop) % number, parts(hop)
+            yield (self.own_position - hop) % number, tensors_at(hop)
             if hop < len(exchanges):
                 for message in exchanges[hop].exchange.sends:
-                    self.comm.record("ring", self.name, direction, self.first + message.peer, message.nbytes)
+                    self.comm.record_traffic("ring", self.name, direction, self.first + message.peer, message.nbytes)
                 exchanges[hop].run()
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
@@ -103,20 +103,20 @@ class RingChannel:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
             scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
         if self.ring.causal:
-            scores.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
+            scores.masked_fill_(self.query_indices.to(q.device)[:, None] < columns, -torch.inf)
         return scores
 
     def _plan(self, elements: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
         """Return two buffers and the exchanges between them; `numbers` is the number of elements per key."""
-        count, sizes = len(self.ranks), [elements * len(columns) for columns in self.columns]
+        count, sizes = len(self.ranks), [elements * len(columns) for columns in self.key_indices]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):
-            leaving, arriving = (sizes[(self.at - step) % count] for step in (hop, hop + 1))
+            leaving, arriving = (sizes[(self.own_position - step) % count] for step in (hop, hop + 1))
             if hop == count - 1:  # only gradients return to their owner
                 leaving, arriving = leaving // 2, arriving // 2
             ends = ((1, flats[hop % 2][:leaving]), (-1, flats[(hop + 1) % 2][:arriving]))
-            out, into = ({self.ranks[(self.at + by) % count]: flat} for by, flat in ends)
-            exchanges.append(self.comm.staged_exchange(self.group, out, into, self.first))
+            out, into = ({self.ranks[(self.own_position + by) % count]: flat} for by, flat in ends)
+            exchanges.append(self.comm.create_staged_exchange(self.group, out, into, self.first))
         return flats, exchanges
 
 
@@ -128,12 +128,12 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, channel: RingChannel
     ) -> torch.Tensor:
         """Return (..., queries, channels of v)."""
-        wide, q = ACCUMULATION_DTYPE.get(q.dtype, q.dtype), q.contiguous()
+        wide, q = ACCUMULATION_DTYPES.get(q.dtype, q.dtype), q.contiguous()
         queries = q.to(wide) * channel.ring.scale
         least = torch.finfo(wide).min  # finite, so that rows without any key have no NaN
         top = queries.new_full((*q.shape[:-1], 1), least)
         total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
-        fused = _is_fused(q, v, mask, channel.ring)
+        fused = _uses_fused_kernel(q, v, mask, channel.ring)
         with channel.observe("forward"), torch.autocast(q.device.type, enabled=False):
             for whose, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
@@ -142,7 +142,7 @@ class RingAttention(torch.autograd.Function):
                     output, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
                     parts = iter([(logs.unsqueeze(-1).clone(), output.to(wide))])
                 else:
-                    chunks = _column_chunks(channel.columns[whose], block, queries)
+                    chunks = _column_chunks(channel.key_indices[whose], block, queries)
                     parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in chunks)
                 for scores, values in parts:
                     higher = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -164,7 +164,7 @@ class RingAttention(torch.autograd.Function):
         (q, k, v, mask, y, logs), channel = ctx.saved_tensors, ctx.channel
         queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype).contiguous()
         inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
-        fused = _is_fused(q, v, mask, channel.ring)
+        fused = _uses_fused_kernel(q, v, mask, channel.ring)
         blocks = channel.rotate("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.observe("backward"):
             for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
@@ -179,7 +179,7 @@ class RingAttention(torch.autograd.Function):
                         total += part
                     continue
                 start = 0
-                for columns, keys, values in _column_chunks(channel.columns[whose], block, queries):
+                for columns, keys, values in _column_chunks(channel.key_indices[whose], block, queries):
                     part = slice(start, start + len(columns))
                     weights = channel.scores(queries, keys, mask, columns).sub_(logs).exp_()
                     dv[..., part, :] += (weights.mT @ dy).to(dv)
@@ -191,7 +191,7 @@ class RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
 
 
-def _is_fused(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: Ring) -> bool:
+def _uses_fused_kernel(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: RingPlan) -> bool:
     """Return whether PyTorch's fused kernel, which returns log-sum-exps, computes the blocks."""
     available = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
     return available and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal

@@ -55,16 +55,16 @@ class SchemeChannel:
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
-        owner, buffer = self._buffer(tensor, fill)
-        if self.comm.guarded:
+        owner, buffer = self._halo_buffer_for(tensor, fill)
+        if self.comm.is_guarded:
             mark_unowned_cells(buffer)
-        seen = buffer.forward(_channels_last(tensor), self.comm.phase)
-        if self.comm.guarded and (missing := mask_of_unfilled(seen, owner.plan)).any():
+        seen = buffer.forward(_as_channels_last(tensor), self.comm.phase)
+        if self.comm.is_guarded and (missing := mask_of_unfilled(seen, owner.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
-        self._record(owner)
+        self._record_messages(owner)
         view = torch.from_numpy(seen).movedim(-1, 1)  # on the host: schemes exchange there
         shape, inside = list(view.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
@@ -84,22 +84,22 @@ class SchemeChannel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part from that of its view; in new memory, whatever `in_place` is."""
+        """Return the gradient of this rank's part from that of its view, always in new memory."""
         gradient = without_padding(gradient, pads)
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
-        part = buffer.backward(_channels_last(gradient), self.comm.phase)
-        self._record(owner)
+        part = buffer.backward(_as_channels_last(gradient), self.comm.phase)
+        self._record_messages(owner)
         return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
     def observe(self, direction: str) -> ObservedEvent:
         """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.observe("halo", self.name, direction)
 
-    def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_BufferOwner, HaloBuffer]:
+    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_BufferOwner, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
             self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # no other batch
-            plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _channels_last(tensor[:0]).dtype
+            plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
             owner = _BufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
             self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
         return self._buffers[key]
@@ -117,14 +117,14 @@ class SchemeChannel:
             if request.used is not None:
                 used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
 
-        def in_image(piece: Piece) -> Piece:
+        def to_image_cells(piece: Piece) -> Piece:
             """Return the piece in cells of the image at both ends: each view is one range."""
             cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own)}
             cells |= zip(requests, piece.source.ranges, strict=True)
             return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
 
         tile, view = Box.from_ranges(own), Box.from_ranges(need)
-        received, sends = ([*map(in_image, of(grid.rank))] for of in (transfer.receives, transfer.sends))
+        received, sends = ([*map(to_image_cells, of(grid.rank))] for of in (transfer.receives, transfer.sends))
         receives = [piece for piece in received if piece.peer != grid.tile]
         local = [piece for piece in received if piece.peer == grid.tile]
         return HaloPlan(
@@ -137,7 +137,7 @@ class SchemeChannel:
             used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
-    def _record(self, owner: _BufferOwner) -> None:
+    def _record_messages(self, owner: _BufferOwner) -> None:
         """Record the messages since the last call."""
         recorded, counted_runs = owner.recorded_exchanges, owner.counted_runs
         counted_runs += [0] * (len(recorded) - len(counted_runs))
@@ -145,7 +145,7 @@ class SchemeChannel:
             for _ in range(counted_runs[at], exchange.run_count):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
-                    self.comm.record("halo", self.name, direction, peer, message.nbytes)
+                    self.comm.record_traffic("halo", self.name, direction, peer, message.nbytes)
             counted_runs[at] = exchange.run_count
 
 
@@ -169,7 +169,7 @@ def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> 
             )
         if recompute and policy.has_memory:
             raise ConfigError(
-                f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed"
+                f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed; omit it"
             )
         policies[path] = policy
     return policies
@@ -180,18 +180,18 @@ def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy])
     for step in steps:
         if step.is_window_view:
             module, _, _ = step.name.rpartition(":")
-            policy = policy_of(module, schemes)
+            policy = policy_of_module(module, schemes)
             step.scheme = None if isinstance(policy, Fusion) else policy
 
 
-def policy_of(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:
-    """Return the scheme of the innermost module that has one; None: exact exchange."""
+def policy_of_module(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:
+    """Return the scheme of the innermost module that has one, or None for exact exchange."""
     paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
     policy = schemes[max(paths, key=len)] if paths else None
     return None if type(policy) is Halo else policy
 
 
-def _channels_last(tensor: torch.Tensor) -> np.ndarray:
+def _as_channels_last(tensor: torch.Tensor) -> np.ndarray:
     """Return an array (n, *cells, C) sharing the tensor's memory; dtypes that NumPy lacks are copied."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

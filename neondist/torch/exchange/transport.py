@@ -23,13 +23,13 @@ from ...errors import LaunchError, RemoteError
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets."""
-FIRST_TAG = 1 << 16
+FIRST_MESSAGE_TAG = 1 << 16
 """Lower tags are for the caller's own messages over the same process group."""
 MESSAGE_KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 """Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
 ALLREDUCE_DTYPES = ("float32", "float64", "int32", "int64")
 """Dtypes reduced by gloo's own allreduce, which does not support all."""
-DIRECT = ("cpu:gloo", "cuda:nccl")
+DIRECT_PAIRS = ("cpu:gloo", "cuda:nccl")
 """Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
@@ -38,7 +38,7 @@ PeerTensor = tuple[int, torch.Tensor]
 
 
 def world(max_count: int = MAX_COUNT) -> TorchTransport:
-    """Return the transport over torch.distributed's default process group; collective.
+    """Return the transport over torch.distributed's default process group. Collective.
 
     The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
 
@@ -75,7 +75,7 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
 
 
 def join_process_group(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
-    """Return the transport of processes started one by one, which rendezvous at the address of rank 0; collective.
+    """Return the transport of processes started one by one, which rendezvous at the address of rank 0. Collective.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class _GroupCounter:
     last: int = 0
 
 
-class _Part(NamedTuple):
+class _RankSubset(NamedTuple):
     """Ordered subset of the ranks of a process group, and the number of this subgroup."""
 
     ranks: list[int]
@@ -145,7 +145,7 @@ class TorchTransport(Transport):
         All ranks but this one.
     """
 
-    def __init__(self, group: Any = None, part: _Part | None = None, max_count: int = MAX_COUNT) -> None:
+    def __init__(self, group: Any = None, part: _RankSubset | None = None, max_count: int = MAX_COUNT) -> None:
         self._group, self.max_count = dist.group.WORLD if group is None else group, max_count
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
@@ -155,12 +155,12 @@ class TorchTransport(Transport):
             )
         group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, number, self._groups = part or _Part(group_ranks, 0, _GroupCounter())
-        self._tags = [FIRST_TAG + number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
+        self._ranks, number, self._groups = part or _RankSubset(group_ranks, 0, _GroupCounter())
+        self._tags = [FIRST_MESSAGE_TAG + number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
-        self.tensor_device_types = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
-        self._whole = self.size == len(group_ranks)
+        self.tensor_device_types = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT_PAIRS)
+        self._is_whole_group = self.size == len(group_ranks)
 
     @property
     def group(self) -> Any:
@@ -173,24 +173,24 @@ class TorchTransport(Transport):
         """Return the group of the ranks with the same colour, ordered by key."""
         colors = self.allgather((color, key))
         places = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
-        return self._part([place for _, place in places], self._next_number())
+        return self._subgroup([place for _, place in places], self._new_subgroup_number())
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, whose members are known without communication."""
         replica, tile = divmod(self.rank, tiles)
-        number, places = self._next_number(), range(self.size)
+        number, places = self._new_subgroup_number(), range(self.size)
         # one number for both: they have no two ranks in common
-        return self._part(places[replica * tiles :][:tiles], number), self._part(places[tile::tiles], number)
+        return self._subgroup(places[replica * tiles :][:tiles], number), self._subgroup(places[tile::tiles], number)
 
-    def _next_number(self) -> int:
-        """Return a group number that no two of these ranks have used together; collective."""
+    def _new_subgroup_number(self) -> int:
+        """Return a group number that no two of these ranks have used together. Collective."""
         last = np.array([self._groups.last])
         self.allreduce(last, "max")
         self._groups.last = int(last[0]) + 1
         return self._groups.last
 
-    def _part(self, places: Sequence[int], number: int) -> TorchTransport:
-        part = _Part([self._ranks[place] for place in places], number, self._groups)
+    def _subgroup(self, places: Sequence[int], number: int) -> TorchTransport:
+        part = _RankSubset([self._ranks[place] for place in places], number, self._groups)
         return TorchTransport(self.group, part, self.max_count)
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
@@ -202,43 +202,43 @@ class TorchTransport(Transport):
         if isinstance(array, torch.Tensor):
             self._allreduce_tensor(array, op)
         else:
-            self._reduction(array, op, COLLECTIVES).wait()
+            self._start_reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Start to replace a contiguous array by its sum over all ranks."""
-        return self._reduction(array, "sum", SUMS)
+        return self._start_reduction(array, "sum", SUMS)
 
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if self.size == 1 or not tensor.numel():
             return
-        if self._whole and str(tensor.dtype).removeprefix("torch.") in ALLREDUCE_DTYPES:
-            with self.remote_errors():
+        if self._is_whole_group and str(tensor.dtype).removeprefix("torch.") in ALLREDUCE_DTYPES:
+            with self.convert_remote_errors():
                 for part in tensor.view(-1).split(self.max_count):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
             return
         rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
-        self.swap([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
+        self.sendrecv([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
         combine: Any = torch.add if op == "sum" else torch.maximum
         tensor.copy_(reduce(combine, rows))
 
-    def _reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
+    def _start_reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
         if self.size == 1 or not array.size:
             return CompletedRequest()
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
-        if not (self._whole and array.dtype.name in ALLREDUCE_DTYPES):
+        if not (self._is_whole_group and array.dtype.name in ALLREDUCE_DTYPES):
             return _Reduction(self, flat, op, kind)
-        with self.remote_errors():
+        with self.convert_remote_errors():
             parts = torch.from_numpy(flat).split(self.max_count)
-            return _Works(self, [dist.all_reduce(part, REDUCE_OPS[op], self.group, async_op=True) for part in parts])
+            return _PendingOps(self, [dist.all_reduce(p, REDUCE_OPS[op], self.group, async_op=True) for p in parts])
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks, stacked along a new first axis."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
         gathered[self.rank] = array
         rows = [as_uint8_tensor(gathered[rank : rank + 1]) for rank in range(self.size)]
-        self.swap([(peer, rows[self.rank]) for peer in self.peers], [(peer, rows[peer]) for peer in self.peers])
+        self.sendrecv([(peer, rows[self.rank]) for peer in self.peers], [(peer, rows[peer]) for peer in self.peers])
         return gathered
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
@@ -246,19 +246,19 @@ class TorchTransport(Transport):
         received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
         received[self.rank][...] = sends[self.rank]
         leaving = [(peer, as_uint8_tensor(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
-        self.swap(leaving, [(peer, as_uint8_tensor(received[peer])) for peer in self.peers])
+        self.sendrecv(leaving, [(peer, as_uint8_tensor(received[peer])) for peer in self.peers])
         return received
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""
-        data = pickled(value)
+        data = pickle_to_array(value)
         sizes = self.allgather_array(np.array(data.size))
         parts = self.all_to_all([data] * self.size, [(size,) for size in sizes])
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
-        pickled_value = pickled(value if self.rank == root else None)
+        pickled_value = pickle_to_array(value if self.rank == root else None)
         size = np.array(pickled_value.size)
         self._broadcast(size, root)
         data: np.ndarray = pickled_value if self.rank == root else np.empty(size, np.uint8)
@@ -269,9 +269,9 @@ class TorchTransport(Transport):
         """Replace the array by that of rank `root`."""
         data = as_uint8_tensor(array)
         if self.rank == root:
-            self.swap([(peer, data) for peer in self.peers], [])
+            self.sendrecv([(peer, data) for peer in self.peers], [])
         else:
-            self.swap([], [(root, data)])
+            self.sendrecv([], [(root, data)])
 
     def abort(self, code: int) -> None:
         """End this rank with this exit code; torchrun then ends the others, whose connections to this one are cut."""
@@ -282,7 +282,7 @@ class TorchTransport(Transport):
     def post(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor], kind: int) -> Request:
         """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
-        with self.remote_errors():
+        with self.convert_remote_errors():
             # receives first, so that no message arrives unexpected
             ends = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
@@ -292,31 +292,31 @@ class TorchTransport(Transport):
                 for chunk in chunk_slices(data.numel(), self.max_count)
             ]
             # as one batch: nccl runs separate operations one after the other, and two ranks could deadlock
-            return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
+            return _PendingOps(self, dist.batch_isend_irecv(ops) if ops else [])
 
-    def swap(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor]) -> None:
+    def sendrecv(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor]) -> None:
         """Exchange the messages of a collective."""
         self.post(sends, receives, COLLECTIVES).wait()
 
     @contextmanager
-    def remote_errors(self) -> Iterator[None]:
+    def convert_remote_errors(self) -> Iterator[None]:
         """Convert gloo's errors to RemoteError."""
         try:
             yield
         except RuntimeError as error:
             raise RemoteError(
-                f"rank {self.rank} of {self.size}: another rank has exited or does not respond"
+                f"rank {self.rank} of {self.size}: another rank has exited or does not respond; see its output"
             ) from error
 
 
-class _Works(Request):
+class _PendingOps(Request):
     """Pending operations of torch.distributed."""
 
     def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
         self.transport, self.works = transport, works
 
     def wait(self) -> None:
-        with self.transport.remote_errors():
+        with self.transport.convert_remote_errors():
             for work in self.works:
                 work.wait()
 
@@ -330,13 +330,13 @@ class _Reduction(Request):
         self.combine = {"sum": np.add, "max": np.maximum}[op]
         self.parts = [flat[start:end] for start, end in pairwise(ends)]
         self.own_part = self.parts[transport.rank]
-        self.rows = [np.empty_like(self.own_part) for _ in self.parts]
-        self.rows[transport.rank][...] = self.own_part
-        self.first = self._post(self.parts, self.rows, COLLECTIVES)
+        self.received_parts = [np.empty_like(self.own_part) for _ in self.parts]
+        self.received_parts[transport.rank][...] = self.own_part
+        self.first_exchange = self._post(self.parts, self.received_parts, COLLECTIVES)
 
     def wait(self) -> None:
-        self.first.wait()
-        self.own_part[...] = reduce(self.combine, self.rows)
+        self.first_exchange.wait()
+        self.own_part[...] = reduce(self.combine, self.received_parts)
         self._post([self.own_part] * len(self.parts), self.parts, self.kind).wait()
 
     def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
@@ -352,7 +352,7 @@ class _TorchExchange(Exchange):
 
     def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.leaving, self.arriving = ([_packed(m.cells) for m in messages] for messages in (self.sends, self.receives))
+        self.leaving, self.arriving = ([_with_buffer(m.cells) for m in group] for group in (self.sends, self.receives))
         self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
         self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
 
@@ -369,7 +369,7 @@ class _TorchExchange(Exchange):
                 cells[...] = data
 
 
-def _packed(cells: Any) -> tuple[Any, Any]:
+def _with_buffer(cells: Any) -> tuple[Any, Any]:
     """Return cells and the contiguous array that is sent: the same, or a buffer for their copies."""
     if isinstance(cells, torch.Tensor):
         return cells, cells
@@ -387,6 +387,6 @@ def bytes_of(data: Any) -> torch.Tensor:
     return data.view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else as_uint8_tensor(data)
 
 
-def pickled(value: Any) -> np.ndarray:
+def pickle_to_array(value: Any) -> np.ndarray:
     """Return a value as bytes, for pickle.loads."""
     return np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)

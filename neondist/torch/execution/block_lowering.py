@@ -31,7 +31,7 @@ from ..lowering.steps import shapes_if_empty
 
 AxisRanges = tuple[tuple[Range, ...], ...]
 """For each of several values, the range along each dimension."""
-_REFUSAL_REASONS = {
+_REFUSAL_REASON_BY_KIND = {
     "gather": "it sees the whole image",
     "ring": "it sees the whole image",
     "sum": "it sums over the whole image",
@@ -64,7 +64,7 @@ class BlockMesh(Mesh):
 
 
 class LiveNorm(NamedTuple):
-    """Live norm: its input and result, statistics (N·groups,) or (C,), and the method."""
+    """Norm with statistics of its input: input and result, statistics (N·groups,) or (C,), and their definition."""
 
     x: Value
     mean: Value
@@ -137,7 +137,7 @@ class BlockLowering(Lowering):
         return self.block_axes is not None
 
     @property
-    def can_add_norm(self) -> bool:
+    def can_add_live_norm(self) -> bool:
         """Whether another norm may receive its statistics as inputs."""
         return False
 
@@ -159,7 +159,7 @@ class BlockLowering(Lowering):
         inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
         dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
         if axes_of(value.layout) - inside or any(a.axis is not None and r.out_atom.axis is None for _, r, a in dims):
-            self.refuse(_REFUSAL_REASONS["gather"])
+            self.refuse(_REFUSAL_REASON_BY_KIND["gather"])
         dims = [(dim, reach, atom) for dim, reach, atom in dims if not reach.is_whole(atom)]
         if not dims:
             return value
@@ -170,9 +170,9 @@ class BlockLowering(Lowering):
         self.dependences += (Dependence(self._first_cut, result.id, *each) for each in moved)
         return result
 
-    def common_layout(self, layouts: Sequence[Layout]) -> Layout:
+    def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return new cuts for results, whose ranges may be smaller than those of all arguments."""
-        layout = super().common_layout(layouts)
+        layout = super().pointwise_layout(layouts)
         return tuple(tuple(self.mesh.even_atom(atom.extent, atom.axis) for atom in dim) for dim in layout)
 
     def sum_gradient(self, value: Value, cut_axes: Iterable[int]) -> Value:
@@ -183,8 +183,8 @@ class BlockLowering(Lowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised with statistics that are inputs of the block, and the statistics."""
-        if not (self.can_add_norm and is_box(x.layout, self.mesh.axes)):
-            self.refuse(_REFUSAL_REASONS["norm"])
+        if not (self.can_add_live_norm and is_box(x.layout, self.mesh.axes)):
+            self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
         shape, atom = shape_of(groups), self.single_atom(x, 0)
         mean, variance = (self._new_value(shape, frozenset(), x.dtype, "value", replicated(shape)) for _ in range(2))
 
@@ -213,7 +213,7 @@ class BlockLowering(Lowering):
 
     def _add_step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         if kind != "local":
-            self.refuse(_REFUSAL_REASONS[kind])
+            self.refuse(_REFUSAL_REASON_BY_KIND[kind])
         super()._add_step(kind, inputs, outputs, **fields)
 
 
@@ -291,7 +291,7 @@ class TracedPart:
 def _single_rank_plan(
     mesh: Mesh, steps: list[Step], values: list[Value], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> TorchPlan:
-    return TorchPlan(mesh, 0, steps, values, {}, {}, value_ids(inputs), value_ids(outputs), {})
+    return TorchPlan(mesh, 0, steps, values, {}, {}, value_ids_in(inputs), value_ids_in(outputs), {})
 
 
 def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
@@ -317,13 +317,13 @@ def _narrow_checked(a: torch.Tensor, dim: int, start: int, length: int) -> torch
     return a.narrow(dim, start, length)
 
 
-def pair_values(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
+def pair_ids_with_values(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
     """Yield the ids of the old values, and the corresponding new leaves."""
     for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
         if isinstance(before, Value):
             yield before.id, after
 
 
-def value_ids(values: Any) -> list[int]:
+def value_ids_in(values: Any) -> list[int]:
     """Return the ids of the values in a tree."""
     return [value.id for value in pytree.tree_leaves(values) if isinstance(value, Value)]

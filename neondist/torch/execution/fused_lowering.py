@@ -19,14 +19,14 @@ from ...halo import ExchangePolicy, Fusion
 from ...terminal.console import counted
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import IN_PLACE_OPS, Value
+from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, place_ranges
 from ..lowering.steps import OperatorPosition
-from .block_lowering import AxisRanges, TracedPart, first_indices, pair_values, part_of_block
+from .block_lowering import AxisRanges, TracedPart, first_indices, pair_ids_with_values, part_of_block
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
 from .recomputed_blocks import RecomputedBlocks, nonempty_ranges
 from .segment_planner import plan_segments
-from .segments import SEED_KEY, OperatorSegment, SegmentSearch, Strips
+from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentSearch, Strips
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class FusedLowering(ProgramLowering):
     Parameters
     ----------
     segments : sequence of OperatorSegment
-    images : sequence of int
+    image_ids : sequence of int
         Ids of the inputs of the program.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], images: Sequence[int]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], image_ids: Sequence[int]) -> None:
         super().__init__(mesh, rank)
         self._segment_of_operator = {number: segment for segment in segments for number in segment.records}
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
@@ -55,7 +55,7 @@ class FusedLowering(ProgramLowering):
         # for inputs of norms: the samples and the cells that count on this rank
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
         self._needed_ranges = {segment.first: self._input_ranges(segment.parts) for segment in segments}
-        self.widened_ranges = [self._widened_ranges(image) for image in images]
+        self.widened_ranges = [self._widened_ranges(image) for image in image_ids]
         self._remaining_ranges = iter(self.widened_ranges)
         self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # for tiles: the passed value and its ranges
 
@@ -80,11 +80,11 @@ class FusedLowering(ProgramLowering):
         if segment is None:
             return self.lower_by_rule(target, args, kwargs)
         record = segment.records[self.operator_number]
-        pairs = pair_values((record.args, record.kwargs), (args, kwargs))
+        pairs = pair_ids_with_values((record.args, record.kwargs), (args, kwargs))
         self.program_values.update((old, new) for old, new in pairs if isinstance(new, Value))
         if self.operator_number == max(segment.records):
             self.add_segment_steps(segment)
-        return deferred_results(record)
+        return results_with_placeholders(record)
 
     def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value that a module's input is passed as, with cells around the tile if needed, and its tile."""
@@ -160,7 +160,7 @@ class FusedLowering(ProgramLowering):
                 DimRequest(dim, self.single_atom(value, dim), axis, tuple((indices,) for indices in ranges))
                 for dim, (axis, ranges) in sorted(needed.items())
             )
-            moved = [request for request in views if not request.is_own]
+            moved = [request for request in views if not request.requests_only_own_cells]
             return self.transfer(value, moved, self.mesh.axes) if moved else self.sum_gradient(value, self.mesh.axes)
         ranges = place_ranges(needed, self._place)
         source = self.sum_gradient(passed, self.mesh.axes)
@@ -175,14 +175,14 @@ class FusedLowering(ProgramLowering):
         """Return x normalised; other ranks may have some of its cells too."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
-            moments = moments._replace(own=own, is_placeholder=first == last)
+            moments = moments._replace(own_cells=own, is_placeholder=first == last)
         return super().normalise(x, weight, bias, moments, groups)
 
     def add_segment_steps(self, segment: OperatorSegment) -> None:
         """Add the steps of a segment."""
         self.where = segment.records[segment.first].where
-        if SEED_KEY in segment.inputs:
-            self.program_values[SEED_KEY], _ = self.random_key()
+        if SEED_INPUT_NUMBER in segment.inputs:
+            self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
         views, first = self.input_views(segment)
         if segment.rows:
             self._add_strip_step(segment, views, first)
@@ -194,7 +194,8 @@ class FusedLowering(ProgramLowering):
     ) -> None:
         """Add a step that computes the segment strip by strip, and recomputes it in the backward pass."""
         blocks = RecomputedBlocks(segment.traced, self.own_ranges_of(segment.traced), [1] * len(self.mesh.parts), first)
-        blocks.parts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(blocks.max_extents()))
+        extents = blocks.max_own_extents()
+        blocks.block_counts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(extents))
         self.where = OperatorPosition("strips", self.where.module, self.where.source)
         self.program_values.update(zip(segment.outputs, self.add_block_step(blocks, views), strict=True))
 
@@ -237,7 +238,7 @@ class FusedLowering(ProgramLowering):
             for value in (values[out] for out in step.outputs):
                 held[value.id] = self._new_value(value.local, self.mesh.axes, value.dtype, value.kind)
             inputs, outputs = (tuple(held[value].id for value in of) for of in (step.inputs, step.outputs))
-            op_name = "" if step.op_name in IN_PLACE_OPS else step.op_name
+            op_name = "" if step.op_name in IN_PLACE_VARIANTS else step.op_name
             self.steps.append(replace(step, inputs=inputs, outputs=outputs, op_name=op_name))
         for number in segment.outputs:
             local = segment.local_values[number].id
@@ -276,11 +277,11 @@ class FusedLowering(ProgramLowering):
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
         y, *_ = pytree.tree_leaves(result)
         y.layout_or_none = None  # it has more cells than the tile, too
-        self.program_values.update(pair_values(record.result, result))
+        self.program_values.update(pair_ids_with_values(record.result, result))
         return y
 
 
-def deferred_results(record: OperatorRecord) -> Any:
+def results_with_placeholders(record: OperatorRecord) -> Any:
     """Return the results of an operator, with placeholders for values."""
     return pytree.tree_map(lambda leaf: _DeferredValue(leaf.id) if isinstance(leaf, Value) else leaf, record.result)
 
@@ -324,7 +325,7 @@ def create_fused_lowering(
         search = SegmentSearch(program, mesh, layouts, gather_at, schemes, strips)
         segments = plan_segments(search)
     except UnsupportedOperator:  # it is rejected without segments too, or has rows that cannot be partitioned
-        if any(isinstance(policy, Fusion) and policy.reads_wide for policy in schemes.values()):
+        if any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in schemes.values()):
             raise
         return None
     return FusedLowering(mesh, rank, segments, search.program.image_ids) if segments else None

@@ -26,9 +26,9 @@ class TracedImage(TracedPart):
     Parameters
     ----------
     program
-        Result of `captured` for the module in evaluation mode.
+        Result of `capture_module` for the module in evaluation mode.
     shape : (1, C, *spatial)
-        Of the image.
+        Shape of the image.
     remedy : str
         End of the message about an operator that cannot be computed block by block.
 
@@ -50,7 +50,7 @@ class TracedImage(TracedPart):
         if [value.id for value in self.inputs[:1]] != plan.inputs:
             first.refuse("the output does not depend on the image")
         #: names of the parameters and buffers among the inputs, in their order
-        self.state_names = [named[value.id] for value in self.inputs[1:]]
+        self.state_input_names = [named[value.id] for value in self.inputs[1:]]
 
     @property
     def extent(self) -> Shape:
@@ -73,7 +73,7 @@ class ModuleBlocks(OutputBlocks):
     ----------
     traced : TracedImage
     size : (*spatial,)
-        Of a block; the last ones along an axis may be smaller.
+        Extents of a block; the last blocks along an axis may be smaller.
     overlap : int
         Number of cells by which a block extends beyond its own.
     """
@@ -94,22 +94,22 @@ class ModuleBlocks(OutputBlocks):
         ranges = self.traced.output_box_ranges(self.output_box(number))
         plan = self.traced.plan_for(ranges)
         state = {**parameters, **buffers}
-        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.state_names)], {}, {})
+        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.state_input_names)], {}, {})
         return part_of_block(y, _first_output(plan).layout, ranges[0])
 
     @cached_property
-    def largest_block_size(self) -> int:
+    def max_block_elements(self) -> int:
         """Most bytes that a block needs: values of the module, the image and the output."""
-        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._memory_costs)
+        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._bytes_by_step)
 
     def layer_with_largest_arrays(self) -> str:
         """Return the step at which memory use peaks."""
-        return max(self._memory_costs)[2]
+        return max(self._bytes_by_step)[2]
 
     @cached_property
-    def _memory_costs(self) -> list[tuple[int, int, str]]:
+    def _bytes_by_step(self) -> list[tuple[int, int, str]]:
         costs = []
-        for number in self.candidate_blocks:
+        for number in self.largest_block_candidates:
             plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))
             ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
             costs.append((*plan.peak(), ends))

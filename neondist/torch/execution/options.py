@@ -10,7 +10,7 @@ from torch import nn
 
 from ...halo import ExchangePolicy, Fusion
 from ..capture.capture import lower_program
-from ..capture.checks import check_gather_at
+from ..capture.checks import check_gather_at_paths
 from ..exchange.schemes import Schemes, parse_schemes
 from ..ir.layout import Layout, Mesh
 from ..lowering.lowering import Lowering
@@ -51,14 +51,14 @@ class ExecutionOptions:
         memory: int | None,
     ) -> ExecutionOptions:
         """Return the options for a module; raise ConfigError unless `gather_at` names its parts."""
-        check_gather_at(module, gather_at)
+        check_gather_at_paths(module, gather_at)
         schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
         return cls(tuple(gather_at), recompute, schemes, strips, memory)
 
     @property
-    def tiles_have_margins(self) -> bool:
+    def tiles_may_have_margins(self) -> bool:
         """Whether tiles of images may include a margin."""
-        return any(isinstance(policy, Fusion) and policy.reads_wide for policy in self.schemes.values())
+        return any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in self.schemes.values())
 
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module

@@ -14,7 +14,7 @@ from ..ir.graph import Step, Value
 from ..ir.layout import Layout, Mesh
 from ..lowering.lowering import Lowering
 from ..lowering.steps import OperatorPosition
-from .block_lowering import AxisRanges, value_ids
+from .block_lowering import AxisRanges, value_ids_in
 
 _SEGMENT_STEP_KINDS = ("local", "view", "norm", "spread", "counted")
 
@@ -82,9 +82,9 @@ class OperatorRecord(NamedTuple):
     is_local: bool
 
     @property
-    def read_values(self) -> list[int]:
+    def read_ids(self) -> list[int]:
         """Values that it reads."""
-        return value_ids((self.args, self.kwargs))
+        return value_ids_in((self.args, self.kwargs))
 
     @property
     def is_structural(self) -> bool:
@@ -106,17 +106,17 @@ class _RecordingLowering(ProgramLowering):
         steps = self.steps[start:]
         views = [step for step in steps if step.kind == "view"]
         windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
-        local = all(map(_is_window, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
+        local = all(map(_is_window_step, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
         self.computed_values.update(value for step in steps for value in step.outputs)
         self.records.append(OperatorRecord(*context, result, windows, local))
         return result
 
 
-def _is_window(step: Step) -> bool:
+def _is_window_step(step: Step) -> bool:
     """Return whether each rank's view is a range around its own cells along each partitioned image axis."""
     assert step.transfer is not None
     return all(
-        (request.axis is not None or request.used is not None or request.is_own)
+        (request.axis is not None or request.used is not None or request.requests_only_own_cells)
         and request.axis == request.source.axis
         and request.dim > 1
         and all(len(r) == 1 for r in request.ranges)
@@ -124,13 +124,13 @@ def _is_window(step: Step) -> bool:
     )
 
 
-class Program:
+class RecordedProgram:
     """Operators of a program, from an ordinary lowering on the first rank.
 
     Parameters
     ----------
     program
-        Result of `captured`.
+        Result of `capture_module`.
     layouts : of the inputs
 
     Attributes
@@ -150,17 +150,17 @@ class Program:
         self.records, self.values = probe.records, {value.id: value for value in probe.values}
         self.image_ids, self.initial_values = list(self.plan.inputs), [value.id for value in probe.input_values]
         between = (step for step in probe.steps if probe.computed_values.isdisjoint(step.outputs))  # of two modules
-        self._external = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
-        self._external.update(out for out in self.plan.outputs if isinstance(out, int))
+        self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
+        self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
         self._readers: dict[int, list[int]] = {}
         for number, record in enumerate(self.records):
-            for value in record.read_values:
+            for value in record.read_ids:
                 self._readers.setdefault(value, []).append(number)
 
     def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
         """Return the values that operators outside of a group, or others, read."""
         numbers = set(inside)
-        return [v for v in values if v in self._external or not numbers.issuperset(self._readers.get(v, ()))]
+        return [v for v in values if v in self._output_ids or not numbers.issuperset(self._readers.get(v, ()))]
 
 
 def even_layout(value: Value, mesh: Mesh) -> Layout:

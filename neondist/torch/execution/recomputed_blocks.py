@@ -36,16 +36,17 @@ class RecomputedBlocks:
     Parameters
     ----------
     output_ranges : for each output, this rank's range along each dimension
-    parts : tuple of int
+    block_counts : tuple of int
         Number of blocks along each axis of the mesh.
-    starts : the first index passed along each dimension of the partitioned inputs, by their ids
+    first_indices : the first index passed along each dimension of the partitioned inputs, by their ids
     """
 
     def __init__(
-        self, traced: TracedPart, output_ranges: AxisRanges, parts: Sequence[int], starts: Mapping[int, Sequence[int]]
-    ) -> None:
-        self.traced, self.output_ranges, self.parts = traced, output_ranges, tuple(parts)
-        self.starts = [starts.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
+        self, traced: TracedPart, output_ranges: AxisRanges, block_counts: Sequence[int],
+        first_indices: Mapping[int, Sequence[int]],
+    ) -> None:  # fmt: skip
+        self.traced, self.output_ranges, self.block_counts = traced, output_ranges, tuple(block_counts)
+        self.first_indices = [first_indices.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -53,9 +54,9 @@ class RecomputedBlocks:
         outputs: tuple[torch.Tensor, ...] = _BlockedFunction.apply(self, *tensors)
         return outputs
 
-    def max_extents(self) -> list[int]:
+    def max_own_extents(self) -> list[int]:
         """Return the largest number of this rank's indices along each axis of the mesh."""
-        extents = [1] * len(self.parts)
+        extents = [1] * len(self.block_counts)
         for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True):
             for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True):
                 if atom.axis is not None:
@@ -66,7 +67,7 @@ class RecomputedBlocks:
         """Return the plan of one block, and its ranges of the outputs."""
         own = tuple(
             tuple(
-                _block_range(lo, hi, self.parts, place, atom.axis)
+                _block_range(lo, hi, self.block_counts, place, atom.axis)
                 for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True)
             )
             for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True)
@@ -82,7 +83,7 @@ class RecomputedBlocks:
             Positions of the inputs that require gradients in a backward pass; default: a forward pass.
         """
         # an inner block, and the one at the corner, which has both ends of an image that wraps around
-        places = [n // 2 for n in self.parts], [0] * len(self.parts)
+        places = [n // 2 for n in self.block_counts], [0] * len(self.block_counts)
         plans = [self.block_plan(place)[0] for place in places]
         if grad_inputs is None:
             return max(plan.peak()[0] - plan.bytes_of_inputs() for plan in plans)
@@ -97,7 +98,7 @@ class RecomputedBlocks:
     def nonempty_blocks(self) -> list[_Block]:
         """Non-empty blocks."""
         blocks: list[_Block] = []
-        for place in product(*map(range, self.parts)):
+        for place in product(*map(range, self.block_counts)):
             plan, own = self.block_plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
                 sources = self.traced.source_ranges(nonempty_ranges(own, self.output_ranges))
@@ -121,7 +122,7 @@ class RecomputedBlocks:
         """Return a block's views of this rank's views of the inputs."""
         return [
             None if tensor is None else narrow_to_ranges(tensor, ranges, first)
-            for tensor, ranges, first in zip(tensors, block.input_ranges, self.starts, strict=True)
+            for tensor, ranges, first in zip(tensors, block.input_ranges, self.first_indices, strict=True)
         ]
 
     def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
@@ -144,11 +145,11 @@ class BlockMoments(RecomputedBlocks):
         super().__init__(*args)
         self.groups = moments.groups
 
-    def summed_means(self, rows: torch.Tensor) -> torch.Tensor:
+    def sum_of_means(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sum over all blocks from the means that `run_block` returns."""
         return (rows[:, 0] * self._element_counts(rows)).sum(0).view(-1)
 
-    def summed_squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def sum_of_squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares about a mean."""
         difference = rows[:, 0] - mean.view(rows.shape[2:])
         return (rows[:, 1] + difference**2 * self._element_counts(rows)).sum(0).view(-1)
@@ -177,7 +178,7 @@ class BlockMoments(RecomputedBlocks):
     def shape(self) -> Shape:
         """Shape of all blocks together."""
         samples, channels, *_ = self.traced.outputs[0].shape
-        return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
+        return prod(self.block_counts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 
     def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return the rows of one block."""
@@ -232,8 +233,8 @@ def nonempty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
     )
 
 
-def _block_range(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
+def _block_range(lo: int, hi: int, block_counts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
     if axis is None:
         return lo, hi
-    a, b = part_range(hi - lo, parts[axis], place[axis])
+    a, b = part_range(hi - lo, block_counts[axis], place[axis])
     return lo + a, lo + b

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ..capture.tracing import ordinary_tensors
+from ..capture.tracing import leave_inference_mode
 from ..exchange import functions
 from ..exchange.channel import Channel
-from ..exchange.guard import run_guarded
+from ..exchange.guard import run_guarded_step
 from ..exchange.mesh_comm import MeshComm
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
@@ -49,11 +49,11 @@ class Runner:
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # for some the plan has the mean of many steps
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
-        self._segments = plan.segments() if plan.recompute else []
+        self._recomputed_segments = plan.segments() if plan.recompute else []
         self._saved_tensors = SavedTensors(plan)
         self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
-    @ordinary_tensors()
+    @leave_inference_mode()
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
@@ -65,12 +65,12 @@ class Runner:
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
         for name, value in plan.buffers.items():  # backward may need a buffer's previous values
             env[value] = buffers[name].clone() if name in plan.mutated_buffers else buffers[name]
-        env.update(self._enter_parameters(parameters))
+        env.update(self._wrap_parameters(parameters))
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.bytes_sent
-        with self._saved_tensors.recorded():
-            if self._segments and torch.is_grad_enabled():
+        with self._saved_tensors.record_saved_tensors():
+            if self._recomputed_segments and torch.is_grad_enabled():
                 self._run_segments(env)
             else:
                 self._run_steps(plan.steps, env)
@@ -84,25 +84,25 @@ class Runner:
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
         """Run steps, add their outputs to `env`, and remove values that are no longer needed."""
         run = self._run_observed if self.comm.grid.observers else self._run_step
-        if self.comm.guarded:
-            run = partial(run_guarded, self.plan.rank, run, self.plan.values)
+        if self.comm.is_guarded:
+            run = partial(run_guarded_step, self.plan.rank, run, self.plan.values)
         for step in steps:
             outputs = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
                 env[value] = tensor
-            for value in step.freed:
+            for value in step.freed_ids:
                 del env[value]
 
     def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
         """Run all steps; all segments but the last keep only values that others read (Chen et al. 2016)."""
-        *before, last = self._segments
+        *before, last = self._recomputed_segments
         with set_checkpoint_early_stop(False):  # otherwise ranks could stop before different messages
             for segment in before:
                 inputs = [env[value] for value in segment.inputs]
                 run = partial(self._run_segment, segment)
                 outputs = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
                 env.update(zip(segment.outputs, outputs, strict=True))
-                for value in {value for step in segment.steps for value in step.freed}:
+                for value in {value for step in segment.steps for value in step.freed_ids}:
                     env.pop(value, None)
         self._run_steps(last.steps, env)
 
@@ -123,7 +123,7 @@ class Runner:
         number = world.bcast(int(torch.randint(2**62, ())) if draws else None)
         return torch.tensor(number, device=inputs[0].device if inputs else None)
 
-    def _enter_parameters(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _wrap_parameters(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         ids = self.plan.parameters
         tensors_by_id = {value: parameters[name] for name, value in ids.items()}
         if not (self.comm.mesh.axes and torch.is_grad_enabled()):
@@ -134,7 +134,7 @@ class Runner:
                 tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], parts)
         trained = [name for name in trained if id(parameters[name]) not in self.local_gradients]
         if trained:
-            tensors = functions.Parameters.apply(self.comm, *(parameters[name] for name in trained))
+            tensors = functions.SumParameterGradients.apply(self.comm, *(parameters[name] for name in trained))
             tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return tensors_by_id
 
@@ -189,18 +189,18 @@ class Runner:
         if step.kind == "view":
             return partial(self._run_view, step)
         if step.kind == "gather":
-            return lambda x: (functions.Gather.apply(x, self.channels[id(step)]),)
+            return lambda x: (functions.GatherWhole.apply(x, self.channels[id(step)]),)
         if step.kind == "sum":
-            return lambda x: (functions.Sum.apply(x, comm, name, axes),)
+            return lambda x: (functions.SumOverRanks.apply(x, comm, name, axes),)
         if step.kind == "max":
             return lambda x: (comm.reduce(name, "forward", x.detach(), axes, "max"),)
         if step.kind == "spread":
-            return lambda x: (functions.Spread.apply(x, comm, name, axes) if x.requires_grad else x,)
-        return lambda x: (functions.CountOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)
+            return lambda x: (functions.SumGradientOverRanks.apply(x, comm, name, axes) if x.requires_grad else x,)
+        return lambda x: (functions.CountGradientOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)
 
     def _run_view(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
         channel = self.channels[id(step)]
-        view: torch.Tensor = functions.View.apply(x, channel, step.pads, step.fill, step.owns_gradient)
+        view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unshared_gradient)
         if self._saved_tensors.includes(x):
             own = channel.own_cells(view.detach(), x.shape, step.pads)
             if own is not None:

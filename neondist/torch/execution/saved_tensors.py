@@ -17,7 +17,7 @@ from ..lowering import training_memory
 from ..lowering.plan import TorchPlan
 
 
-class _SavedTensor:
+class _SavedTensorHolder:
     """A tensor saved for the backward pass, or a copy of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -33,17 +33,17 @@ class SavedTensors:
     """
 
     def __init__(self, plan: TorchPlan) -> None:
-        self._by_address: dict[int, list[ref[_SavedTensor]]] = {}
+        self._by_address: dict[int, list[ref[_SavedTensorHolder]]] = {}
         views = (plan.values[step.inputs[0]] for step in plan.steps if step.kind == "view")
-        self._has_large_views = any(value.nbytes >= training_memory.MIN_BYTES for value in views)
+        self._has_large_views = any(value.nbytes >= training_memory.MIN_DEDUPLICATED_BYTES for value in views)
 
-    def recorded(self) -> AbstractContextManager[Any]:
+    def record_saved_tensors(self) -> AbstractContextManager[Any]:
         """Return the context of a pass, in which saved tensors are recorded, unless others have hooks on them."""
         self._by_address.clear()
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):
             return nullcontext()
-        return saved_tensors_hooks(self._record, _tensor_of)
+        return saved_tensors_hooks(self._record, _unpack)
 
     def includes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor at this address has been saved."""
@@ -57,15 +57,15 @@ class SavedTensors:
                 saved.tensor = copy
 
     def _record(self, tensor: torch.Tensor) -> Any:
-        if tensor.nbytes < training_memory.MIN_BYTES:
+        if tensor.nbytes < training_memory.MIN_DEDUPLICATED_BYTES:
             return tensor
-        saved = _SavedTensor(tensor)
+        saved = _SavedTensorHolder(tensor)
         self._by_address.setdefault(tensor.data_ptr(), []).append(ref(saved))
         return saved
 
 
-def _tensor_of(saved: Any) -> torch.Tensor:
-    tensor: torch.Tensor = saved.tensor if type(saved) is _SavedTensor else saved
+def _unpack(saved: Any) -> torch.Tensor:
+    tensor: torch.Tensor = saved.tensor if type(saved) is _SavedTensorHolder else saved
     return tensor
 
 

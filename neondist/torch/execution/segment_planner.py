@@ -12,9 +12,9 @@ from ...geometry import DimRequest, Range, Transfer
 from ...halo.fusion import Fusion
 from ...plan.planner import TRAINING_COST_FACTOR, cheapest_ranges
 from ...system.machine import MachineProfile
-from ..exchange.schemes import policy_of
+from ..exchange.schemes import policy_of_module
 from ..ir.graph import Value
-from .block_lowering import AxisRanges, value_ids
+from .block_lowering import AxisRanges, value_ids_in
 from .program_lowering import OperatorRecord, even_layout, ranges_at
 from .recomputed_blocks import nonempty_ranges
 from .segments import OperatorSegment, SegmentSearch
@@ -25,7 +25,7 @@ def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
     segments, starts = search.segments(), set[int]()
     for segment in segments:
         first = next(iter(segment.records.values()))
-        policy = policy_of(first.where.module, search.schemes)
+        policy = policy_of_module(first.where.module, search.schemes)
         profile = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
         if profile is not None:
             starts |= _SegmentPlanner(search, segment, profile).first_operators
@@ -65,7 +65,7 @@ class _SegmentPlanner:
     def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of exchanges and of redundant computation."""
         search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operators)]
-        segment = search.segment_of(self.operators[ends[first] : ends[last + 1]])
+        segment = search.build_segment_of(self.operators[ends[first] : ends[last + 1]])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
         own = ranges_at(layouts, dict(enumerate(self.middle_place)))
         outputs = nonempty_ranges(own, own)
@@ -74,7 +74,7 @@ class _SegmentPlanner:
             for value, ranges in zip(segment.inputs, segment.traced.source_ranges(outputs), strict=True)
             if value in values
         )
-        results = {number: values[value_ids(record.result)[0]] for number, record in segment.records.items()}
+        results = {number: values[value_ids_in(record.result)[0]] for number, record in segment.records.items()}
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
@@ -111,7 +111,7 @@ def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
         value = values[leaf.id]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    least = prod(values[value_ids(record.result)[0]].shape)
+    least = prod(values[value_ids_in(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             record.target(*pytree.tree_map(meta, list(record.args)), **pytree.tree_map(meta, dict(record.kwargs)))

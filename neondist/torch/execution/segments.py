@@ -12,17 +12,17 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from ...halo import ExchangePolicy, scheme_text
 from ...halo.fusion import Fusion
-from ..exchange.schemes import policy_of
+from ..exchange.schemes import policy_of_module
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, axes_of, default_layout, is_box, shape_of
-from .block_lowering import BlockLowering, LiveNorm, TracedPart, pair_values, value_ids
-from .program_lowering import OperatorRecord, Program
+from .block_lowering import BlockLowering, LiveNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .program_lowering import OperatorRecord, RecordedProgram
 
 Strips: TypeAlias = int | Literal["auto"] | None
 MAX_STRIP_BYTES = 1 << 20
 """Most bytes of one sample in a strip of 'auto', over the results of all its operators."""
-SEED_KEY = -1
+SEED_INPUT_NUMBER = -1
 """Stands for the random seed among values of the program."""
 
 
@@ -34,34 +34,36 @@ class SegmentBuilder(BlockLowering):
     has_margin : bool
         Whether it reads the image with the whole margin of a tile.
     numbers : list of int
-        Of the operators.
+        Numbers of the operators.
     local_values : dict of int to Value
         Values of the segment by their number in the program: inputs, and results of operators.
-    depth : dict of int to int
+    window_depth : dict of int to int
         Number of windows of the segment between its inputs and each result.
     program_inputs : dict of int to Value
         Values of the segment by the number of an input in the program.
-    norms : dict of int to Statistics
+    norms : dict of int to LiveNorm
         Live norms by the number of their operator; at most `max_norms`.
     refusal : UnsupportedOperator or None
         Error of the first operator that could not be added.
     """
 
-    def __init__(self, program: Program, axes: frozenset[int], max_norms: float = 0, has_margin: bool = False) -> None:
+    def __init__(
+        self, program: RecordedProgram, axes: frozenset[int], max_norms: float = 0, has_margin: bool = False
+    ) -> None:
         super().__init__(program.mesh.spatial, axes=axes)
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
-        self.numbers, self.local_values, self.depth = list[int](), dict[int, Value](), dict[int, int]()
+        self.numbers, self.local_values, self.window_depth = list[int](), dict[int, Value](), dict[int, int]()
         self.program_inputs, self.norms = dict[int, Value](), dict[int, LiveNorm]()
         self.refusal: UnsupportedOperator | None = None
 
     def is_read_by(self, record: OperatorRecord) -> bool:
         """Return whether an operator reads a result of the segment."""
-        return not self.depth.keys().isdisjoint(record.read_values)
+        return not self.window_depth.keys().isdisjoint(record.read_ids)
 
-    def depth_with(self, record: OperatorRecord) -> int:
-        """Return the depth of an operator's results."""
-        return record.has_windows + max((self.depth.get(value, 0) for value in record.read_values), default=0)
+    def window_depth_with(self, record: OperatorRecord) -> int:
+        """Return the number of windows of the segment up to and including an operator."""
+        return record.has_windows + max((self.window_depth.get(value, 0) for value in record.read_ids), default=0)
 
     def try_add(self, at: int, record: OperatorRecord, inside: bool = True) -> bool:
         """Add an operator if possible; return whether it was added.
@@ -75,16 +77,16 @@ class SegmentBuilder(BlockLowering):
         try:
             result = self._lower_record(record)
             norms = self.live_norms[len(before[2]) :]
-            self.check_operator(record, result, norms)
+            self.refuse_unless_boxes(record, result, norms)
         except UnsupportedOperator as refusal:
             self.program_inputs, self.local_values, self.live_norms, self.seed = before
             self.refusal = self.refusal or refusal
             return False
-        self.local_values.update(pair_values(record.result, result))
+        self.local_values.update(pair_ids_with_values(record.result, result))
         self.norms.update((at, norm) for norm in norms)
         if inside:
-            depth = self.depth_with(record)
-            self.depth.update((value, depth) for value in value_ids(record.result))
+            depth = self.window_depth_with(record)
+            self.window_depth.update((value, depth) for value in value_ids_in(record.result))
             self.numbers.append(at)
         return True
 
@@ -99,12 +101,12 @@ class SegmentBuilder(BlockLowering):
         read = {value.id for part in parts for value in part.inputs}
         return {number: value for number, value in self.program_inputs.items() if value.id in read}
 
-    def check_operator(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
+    def refuse_unless_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
         """Refuse an operator whose results are not boxes of cells around those of its arguments."""
-        boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids(record.result)]
+        boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
         if not (record.is_structural or (record.is_local and boxes and boxes[0] and (norms or all(boxes)))):
             self.refuse()
-        if any((n.x, n.y.id) != (self.local_values[record.read_values[0]], value_ids(result)[0]) for n in norms):
+        if any((n.x, n.y.id) != (self.local_values[record.read_ids[0]], value_ids_in(result)[0]) for n in norms):
             self.refuse()
 
     def _lower_record(self, record: OperatorRecord) -> Any:
@@ -123,7 +125,7 @@ class SegmentBuilder(BlockLowering):
         return self.local_values[value.id]
 
     @property
-    def can_add_norm(self) -> bool:
+    def can_add_live_norm(self) -> bool:
         """Whether another norm may have statistics of the whole image."""
         return len(self.live_norms) < self.max_norms
 
@@ -132,7 +134,7 @@ class SegmentBuilder(BlockLowering):
         new = self.seed is None
         key = super().random_key()
         if new:
-            self.program_inputs[SEED_KEY] = key[0]
+            self.program_inputs[SEED_INPUT_NUMBER] = key[0]
         return key
 
 
@@ -152,10 +154,10 @@ class OperatorSegment:
         Values of `traced` by their number in the program.
     traced : TracedPart
         Its outputs are the partitioned outputs, then the inputs and results of norms.
-    norms : dict of int to Statistics
+    norms : dict of int to LiveNorm
         Live norms by the number of their operator.
     rows : int
-        Of a strip; 0: the whole tile at once.
+        Rows of a strip; 0: the whole tile at once.
     has_margin : bool
         Whether it reads the image with the whole margin of a tile.
     """
@@ -185,9 +187,9 @@ class SegmentSearch:
 
     Parameters
     ----------
-    program, layouts, gather_at : see Program
+    program, layouts, gather_at : see RecordedProgram
     mesh : Mesh
-        Of the ranks.
+        Mesh of the ranks.
     schemes : dict of path to ExchangePolicy
         A window with a fusing scheme joins the segment of the windows before it.
     strips : int or 'auto', optional
@@ -195,7 +197,7 @@ class SegmentSearch:
 
     Attributes
     ----------
-    program : Program
+    program : RecordedProgram
     """
 
     def __init__(
@@ -212,19 +214,19 @@ class SegmentSearch:
         if strips is not None and mesh.parts[1] == 1:  # so that rules show the dependences between rows
             mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
             layouts = [default_layout(shape_of(layout), mesh) for layout in layouts]
-        self.program = Program(program, mesh, layouts, gather_at)
+        self.program = RecordedProgram(program, mesh, layouts, gather_at)
 
     def segments(self, starts: Collection[int] = ()) -> list[OperatorSegment]:
         """Return the segments; operators with numbers in `starts` begin a new one."""
         builders, builder, policy = list[SegmentBuilder](), None, None
         for number, record in enumerate(self.program.records):
-            own_policy = policy_of(record.where.module, self.schemes)
+            own_policy = policy_of_module(record.where.module, self.schemes)
             has_margin = self._must_read_margin(own_policy)
-            begins = record.has_windows or (has_margin and any(v in self.program.image_ids for v in record.read_values))
+            begins = record.has_windows or (has_margin and any(v in self.program.image_ids for v in record.read_ids))
             longest = self._max_windows(own_policy) if begins else inf
             if builder is not None and (begins or builder.is_read_by(record)):
-                mergeable = not begins or _can_merge(own_policy, policy)
-                fits = mergeable and number not in starts and builder.depth_with(record) <= longest
+                mergeable = not begins or _can_share_segment(own_policy, policy)
+                fits = mergeable and number not in starts and builder.window_depth_with(record) <= longest
                 if fits and builder.try_add(number, record):
                     continue
                 if not (builder.is_read_by(record) or record.has_windows):
@@ -236,7 +238,7 @@ class SegmentSearch:
                     builders.append(builder)
                 else:
                     builder = None
-        deep = (each for each in builders if max(each.depth.values()) > (self.strips is None and not each.has_margin))
+        deep = (b for b in builders if max(b.window_depth.values()) > (self.strips is None and not b.has_margin))
         segments = map(self._build_segment, deep)
         results = [segment for segment in segments if segment.outputs]  # others compute values that are never read
         self._check_margin_schemes(results)
@@ -244,13 +246,13 @@ class SegmentSearch:
 
     def _must_read_margin(self, policy: ExchangePolicy | None) -> bool:
         """Return whether windows of a scheme must be computed from the image alone."""
-        return self._has_neighbours and isinstance(policy, Fusion) and policy.reads_wide
+        return self._has_neighbours and isinstance(policy, Fusion) and policy.reads_extended_tile
 
     def _check_margin_schemes(self, segments: Sequence[OperatorSegment]) -> None:
         """Raise ConfigError for a window that needs an exchange although its scheme exchanges nothing."""
-        alone = {number for each in segments if each.has_margin and self._only_images(each) for number in each.records}
+        alone = {number for s in segments if s.has_margin and self._reads_only_images(s) for number in s.records}
         for number, record in enumerate(self.program.records):
-            policy = policy_of(record.where.module, self.schemes)
+            policy = policy_of_module(record.where.module, self.schemes)
             if record.has_windows and number not in alone and self._must_read_margin(policy):
                 assert isinstance(policy, Fusion)
                 where = record.where
@@ -262,14 +264,14 @@ class SegmentSearch:
                     " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)
                 )
 
-    def _only_images(self, segment: OperatorSegment) -> bool:
+    def _reads_only_images(self, segment: OperatorSegment) -> bool:
         values, images = self.program.values, self.program.image_ids
         others = (values[value] for value in segment.inputs if value in values and value not in images)
         return not any(axes_of(value.layout) - {0} for value in others)
 
-    def segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
+    def build_segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
         """Return the segment of operators that can all be in one."""
-        policy = policy_of(self.program.records[numbers[0]].where.module, self.schemes)
+        policy = policy_of_module(self.program.records[numbers[0]].where.module, self.schemes)
         builder = self._new_builder(policy)
         for number in numbers:
             record = self.program.records[number]
@@ -290,7 +292,7 @@ class SegmentSearch:
         return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums else 0, has_margin)
 
     def _build_segment(self, builder: SegmentBuilder) -> OperatorSegment:
-        outputs, local_values = self.program.outputs(builder.depth, builder.numbers), builder.local_values
+        outputs, local_values = self.program.outputs(builder.window_depth, builder.numbers), builder.local_values
         boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
         ends = [local_values[value] for value in boxes]
         for norm in builder.norms.values():  # its statistics may be read though its results are not
@@ -304,12 +306,12 @@ class SegmentSearch:
         if self.strips != "auto":
             return self.strips or 0
         rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)
-        values = [self.program.values[value] for value in builder.depth]
+        values = [self.program.values[value] for value in builder.window_depth]
         numbers = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._sample_count
         return max(1, min(rows, MAX_STRIP_BYTES * rows // max(1, numbers)))
 
 
-def _can_merge(a: ExchangePolicy | None, b: ExchangePolicy | None) -> bool:
+def _can_share_segment(a: ExchangePolicy | None, b: ExchangePolicy | None) -> bool:
     """Return whether windows of two schemes can be in one segment."""
     if a is None or b is None:
         return a is b

@@ -18,7 +18,7 @@ from .runner import Runner
 
 
 def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
-    """Mark a tensor that no model has returned with the layout of the whole tensor."""
+    """Assign the whole tensor's layout to a tensor that no model returned."""
     tensor.neondist_layout = layout  # type: ignore[attr-defined]
 
 
@@ -40,15 +40,15 @@ class Tiling:
         self.comm = comm
         self.set_input_shapes(shapes)
         # layouts of the tensors returned to the user, by id as long as they live
-        self._layouts: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
-        self._gathers: dict[tuple[Layout, torch.dtype], Runner] = {}
+        self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
+        self._gather_runners: dict[tuple[Layout, torch.dtype], Runner] = {}
 
     def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
-        """Partition inputs of other global shapes from now on."""
+        """Set the global shapes of the inputs to partition from now on."""
         self.input_layouts = [default_layout(shape, self.comm.mesh) for shape in shapes]
 
     def global_shape(self, tile: Any) -> tuple[int, ...] | None:
-        """Return the global shape of a tensor from this rank's part; None: unknown."""
+        """Return the global shape of a tensor from this rank's part, or None if it is unknown."""
         if not isinstance(tile, torch.Tensor):
             return None
         layout = self.layout_of(tile)
@@ -58,7 +58,7 @@ class Tiling:
 
     def remember_layout(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember the layout of a tensor as long as it lives."""
-        key, layouts = id(tensor), self._layouts
+        key, layouts = id(tensor), self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
 
     def unmarked(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -67,35 +67,35 @@ class Tiling:
 
     def layout_of(self, tensor: torch.Tensor) -> Layout | None:
         """Return the layout of a tensor, if it was returned to the user."""
-        reference, layout = self._layouts.get(id(tensor), (None, None))
+        reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
 
-    def local_part(self, image: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
-        """Return this rank's part of a tensor replicated on every rank, or the larger ranges given for each axis."""
-        if tuple(image.shape) != shape_of(layout):
+    def local_part(self, whole: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
+        """Return this rank's part of a replicated tensor or, if `ranges` is given, the larger range along each axis."""
+        if tuple(whole.shape) != shape_of(layout):
             raise ShapeError(
-                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(image.shape)}"
+                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(whole.shape)}"
             )
         if ranges:
             for dim, (lo, hi) in place_ranges(ranges, self.comm.place).items():
-                image = image.narrow(dim, lo, hi - lo)
-            return image.clone(memory_format=torch.preserve_format)
+                whole = whole.narrow(dim, lo, hi - lo)
+            return whole.clone(memory_format=torch.preserve_format)
         if not axes_of(layout):
-            part = image.clone(memory_format=torch.preserve_format)
+            part = whole.clone(memory_format=torch.preserve_format)
         else:
             atoms = [atom for dim in layout for atom in dim]
             if len(atoms) != len(layout):
-                image = image.reshape([atom.extent for atom in atoms])
+                whole = whole.reshape([atom.extent for atom in atoms])
             for dim, atom in enumerate(atoms):
                 lo, hi = atom.range(self.comm.place)
-                image = image.narrow(dim, lo, hi - lo)
+                whole = whole.narrow(dim, lo, hi - lo)
             shape = local_shape(layout, self.comm.place)
-            part = image.clone(memory_format=torch.preserve_format).reshape(shape)
+            part = whole.clone(memory_format=torch.preserve_format).reshape(shape)
         self.remember_layout(part, layout)
         return part
 
-    def target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
-        """Return the layout of a target: that of an output with its spatial extents, else along the batch only."""
+    def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
+        """Return the layout of an output with the target's spatial extents, if any, else one partitioned by batch."""
         mesh, layouts = self.comm.mesh, self._known_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):
@@ -120,7 +120,7 @@ class Tiling:
         outputs: Callable[[], Sequence[Layout]],
         first_target: int | None = None,
     ) -> list[Layout]:
-        """Return the layouts of tensors, from this rank's parts; collective.
+        """Return the layouts of tensors, from this rank's parts. Collective.
 
         Tensors derived by the user, such as y.squeeze(1), are recognised by their local shapes on all ranks.
 
@@ -157,7 +157,7 @@ class Tiling:
     def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
         return [*outputs, *self.input_layouts]  # a criterion may resize an output to the extents of the image
 
-    def _candidates(self, tensor: torch.Tensor, layouts: Sequence[Layout], target: bool) -> list[Layout]:
+    def _candidates(self, tensor: torch.Tensor, layouts: Sequence[Layout], is_target: bool) -> list[Layout]:
         mesh = self.comm.mesh
         images = [layout for layout in layouts if len(layout) == mesh.spatial + 2]
         cells = [layout[:1] + layout[2:] for layout in images]
@@ -165,30 +165,30 @@ class Tiling:
         batch = [layout[:1] for layout in layouts]
         own = replicated(tensor.shape[1:])
         vectors = [(layout[0], *own) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial]
-        if target:
+        if is_target:
             return [*cells, *channels, *batch, *layouts, *vectors]
         return [*layouts, *channels, *cells, *batch, *vectors]
 
-    def gathered(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
-        """Gather a whole tensor from the ranks' parts; collective.
+    def gather(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
+        """Gather a whole tensor from the ranks' parts. Collective.
 
         The result has a gradient only with `differentiable`.
         """
         if not axes_of(layout):
             return tile if differentiable else tile.detach().clone()
         key = layout, tile.dtype
-        if key not in self._gathers:
-            self._gathers[key] = self._plan_gather(*key)
+        if key not in self._gather_runners:
+            self._gather_runners[key] = self._plan_gather(*key)
         if differentiable:
-            return self._gathers[key]([tile], {}, {})[0]
+            return self._gather_runners[key]([tile], {}, {})[0]
         with torch.no_grad():
-            return self._gathers[key]([tile.detach()], {}, {})[0]
+            return self._gather_runners[key]([tile.detach()], {}, {})[0]
 
     def _plan_gather(self, layout: Layout, dtype: torch.dtype) -> Runner:
         mesh, rank = self.comm.mesh, self.comm.grid.rank
         builder = PlanBuilder(mesh, rank)
         builder.where = OperatorPosition("gather", "", "")
         value = builder.new_input(layout, dtype)
-        whole_value = builder.gathered(value)
+        whole_value = builder.gather(value)
         plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [whole_value.id], {})
         return Runner(self.comm, plan)

@@ -29,33 +29,33 @@ from ..ir.layout import Layout, Mesh, is_box, replicated
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from ..lowering.training_memory import TrainingMemory
-from .block_lowering import LiveNorm, TracedPart, pair_values, value_ids
-from .fused_lowering import FusedLowering, deferred_results
-from .program_lowering import OperatorRecord, Program, even_layout
+from .block_lowering import LiveNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .fused_lowering import FusedLowering, results_with_placeholders
+from .program_lowering import OperatorRecord, RecordedProgram, even_layout
 from .recomputed_blocks import BlockMoments, RecomputedBlocks
-from .segments import SEED_KEY, OperatorSegment, SegmentBuilder
+from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder
 
-WEIGHT_COPIES = 4
-"""of weights: values, gradients and optimiser state"""
-TRUNK_STEP = "blocks"
+COPIES_OF_WEIGHTS_IN_TRAINING = 4
+"""Copies of the weights in training: values, gradients and optimiser state of two arrays."""
+TRUNK_STEP_NAME = "blocks"
 """Name of the trunk's step."""
 
 
 class _TrunkBuilder(SegmentBuilder):
     """Trunk under construction: a segment that begins at the image; its blocks also separate samples."""
 
-    def __init__(self, program: Program, max_norms: int) -> None:
+    def __init__(self, program: RecordedProgram, max_norms: int) -> None:
         super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
         (image,) = program.image_ids
-        self.initial_values, self.depth[image] = {*program.initial_values}, 0
+        self.initial_values, self.window_depth[image] = {*program.initial_values}, 0
         value = program.values[image]
         self.local_values[image] = self.add_input(image, value, self.mesh.image_layout(value.shape))
 
-    def can_read(self, record: OperatorRecord) -> bool:
+    def can_read_inputs_of(self, record: OperatorRecord) -> bool:
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
-        return all(value in self.local_values or value in self.initial_values for value in record.read_values)
+        return all(value in self.local_values or value in self.initial_values for value in record.read_ids)
 
-    def check_operator(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
+    def refuse_unless_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
         """Accept all operators: only outputs must be boxes."""
 
 
@@ -69,31 +69,31 @@ class Trunk(OperatorSegment):
         For each live norm, the computation of its input from the statistics of the previous ones.
     refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
-    program : Program
+    program : RecordedProgram
     """
 
     norm_sweeps: Sequence[TracedPart]
     refusal: UnsupportedOperator | None
-    program: Program
+    program: RecordedProgram
 
     @classmethod
-    def find(cls, program: Program, max_norms: int = 0) -> Trunk:
+    def find(cls, program: RecordedProgram, max_norms: int = 0) -> Trunk:
         """Return the trunk of a program, with at most `max_norms` live norms."""
         outside = set[int]()
         while True:
             builder = _TrunkBuilder(program, max_norms)
             for number, record in enumerate(program.records):
-                if number not in outside and builder.can_read(record):
+                if number not in outside and builder.can_read_inputs_of(record):
                     builder.try_add(number, record, inside=builder.is_read_by(record))
             records = {at: program.records[at] for at in builder.numbers}
-            moments = {value for at in builder.norms for value in value_ids(records[at].result)[1:]}
-            results = builder.depth.keys() - moments - builder.initial_values
+            moments = {value for at in builder.norms for value in value_ids_in(records[at].result)[1:]}
+            results = builder.window_depth.keys() - moments - builder.initial_values
             outputs = program.outputs(sorted(results), records)
             ends = [builder.local_values[value] for value in outputs]
             odd = {value for value, end in zip(outputs, ends, strict=True) if not is_box(end.layout, builder.mesh.axes)}
             if not odd:
                 break
-            outside.update(at for at, record in records.items() if not odd.isdisjoint(value_ids(record.result)))
+            outside.update(at for at, record in records.items() if not odd.isdisjoint(value_ids_in(record.result)))
         inputs, parts = [*builder.program_inputs.values()], list[TracedPart]()
         for norm in builder.norms.values():
             parts.append(TracedPart(builder, inputs, [norm.x]))
@@ -113,21 +113,21 @@ class TrunkLowering(FusedLowering):
 
     Parameters
     ----------
-    parts : tuple of int
+    block_counts : tuple of int
         Number of blocks of this rank's tiles along each axis of the mesh.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, block_counts: Sequence[int]) -> None:
         super().__init__(mesh, rank, [trunk], trunk.program.image_ids)
-        self.computes_in_parts, self.trunk, self.parts = True, trunk, tuple(parts)
+        self.computes_in_parts, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
         self.blocks: RecomputedBlocks | None = None
-        self.tiles: list[Value] = []
+        self.output_tiles: list[Value] = []
         self._norm_moments: dict[int, tuple[Value, Value]] = {}  # by the id of the normalised value's placeholder
 
     @property
     def group_description(self) -> str:  # type: ignore[override]
         """Description of the part computed block by block."""
-        text = f"memory: {' x '.join(map(str, self.parts))} blocks per rank (samples x space)"
+        text = f"memory: {' x '.join(map(str, self.block_counts))} blocks per rank (samples x space)"
         if self.trunk.norms:
             text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms,"
         if self.trunk.refusal is not None:
@@ -146,8 +146,8 @@ class TrunkLowering(FusedLowering):
             x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
             self._norm_moments[x.id] = self._moments[norm.mean.id], self._moments[norm.variance.id]
             _, *moved = self.lower_by_rule(target, (x, *args[1:]), kwargs)
-            self.program_values.update(pair_values(record.result[1:], moved))
-        return deferred_results(record)
+            self.program_values.update(pair_ids_with_values(record.result[1:], moved))
+        return results_with_placeholders(record)
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
@@ -160,23 +160,23 @@ class TrunkLowering(FusedLowering):
     def add_segment_steps(self, segment: OperatorSegment) -> None:
         """Add the steps of the trunk."""
         trunk, where, draws = self.trunk, self.where, self.draw_number
-        self.where = OperatorPosition(TRUNK_STEP, "", "")
+        self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
         self.program_values.update(zip(trunk.program.initial_values, self.input_values, strict=True))
-        if SEED_KEY in trunk.inputs:
-            self.program_values[SEED_KEY], _ = self.random_key()
+        if SEED_INPUT_NUMBER in trunk.inputs:
+            self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
         views, first = self.input_views(trunk)
         for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
-            self.where = OperatorPosition(TRUNK_STEP, "", "")
-            sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.parts, first)
+            self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
+            sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, first)
             (rows,) = self.add_block_step(sums, views, [replicated(sums.shape)])
             rows.axes = self.mesh.axes
             self.where = OperatorPosition("statistics", "", "")
-            views[norm.mean.id] = mean = self._add_mean(sums.summed_means, [rows], norm)
-            views[norm.variance.id] = self._add_mean(sums.summed_squares, [rows, mean], norm)
-        self.where, self._moments = OperatorPosition(TRUNK_STEP, "", ""), views
-        self.blocks = RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.parts, first)
-        self.tiles = self.add_block_step(self.blocks, views)
-        self.program_values.update(zip(trunk.outputs, self.tiles, strict=True))
+            views[norm.mean.id] = mean = self._add_mean(sums.sum_of_means, [rows], norm)
+            views[norm.variance.id] = self._add_mean(sums.sum_of_squares, [rows, mean], norm)
+        self.where, self._moments = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
+        self.blocks = RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, first)
+        self.output_tiles = self.add_block_step(self.blocks, views)
+        self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
         self.where, self.draw_number = where, draws
 
     def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: LiveNorm) -> Value:
@@ -194,7 +194,7 @@ def create_trunk_lowering(
     memory: int,
     module: nn.Module,
 ) -> TrunkLowering | None:
-    """Return a block-wise lowering with which a pass fits in a rank's memory; None: blocks are not needed.
+    """Return a block-wise lowering with which a pass fits in a rank's memory, or None if it is not needed.
 
     The first rank, whose tiles are the largest, decides for all ranks.
 
@@ -203,7 +203,7 @@ def create_trunk_lowering(
     UserError
         A pass does not fit in memory; names the operator that ends the trunk.
     """
-    weights = WEIGHT_COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     limit, trained = (
         memory - weights,
         [name for name, parameter in module.named_parameters() if parameter.requires_grad],
@@ -212,7 +212,7 @@ def create_trunk_lowering(
     def peak_of(plan: TorchPlan) -> Callable[[], int]:
         return partial(TrainingMemory(plan, trained).peak, 0) if module.training else lambda: plan.peak()[0]
 
-    searched = Program(program, mesh, layouts, gather_at)
+    searched = RecordedProgram(program, mesh, layouts, gather_at)
     needed = peak_of(searched.plan)()
     if needed <= limit:
         return None
@@ -243,12 +243,12 @@ def _divide_to_fit(
 ) -> tuple[int, list[int]]:
     """Divide a lowered trunk until a pass fits in `limit` bytes or its peak no longer falls; return peak and parts."""
     assert lowering.blocks is not None
-    extents, parts = lowering.blocks.max_extents(), list(lowering.parts)
+    extents, parts = lowering.blocks.max_own_extents(), list(lowering.block_counts)
     parts[0], previous = extents[0], None
     while True:
         for step in plan.steps:
             if step.blocks is not None:
-                step.blocks.parts = tuple(parts)
+                step.blocks.block_counts = tuple(parts)
         needed, longest = peak(), max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
         if needed <= limit or extents[longest] == parts[longest] or (previous is not None and needed >= previous):
             return needed, parts

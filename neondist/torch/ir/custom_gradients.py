@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from .errors import NotRecorded, definition_site
+from .errors import CaptureError, definition_site
 from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 
 FUNCTION_OPERATOR = "neondist.function.default"
@@ -148,14 +148,14 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
     """Refuse operations of a forward that are not recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        applies = func not in _DATA_ACCESS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
-        if func in _UNRECORDED and applies:
-            raise NotRecorded(f"{_UNRECORDED[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
+        applies = func not in _DATA_ACCESSORS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
+        if func in _UNRECORDED_NAMES and applies:
+            raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
 _TENSOR_DATA: Any = torch.Tensor.data
-_UNRECORDED: dict[Any, str] = {
+_UNRECORDED_NAMES: dict[Any, str] = {
     _TENSOR_DATA.__get__: "Tensor.data",
     _TENSOR_DATA.__set__: "Tensor.data",
     torch.Tensor.register_hook: "Tensor.register_hook",
@@ -163,7 +163,7 @@ _UNRECORDED: dict[Any, str] = {
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
-_DATA_ACCESS = (_TENSOR_DATA.__get__, _TENSOR_DATA.__set__)
+_DATA_ACCESSORS = (_TENSOR_DATA.__get__, _TENSOR_DATA.__set__)
 _REMEDIES = {_TENSOR_DATA.__get__: "; use .detach() instead"}
 
 
@@ -186,7 +186,7 @@ def record_functions() -> Iterator[list[FunctionCall]]:
 
 
 def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
-    """Return a method as declared by a class or its bases, bound to `owner`; default: the class."""
+    """Return a method as declared by a class or its bases, bound to `owner`, by default the class."""
     return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
@@ -237,7 +237,7 @@ torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Te
 
 
 @torch.library.register_fake("neondist::function")
-def _infer_results(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _fake_results(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     calls = _RECORDED_CALLS.get()
     assert calls is not None, "the operator runs only while a module is captured"
     before = [tensor._version for tensor in tensors]

@@ -36,7 +36,7 @@ class UnsupportedOperator(UserError):
         )
 
 
-class NotRecorded(Exception):
+class CaptureError(Exception):
     """Behaviour of a module that its captured program would not reproduce.
 
     Parameters

@@ -13,16 +13,16 @@ GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 """Operator that runs a subgraph with or without gradients."""
 RUNNING_STATS = "running_mean", "running_var"
 """Statistics that operators update in training, which their schemas do not declare."""
-_RETURNS_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+_OPS_RETURNING_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Operators whose rules return the statistics after the result."""
 _OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
 """Operators with such writes, which rules or decompositions return as results."""
-_TRAINING_FLAGS = "training", "train", "use_input_stats"
+_TRAINING_ARGUMENTS = "training", "train", "use_input_stats"
 _PURE_WORDS = "backward", "functional", "no_training", "no_update"
 
 
-def can_replace_writes(graph: Any, buffers: Collection[str] = ()) -> bool:
-    """Return whether the results of operators can replace all writes; store out-of-place variants in `node.meta`.
+def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bool:
+    """Store out-of-place variants of operators in `node.meta`; return whether they can replace all writes.
 
     This holds if no alias of the memory is read later and only buffers outlive the program. Otherwise PyTorch's
     functionalisation is needed, which traces the whole module again.
@@ -45,7 +45,7 @@ def can_replace_writes(graph: Any, buffers: Collection[str] = ()) -> bool:
     variants: dict[Any, Any] = {}
     for node in operators:
         if written_values(node):
-            variants[node] = node.target if node.target in _RETURNS_STATISTICS else _out_of_place_variant(node)
+            variants[node] = node.target if node.target in _OPS_RETURNING_STATISTICS else _out_of_place_variant(node)
         for target in written_values(node):
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
@@ -75,7 +75,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
     if set(RUNNING_STATS) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE_WORDS):
-        trains = all(values.get(name, True) for name in names if name in _TRAINING_FLAGS)
+        trains = all(values.get(name, True) for name in names if name in _TRAINING_ARGUMENTS)
         written += [name for name in RUNNING_STATS if trains and values.get(name) is not None]
     return [values.get(name) for name in written]
 

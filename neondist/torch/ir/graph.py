@@ -19,7 +19,7 @@ from .layout import Layout, Mesh, Shape, layout_of_block, local_shape, shape_of
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
-ACCUMULATION_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+ACCUMULATION_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Accumulation dtype of low-precision sums over ranks."""
 FRESH_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
@@ -28,7 +28,7 @@ FRESH_OPS = {
     "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", "aten.batch_norm.default",
 }  # fmt: skip
 """Operators that return new memory and do not need their results for the backward pass."""
-IN_PLACE_OPS: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
+IN_PLACE_VARIANTS: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
 """Operators that may overwrite their inputs with their results if the inputs have no other reader."""
 UNSHARED_GRADIENT_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
@@ -110,7 +110,7 @@ class Value:
 class BlockComputation(Protocol):
     """Block-wise computation of a step, which is repeated in the backward pass."""
 
-    parts: tuple[int, ...]
+    block_counts: tuple[int, ...]
 
     def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
         """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
@@ -128,7 +128,7 @@ class Step:
 
     Attributes
     ----------
-    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of PASS_THROUGH
+    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of IDENTITY_KINDS
     name : str
         The module's path and the operator.
     inputs, outputs : values, by id
@@ -142,7 +142,7 @@ class Step:
         Whether it is a view for sliding windows, a range along each axis, which may have a border scheme.
     scheme : ExchangePolicy or None
         Border scheme for cells of other tiles; None: exact exchange.
-    owns_gradient : bool
+    has_unshared_gradient : bool
         Of a view: whether the memory of its output's gradient is not shared.
     blocks : BlockComputation or None
         `run`, if it computes the step block by block.
@@ -159,11 +159,11 @@ class Step:
     axes: frozenset[int] = frozenset()
     counts_gradient: bool = True
     kind_args: Any = None
-    freed: tuple[int, ...] = field(default=())
+    freed_ids: tuple[int, ...] = field(default=())
     op_name: str = ""
     is_window_view: bool = False
     scheme: ExchangePolicy | None = None
-    owns_gradient: bool = False
+    has_unshared_gradient: bool = False
     bind_to_place: Callable[[Place], Callable[..., Any]] | None = None
     blocks: BlockComputation | None = None
 
@@ -211,9 +211,9 @@ class TorchGraph:
         seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         for step in reversed(self.steps):
             last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
-            step.freed = tuple(dict.fromkeys(last))
+            step.freed_ids = tuple(dict.fromkeys(last))
             seen.update(last)
-        self._reuse_memory()
+        self._overwrite_unread_values()
 
     def segments(self) -> list[Segment]:
         """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
@@ -227,25 +227,25 @@ class TorchGraph:
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
                 live[at] += total if self._may_be_overwritten(value, last) else 1
-        return self._split_at(recompute_cuts(live))
+        return self._split_into_segments(recompute_cuts(live))
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Merge consecutive local steps into single compiled ones."""
         is_barrier = [step.kind != "local" or step.kind_args is not None for step in self.steps]
         edges = (at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1])
         compiled = []
-        for segment in self._split_at([0, *edges, len(is_barrier)]):
+        for segment in self._split_into_segments([0, *edges, len(is_barrier)]):
             steps, inputs, outputs = segment
             if len(steps) > 1:
-                freed = {value for step in steps for value in step.freed}
+                freed = {value for step in steps for value in step.freed_ids}
                 free = tuple(value for value in (*inputs, *outputs) if value in freed)
                 steps = [
-                    replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.function()), freed=free)
+                    replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.function()), freed_ids=free)
                 ]
             compiled += steps
         self.steps = compiled
 
-    def _split_at(self, cuts: Sequence[int]) -> list[Segment]:
+    def _split_into_segments(self, cuts: Sequence[int]) -> list[Segment]:
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
         for value in (*self.outputs, *self.mutated_buffers.values()):
             last[value] = len(self.steps)
@@ -261,21 +261,21 @@ class TorchGraph:
     def _may_be_overwritten(self, value: int, last: Mapping[int, int]) -> bool:
         """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
         at = last.get(value, len(self.steps))
-        return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_OPS
+        return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
 
-    def _reuse_memory(self) -> None:
+    def _overwrite_unread_values(self) -> None:
         """Make steps and gradients of views overwrite values without other readers."""
         readers = Counter(value for step in self.steps for value in step.inputs)
         owned = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
         fresh = {step.outputs[0] for step in self.steps if step.op_name in FRESH_OPS and step.kind in ("local", "norm")}
         for at, step in enumerate(self.steps):
-            if step.op_name in IN_PLACE_OPS and step.kind == "local" and step.kind_args is None:
+            if step.op_name in IN_PLACE_VARIANTS and step.kind == "local" and step.kind_args is None:
                 (value,) = step.inputs
-                if value in fresh and readers[value] == 1 and value in step.freed:
-                    self.steps[at] = replace(step, run=IN_PLACE_OPS[step.op_name])
+                if value in fresh and readers[value] == 1 and value in step.freed_ids:
+                    self.steps[at] = replace(step, run=IN_PLACE_VARIANTS[step.op_name])
             elif step.kind == "view":
                 (value,) = step.outputs
-                step.owns_gradient = value in owned and readers[value] == 1 and value not in self.outputs
+                step.has_unshared_gradient = value in owned and readers[value] == 1 and value not in self.outputs
 
 
 class Segment(NamedTuple):

@@ -154,14 +154,14 @@ class Unaligned(Exception):
 
     Attributes
     ----------
-    multiple : int
+    required_multiple : int
         Every bound of the atom must be a multiple of it; 0: no partition is possible.
     atom : Atom
     """
 
-    def __init__(self, atom: Atom, multiple: int = 0) -> None:
-        super().__init__(atom, multiple)
-        self.atom, self.multiple = atom, multiple
+    def __init__(self, atom: Atom, required_multiple: int = 0) -> None:
+        super().__init__(atom, required_multiple)
+        self.atom, self.required_multiple = atom, required_multiple
 
 
 def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:

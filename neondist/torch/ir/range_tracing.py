@@ -21,7 +21,7 @@ class Dependence(NamedTuple):
     first_cut: int
     view_id: int
     reach: Reach
-    source: Atom
+    source_atom: Atom
 
 
 def trace_ranges(dependences: Sequence[Dependence], outputs: CutRanges) -> CutRanges:
@@ -33,14 +33,14 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: CutRanges) -> CutRa
         An atom of merged dimensions is a multiple of its cut, so that reshaping needs no dependence.
     """
     needed = dict(outputs)
-    for first_cut, _, reach, source in reversed(dependences):
+    for first_cut, _, reach, source_atom in reversed(dependences):
         assert reach.out_atom.origin is not None
         cut, factor = reach.out_atom.origin
         lo, hi = (at * factor for at in needed.get(cut, (0, 0)))
         if cut < first_cut:  # the cut of another argument, which earlier calls may need more of
             lo, hi = 0, reach.out_atom.extent
-        for indices in reach.view(lo, hi, source.extent).ranges:
-            extend_cut(needed, source, *indices)
+        for indices in reach.view(lo, hi, source_atom.extent).ranges:
+            extend_cut(needed, source_atom, *indices)
     return needed
 
 

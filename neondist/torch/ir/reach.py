@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...geometry import Atom, Cells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
 
-SAME_INDEX = Window.of_one(1)
+SAME_INDEX_WINDOW = Window.for_pointwise(1)
 """Window of results that depend on the same index, or on all indices if they are whole."""
 
 
@@ -19,12 +19,12 @@ class DimView(NamedTuple):
     ----------
     ranges : of indices
         Without padding, they begin and end with indices that results depend on.
-    used : the indices that results depend on
+    used_cells : the indices that results depend on
     pads : numbers of indices before and after the tensor
     """
 
     ranges: tuple[Range, ...]
-    used: Cells
+    used_cells: Cells
     pads: Range
 
 
@@ -42,14 +42,14 @@ class Reach(NamedTuple):
     """
 
     out_atom: Atom
-    window: Window = SAME_INDEX
+    window: Window = SAME_INDEX_WINDOW
     with_padding: bool = False
 
     def view(self, lo: int, hi: int, n: int) -> DimView:
         """Return the view of n indices for the results [lo, hi)."""
         if lo >= hi:
             return DimView(((0, 0),), (), (0, 0))
-        if self.window is SAME_INDEX:
+        if self.window is SAME_INDEX_WINDOW:
             return DimView(((lo, hi),), (range(lo, hi),), (0, 0))
         cells, (mode, *_) = self.window.used_cells(lo, hi), self.window.modes
         if mode != "zeros":
@@ -78,7 +78,7 @@ def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Se
     ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out_atom.ranges), strict=True)
     if reach.is_whole(source):
         ranges = (((0, n),),)
-    if reach.window is SAME_INDEX or all(map(_fills_ranges, ranges, used)):
+    if reach.window is SAME_INDEX_WINDOW or all(map(_fills_ranges, ranges, used)):
         return DimRequest(dim, source, axis, ranges), pads
     places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
     return DimRequest(dim, source, axis, ranges, tuple(places)), pads

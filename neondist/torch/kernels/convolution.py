@@ -20,16 +20,16 @@ from ...backends.compiled_conv import CompiledConvolution
 from ...backends.gomp import gomp_parallel_address
 from ...backends.rows import VECTOR_BYTES
 from ...backends.windows import output_extent
-from ..exchange.channel import CHANNELS_LAST, memory_format_of
+from ..exchange.channel import CHANNELS_LAST_BY_NDIM, memory_format_of
 from ..ir.graph import is_eager_cpu_float
 from ..ir.once_differentiable import once_differentiable
 from . import volumes, winograd
 
 Ints = Sequence[int]
-_FALLBACKS: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
+_FALLBACK_BY_NDIM: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
 _MIN_OUTPUTS = 256  # least number of outputs for a gain
 _MAX_WEIGHTS_PER_OUTPUT = 1000  # most weights per output: they are reordered each time
-_MAX_DEPTHWISE_CELLS = 512  # most cells of a depthwise window
+_MAX_DEPTHWISE_WINDOW = 512  # most cells of a depthwise window
 
 
 def conv(
@@ -49,7 +49,7 @@ def conv(
     # with channels last, oneDNN is slower and copies weights
     if memory_format_of(x) != torch.contiguous_format and _is_supported(x, weight):
         x = x.contiguous()
-    result: torch.Tensor = _FALLBACKS[weight.dim() - 2](x, weight, bias, *options)
+    result: torch.Tensor = _FALLBACK_BY_NDIM[weight.dim() - 2](x, weight, bias, *options)
     return result
 
 
@@ -66,7 +66,7 @@ def _should_use_compiled(
         return False
     if groups > 1:
         return (
-            hasattr(compiled, "depthwise") and inner == 1 and groups == outer and prod(kernel) <= _MAX_DEPTHWISE_CELLS
+            hasattr(compiled, "depthwise") and inner == 1 and groups == outer and prod(kernel) <= _MAX_DEPTHWISE_WINDOW
         )
     return hasattr(compiled, "weights") and max(dilation) == 1 < inner
 
@@ -76,11 +76,11 @@ def _is_matrix_product(
 ) -> bool:
     """Return whether the convolution is a product of two matrices: windows of one cell over channels-last memory."""
     pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
-    return pointwise and _is_supported(x, weight) and memory_format_of(x) == CHANNELS_LAST.get(x.dim())
+    return pointwise and _is_supported(x, weight) and memory_format_of(x) == CHANNELS_LAST_BY_NDIM.get(x.dim())
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.dim() in CHANNELS_LAST and x.numel() > 0 and is_eager_cpu_float(x, weight)
+    return x.dim() in CHANNELS_LAST_BY_NDIM and x.numel() > 0 and is_eager_cpu_float(x, weight)
 
 
 class _Convolution(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(cells, weight)
         ctx.options = stride, padding, dilation, groups
         out = output_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
-        y = torch.empty((len(x), weight.shape[0], *out), dtype=x.dtype, memory_format=CHANNELS_LAST[x.dim()])
+        y = torch.empty((len(x), weight.shape[0], *out), dtype=x.dtype, memory_format=CHANNELS_LAST_BY_NDIM[x.dim()])
         results = y.movedim(1, -1)
         if prod(weight.shape[2:]) == 1:
             factors, into = (_as_matrix(cells), weight.flatten(1).t()), _as_matrix(results)
@@ -156,7 +156,7 @@ def _channels_last(weight: torch.Tensor) -> np.ndarray:
 
 @cache
 def _compiled_kernels() -> Any:
-    """Return the compiled kernels; None: not available for this CPU, or not installed."""
+    """Return the compiled kernels, or None if they are not installed or not available for this CPU."""
     return _kernels(1).compiled if "AVX" in torch.backends.cpu.get_cpu_capability() else None
 
 

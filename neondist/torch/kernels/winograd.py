@@ -22,7 +22,7 @@ _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], 
 _FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
 _MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: thresholds above which it is faster
 _MAX_COVERED_PER_OUTPUT = 1.25  # measured: largest ratio of covered to needed outputs at which it is faster
-_BATCH_BYTES = 16 << 20  # bytes of transformed cells
+_MAX_BATCH_BYTES = 16 << 20  # bytes of transformed cells
 
 
 def conv2d(
@@ -137,7 +137,7 @@ def _row_batches(
               for side in (p, all_ + 3 * d - n - p)]  # fmt: skip
     padded = F.pad(x, [*pads[2:], *pads[:2]]).transpose(0, 1)
     row = 16 * channels * len(x) * columns * down * across * x.element_size()
-    at_once = max(1, _BATCH_BYTES // row)
+    at_once = max(1, _MAX_BATCH_BYTES // row)
     for first in range(0, rows, at_once):
         last = min(first + at_once, rows)
         cells = padded[:, :, 2 * down * first : 2 * down * last + 3 * down]

@@ -44,13 +44,13 @@ class PlanBuilder(StepList):
         inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
         lost = axes_of(value.layout) - inside  # the result is replicated along these
         if lost:
-            value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
+            value = self.gather(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         requests, pads, moved = [], [], []
         for dim, reach in sorted(reaches.items()):
             request, around = dim_request_of(reach, dim, self.single_atom(value, dim))
             requests.append(request)
             pads.append((dim, *around[request.part(self._place)]))
-            if any(map(any, around)) or not request.is_own:
+            if any(map(any, around)) or not request.requests_only_own_cells:
                 moved.append(request)
         if not moved:
             return self.sum_gradient(value, inside)
@@ -73,7 +73,7 @@ class PlanBuilder(StepList):
         self._add_step("view", [source], [result], transfer=transfer, pads=pads, fill=fill)
         return result
 
-    def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
+    def gather(self, value: Value, dims: Iterable[int] | None = None) -> Value:
         """Return a value with all indices (of these dimensions) on every rank, for replicated work."""
         rank = len(value.layout)
         chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
@@ -111,11 +111,11 @@ class PlanBuilder(StepList):
             try:
                 return self.reshape_local(value, reshape_layout(value.layout, shape))
             except Unaligned as problem:
-                if problem.multiple:
+                if problem.required_multiple:
                     value = self.reshard(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
                 else:  # no partition fits: gather it
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
-                    value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
+                    value = self.gather(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def reshape_local(self, value: Value, layout: Layout) -> Value:
@@ -130,7 +130,7 @@ class PlanBuilder(StepList):
         if value.layout_or_none is None:
             return value
         offset = len(target) - len(value.layout)
-        value = self.gathered(
+        value = self.gather(
             value, [at for at, dim in enumerate(value.layout) if not _has_same_atoms(dim, target[offset + at])]
         )
         aligned_dims = [
@@ -188,7 +188,7 @@ class PlanBuilder(StepList):
             if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
         ]
         if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
-            value, dims = self.gathered(value, dims), []
+            value, dims = self.gather(value, dims), []
         if not dims:
             return self.align_for_broadcast(value, target, cut_axes)
         gathered_layout = replicated_along(value.layout, dims)
@@ -208,7 +208,7 @@ class PlanBuilder(StepList):
         Along these dimensions that layout is the one of the first value.
         """
         first, chosen = values[0].layout, set(dims)
-        rest = self.common_layout(
+        rest = self.pointwise_layout(
             [tuple((Atom(1),) if at in chosen else dim for at, dim in enumerate(v.layout)) for v in values]
         )
         busy = axes_of(rest)
@@ -222,9 +222,9 @@ class PlanBuilder(StepList):
 
     def as_single_atom(self, value: Value, dim: int) -> Value:
         """Return the value, gathered along a dimension if that is made of several atoms."""
-        return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
+        return value if len(value.layout[dim]) == 1 else self.gather(value, [dim])
 
-    def common_layout(self, layouts: Sequence[Layout]) -> Layout:
+    def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return the layout of a pointwise result: in each dimension that of the first partitioned value."""
         rank = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
@@ -266,12 +266,12 @@ def _has_same_atoms(dim: Dim, target: Dim) -> bool:
 
 
 def _align_bounds(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
-    """Return the dimension with the bounds of the problem's atom at multiples of `problem.multiple`."""
+    """Return the dimension with the bounds of the problem's atom at multiples of `problem.required_multiple`."""
     atoms = []
     for atom in dim:
         if atom == problem.atom:
-            major = mesh.even_atom(atom.extent // problem.multiple, atom.axis)
-            atom = major.scaled(problem.multiple)
+            major = mesh.even_atom(atom.extent // problem.required_multiple, atom.axis)
+            atom = major.scaled(problem.required_multiple)
         atoms.append(atom)
     return tuple(atoms)
 

@@ -16,7 +16,7 @@ from ..ir.layout import Shape
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset, traffic_of
 
-MAX_RUN_BLOCKS = 64
+MAX_BLOCKS_TO_RUN = 64
 """Maximum number of blocks of a step that are run to count its FLOPs."""
 
 
@@ -62,7 +62,7 @@ class PlanCosts:
 
     Attributes
     ----------
-    uncounted : list of str
+    uncounted_steps : list of str
         Steps whose FLOPs were not counted: they need actual values, or consist of too many blocks.
     """
 
@@ -126,9 +126,9 @@ class PlanCosts:
         total = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
-            backward = any(value.id in self.back.with_grad for value in inputs)
+            backward = any(value.id in self.back.grad_values for value in inputs)
             if step.kind not in IDENTITY_KINDS:
-                total += sum(value.nbytes * (1 + backward + (value.id in self.back.with_grad)) for value in inputs)
+                total += sum(value.nbytes * (1 + backward + (value.id in self.back.grad_values)) for value in inputs)
                 total += sum(value.nbytes * (1 + backward) for value in outputs)
         return total
 
@@ -154,25 +154,25 @@ class PlanCosts:
         if step.kind != "local" or step.kind_args is not None:  # random numbers by key
             return 0, 0
         assert step.run is not None
-        if step.blocks is not None and prod(step.blocks.parts) > MAX_RUN_BLOCKS:
+        if step.blocks is not None and prod(step.blocks.block_counts) > MAX_BLOCKS_TO_RUN:
             raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            outputs = step.run(*(self._meta_tensor(value) for value in step.inputs))
+            outputs = step.run(*(self._local_meta_tensor(value) for value in step.inputs))
             forward = counter.get_total_flops()
             outputs = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
             if outputs and id(step) in self.back.visited_ids:
                 torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
             return forward, counter.get_total_flops() - forward
 
-    def _meta_tensor(self, number: int) -> torch.Tensor:
+    def _local_meta_tensor(self, number: int) -> torch.Tensor:
         """Return a meta tensor of a value's local shape, which requires a gradient if the value does."""
         value = self.plan.values[number]
         tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-        trains = number in self.back.with_grad and supports_gradients(value.dtype)
+        trains = number in self.back.grad_values and supports_gradients(value.dtype)
         return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
-        """Return those of ring attention, which recomputes the scores in the backward pass."""
+        """Return the FLOPs of ring attention, which recomputes the scores in the backward pass."""
         q, _, v = (self.plan.values[value].local for value in step.inputs[:3])
         key_count = prod(atom.extent for atom in step.kind_args.keys)
         scores = 2 * prod(q[:-1]) * key_count

@@ -14,7 +14,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..ir.functionalize import can_replace_writes, written_values
+from ..ir.functionalize import store_out_of_place_variants, written_values
 from ..ir.graph import Value, axes_of_values
 from ..ir.layout import Mesh, NeededRanges, axes_of, replicated
 from ..ir.registry import POINTWISE_OPS, RULES, TRACING
@@ -88,7 +88,7 @@ class Lowering(PlanBuilder):
             return self.compute_replicated()
         if rule is not None:
             values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
-            return rule.function(self, **bound | {name: self.gathered(value) for name, value in values_by_name.items()})
+            return rule.function(self, **bound | {name: self.gather(value) for name, value in values_by_name.items()})
         if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE_OPS):
             return self.lower_pointwise(target, args, kwargs)
         inner = self.decompose()
@@ -106,7 +106,7 @@ class Lowering(PlanBuilder):
     def compute_replicated(self) -> Any:
         """Return the results of the current operator, computed by every rank from all of its arguments."""
         values, run = self.values_and_function()
-        values = [self.gathered(value) for value in values]
+        values = [self.gather(value) for value in values]
         out = self.fake_out
         if isinstance(out, (tuple, list)):
             return self.local_results(run, values, out)
@@ -126,7 +126,7 @@ class Lowering(PlanBuilder):
         return _tensor_call(target or self._current_call[0], *self._current_call[1:])
 
     def decompose(self, builtin_only: bool = False) -> Any:
-        """Lower the current operator by its decomposition into simpler ones; None: it has none.
+        """Lower the current operator by its decomposition into simpler ones; return None if it has none.
 
         Parameters
         ----------
@@ -141,12 +141,12 @@ class Lowering(PlanBuilder):
         return next((result for result in results if result is not None), None)
 
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
-        """Trace a function of tensors and lower it operator by operator; None: it cannot be traced."""
+        """Trace a function of tensors and lower it operator by operator; return None if it cannot be traced."""
         try:
             with TRACING:
                 fakes = [self.fake_tensor(value) for value in values]
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
-                if not can_replace_writes(graph.graph):
+                if not store_out_of_place_variants(graph.graph):
                     graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
                     if any(map(written_values, graph.graph.nodes)):  # inside of composite operators
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
@@ -198,16 +198,16 @@ class Lowering(PlanBuilder):
     def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower an operation each of whose results depends on one index of each argument."""
         values, run = _tensor_call(target, args, kwargs)
-        layout = self.common_layout([value.layout for value in values])
+        layout = self.pointwise_layout([value.layout for value in values])
         cut_axes = axes_of(layout)
         aligned = [self.align_for_broadcast(value, layout, cut_axes) for value in values]
         outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
         several = self.fake_out is outs
         results = self.local_results(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
-        self.mark_constants(results, self._differentiable(target, run, values, [out.dtype for out in outs]))
+        self.mark_constants(results, self._have_gradients(target, run, values, [out.dtype for out in outs]))
         return results if several else results[0]
 
-    def _differentiable(
+    def _have_gradients(
         self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]
     ) -> list[bool]:
         """Return whether each result of an operator has a gradient: some, such as Bessel functions, have none."""

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from .plan import TorchPlan
 
 _NORM_OPS = frozenset((F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm))
-_NORM_NAME = re.compile("(batch|instance)_norm")
+_NORM_NAME_PATTERN = re.compile("(batch|instance)_norm")
 
 
 def convert_gradient_format(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
@@ -39,5 +39,5 @@ class ContiguousNormGradients(TorchFunctionMode):
 
 def has_single_sample_norm(plan: TorchPlan) -> bool:
     """Return whether a single-rank plan has a batch or instance norm of one sample."""
-    norms = (step for step in plan.steps if step.inputs and _NORM_NAME.search(step.name))
+    norms = (step for step in plan.steps if step.inputs and _NORM_NAME_PATTERN.search(step.name))
     return any(plan.values[step.inputs[0]].local[:1] == (1,) for step in norms)

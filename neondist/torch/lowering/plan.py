@@ -38,7 +38,7 @@ class TorchPlan(TorchGraph):
             first = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
             product = step.kind == "local" and any(name in step.op_name for name in PRODUCT_OPS)
             if product:
-                step = replace(step, run=partial(_run_in_dtype, dtype, step.run))
+                step = replace(step, run=partial(_run_product_in_dtype, dtype, step.run))
             if product or (floats and all(values[value].dtype == dtype for value in floats[:first])):
                 for value in step.outputs[:first]:
                     if values[value].dtype == torch.float32:
@@ -89,7 +89,7 @@ class TorchPlan(TorchGraph):
         live = self.bytes_of_inputs()
         peaks = [(live, "")]
         for step in self.steps:
-            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.freed))
+            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.freed_ids))
             live += used
             has_workspace = "conv" in step.op_name or "upsample" in step.op_name or step.kind == "ring"
             work = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
@@ -133,6 +133,6 @@ class TorchPlan(TorchGraph):
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-def _run_in_dtype(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
+def _run_product_in_dtype(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
     """Run a product with operands converted to a dtype."""
     return run(*(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors))

@@ -11,7 +11,7 @@ import torch
 
 from ...geometry import Atom, Place
 from ..exchange.functions import Moments
-from ..exchange.ring import Ring
+from ..exchange.ring import RingPlan
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, replicated
@@ -26,7 +26,7 @@ class StepList:
     Attributes
     ----------
     mesh : Mesh
-    where : Where
+    where : OperatorPosition
         Source position of the current operator in the user's program.
     """
 
@@ -35,7 +35,7 @@ class StepList:
         self.steps: list[Step] = []
         self.values: list[Value] = []
         self.where = OperatorPosition("", "", "")
-        self._spread: dict[tuple[int, frozenset[int]], Value] = {}
+        self._values_with_summed_gradient: dict[tuple[int, frozenset[int]], Value] = {}
 
     def local(
         self,
@@ -55,7 +55,7 @@ class StepList:
         args : sequence of Value or None
             None is passed to `run` as None.
         layout : Layout
-            Of the result.
+            Layout of the result.
         cut_axes : iterable of int
             Further axes along which ranks compute different parts.
         at : callable, optional
@@ -63,7 +63,7 @@ class StepList:
         """
         values = [arg for arg in args if arg is not None]
         inside = axes_of_values(values) | axes_of(layout) | frozenset(cut_axes)
-        run = _with_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
+        run = _accepting_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
         (result,) = self._add_local(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
         return result
 
@@ -74,7 +74,7 @@ class StepList:
         outs: Sequence[Any],
         layouts: Any = None,
     ) -> tuple[Value, ...]:
-        """Return several local results with the shapes and dtypes of fake tensors; default: replicated."""
+        """Return several local results with the shapes and dtypes of fake tensors, by default replicated."""
         layouts = [replicated(out.shape) for out in outs] if layouts is None else layouts
         inside = axes_of_values(args)
         for layout in layouts:
@@ -127,7 +127,7 @@ class StepList:
         self._add_step("norm", inputs, [y, mean, variance], kind_args=(moments, *(p is not None for p in params)))
         return y, mean, variance
 
-    def ring_attention(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
+    def ring_attention(self, args: Sequence[Value], layout: Layout, ring: RingPlan) -> Value:
         """Return ring attention of queries, keys and values; a fourth argument is the mask."""
         entered = [self.sum_gradient(value, axes_of(layout)) for value in args]
         kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
@@ -142,7 +142,7 @@ class StepList:
         if value.kind == "constant" or not missing or not supports_gradients(value.dtype):
             return value
         key = value.id, missing
-        if key not in self._spread:
+        if key not in self._values_with_summed_gradient:
             entered = self._new_value(value.local, value.axes | cut_axes, value.dtype, value.kind, value.layout_or_none)
             if value.kind == "parameter":
                 counts = all(self._place[axis] == 0 for axis in missing)
@@ -150,8 +150,8 @@ class StepList:
                 entered.kind = "value"
             else:
                 self._add_step("spread", [value], [entered], axes=missing)
-            self._spread[key] = entered
-        return self._spread[key]
+            self._values_with_summed_gradient[key] = entered
+        return self._values_with_summed_gradient[key]
 
     def add_constant(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor known at planning time."""
@@ -176,7 +176,7 @@ class StepList:
         return atoms[0]
 
     def axis_of(self, value: Value, dim: int) -> int | None:
-        """Return the axis that partitions a dimension of one atom; None: it is whole."""
+        """Return the axis that partitions a dimension of one atom, or None if it is whole."""
         return self.single_atom(value, dim).axis
 
     def is_whole(self, value: Value, dim: int) -> bool:
@@ -212,7 +212,7 @@ class StepList:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        self._add_bound_step(entered, results, run if several else _as_tuple(run), at)
+        self._add_bound_step(entered, results, run if several else _returning_tuple(run), at)
         return results
 
     def _add_bound_step(
@@ -251,11 +251,11 @@ def shapes_if_empty(results: Sequence[Value]) -> tuple[Shape, ...] | None:
     return tuple(value.local for value in results) if any_empty else None
 
 
-def _as_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
+def _returning_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
     return lambda *tensors: (run(*tensors),)
 
 
-def _with_missing(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+def _accepting_missing(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
     """Return a function of the arguments that are present; others are None."""
 
     def filled(*tensors: torch.Tensor) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...geometry import Atom, Transfer
-from ..exchange.ring import Ring
-from ..ir.graph import ACCUMULATION_DTYPE, GRADIENTS, Step, TorchGraph, Value
+from ..exchange.ring import RingPlan
+from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
 
 TrafficKey = tuple[str, str, str]
@@ -51,13 +51,13 @@ class RankSubset:
         counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
-            counts *= np.array(request.counts)[:, parts].reshape(3, -1)
+            counts *= np.array(request.cell_counts_by_part)[:, parts].reshape(3, -1)
         sent, received, own = counts
         return sent - own, received - own
 
     def nbytes(self, value: Value, in_sum_dtype: bool = False) -> np.ndarray:
-        """Return the bytes of the ranks' parts; `in_sum_dtype`: in the dtype of sums over ranks."""
-        dtype = ACCUMULATION_DTYPE.get(value.dtype, value.dtype) if in_sum_dtype else value.dtype
+        """Return the bytes of the ranks' parts, in the dtype of sums over ranks if `in_sum_dtype`."""
+        dtype = ACCUMULATION_DTYPES.get(value.dtype, value.dtype) if in_sum_dtype else value.dtype
         return self.extent_products(value, range(len(value.local))) * dtype.itemsize
 
 
@@ -97,7 +97,7 @@ class _TrafficCounter:
         add(plan.steps, "forward")
         add((step for step in reversed(plan.steps) if id(step) in back.communicating_ids), "backward")
         for segment in plan.segments()[:-1] if plan.recompute else ():
-            if any(out in back.sources and out in back.with_grad for step in segment.steps for out in step.outputs):
+            if any(out in back.sources and out in back.grad_values for step in segment.steps for out in step.outputs):
                 add(segment.steps, "forward")
         named = (plan.parameters.get(name) for name in self.trained)
         weights = [plan.values[value] for value in named if value is not None and value in back.sources]
@@ -133,7 +133,7 @@ class _TrafficCounter:
         assert transfer is not None
         moved = {request.dim for request in transfer.requests}
         others = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in moved))
-        if step.scheme is None and transfer.separable:
+        if step.scheme is None and transfer.is_separable:
             return self.ranks.moved_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
         sent, size = [], value.dtype.itemsize
         for rank, count in zip(self.ranks.ranks.tolist(), others.tolist(), strict=True):
@@ -178,7 +178,7 @@ class BackwardSteps:
 
     Attributes
     ----------
-    with_grad : set of int
+    grad_values : set of int
         Values that require a gradient.
     sources : set of int
         Values that the outputs depend on through steps of the backward pass.
@@ -189,22 +189,22 @@ class BackwardSteps:
     """
 
     def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: Iterable[int] = ()) -> None:
-        self.with_grad = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
+        self.grad_values = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
         for step in plan.steps:
-            if any(value in self.with_grad for value in step.inputs):
-                self.with_grad.update(out for out in step.outputs if plan.values[out].kind != "constant")
+            if any(value in self.grad_values for value in step.inputs):
+                self.grad_values.update(out for out in step.outputs if plan.values[out].kind != "constant")
         self.sources = {out for out in plan.outputs if isinstance(out, int)}
         self.visited_ids, self.communicating_ids = set[int](), set[int]()
         for step in reversed(plan.steps):
-            if any(out in self.sources and out in self.with_grad for out in step.outputs):
+            if any(out in self.sources and out in self.grad_values for out in step.outputs):
                 self.sources.update(step.inputs)
                 self.visited_ids.add(id(step))
                 summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # not those of a norm's weights
-                if any(value in self.with_grad for value in summed):
+                if any(value in self.grad_values for value in summed):
                     self.communicating_ids.add(id(step))
 
 
-def ring_key_counts(ring: Ring, direction: str) -> np.ndarray:
+def ring_key_counts(ring: RingPlan, direction: str) -> np.ndarray:
     """Return the number of keys that each rank sends in a pass, with values, or with gradients of both, as (size,)."""
     axes = sorted(axes_of([ring.keys]))
     length = RankSubset.all(ring.mesh).index_counts(ring.keys)

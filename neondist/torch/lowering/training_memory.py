@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ir.graph import IDENTITY_KINDS, IN_PLACE_OPS, Segment, Step, supports_gradients
+from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Segment, Step, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
-MIN_BYTES = 1 << 16
+MIN_DEDUPLICATED_BYTES = 1 << 16
 """Size of a saved tensor below which it is kept beside its copy in a view."""
 _SAVED_INPUT_COUNTS = {"norm": 1, "ring": 3}
 """Number of inputs that non-local steps keep for their backward pass, by kind."""
@@ -27,7 +27,7 @@ class _SavedValues:
     ----------
     values : set of int
         Inputs and outputs.
-    extra : float
+    extra_bytes_per_byte : float
         Further bytes, per byte of the first output.
     aliases : dict of int to int
         Outputs that share memory with an input.
@@ -36,7 +36,7 @@ class _SavedValues:
     """
 
     values: set[int] = field(default_factory=set)
-    extra: float = 0.0
+    extra_bytes_per_byte: float = 0.0
     aliases: dict[int, int] = field(default_factory=dict)
     aliased_grads: set[int] = field(default_factory=set)
 
@@ -107,20 +107,20 @@ class _Lifetimes:
     def __init__(self, memory: TrainingMemory, ranks: RankSubset) -> None:
         self.plan, self.back, self.timeline, self.ranks = memory.plan, memory.back, memory.timeline, ranks
         self.steps = [(at, *both) for at, both in enumerate(zip(memory.plan.steps, memory.saved_values, strict=True))]
-        self.changes = np.zeros(self.timeline.end + 1, int)
+        self.live_byte_changes = np.zeros(self.timeline.end + 1, int)
 
     def peak(self) -> int:
         self._add_values()
         self._add_gradients()
         self._add_blocks()
-        return int(self.changes.cumsum().max())
+        return int(self.live_byte_changes.cumsum().max())
 
-    def _add(self, value: int, first: int, last: int, times: float = 1.0) -> None:
+    def _add_lifetime(self, value: int, first: int, last: int, times: float = 1.0) -> None:
         self._add_bytes(int(times * self.ranks.nbytes(self.plan.values[value])[0]), first, last)
 
     def _add_bytes(self, size: int, first: int, last: int) -> None:
-        self.changes[first] += size
-        self.changes[last + 1] -= size
+        self.live_byte_changes[first] += size
+        self.live_byte_changes[last + 1] -= size
 
     def _add_values(self) -> None:
         owner, first, last = self._owners(), dict[int, int](), dict[int, int]()
@@ -146,15 +146,15 @@ class _Lifetimes:
                     last_again[value] = max(last_again.get(value, 0), backward if is_saved else again)
                 elif again >= 0:
                     last[value] = max(last[value], self.timeline.released_at[segment])
-            if kept.extra and backward >= 0:
-                self._add(step.outputs[0], max(at, again), backward, kept.extra)
+            if kept.extra_bytes_per_byte and backward >= 0:
+                self._add_lifetime(step.outputs[0], max(at, again), backward, kept.extra_bytes_per_byte)
         for out in self.plan.outputs:
             if isinstance(out, int) and out in owner:
                 last[owner[out]] = max(last[owner[out]], len(self.steps))
         for begin, end in ((first, last), (first_again, last_again)):
             for value, until in end.items():
                 if value in begin:  # otherwise it is an input's memory
-                    self._add(value, begin[value], until)
+                    self._add_lifetime(value, begin[value], until)
 
     def _owners(self) -> dict[int, int]:
         """Return the value whose memory each result has."""
@@ -171,7 +171,7 @@ class _Lifetimes:
             if step.kind == "view" and step.scheme is None and not self.plan.recompute:
                 value, view = owner.get(step.inputs[0], step.inputs[0]), step.outputs[0]
                 size, view_size = (self.ranks.nbytes(self.plan.values[each])[0] for each in (value, view))
-                if MIN_BYTES <= size <= view_size:
+                if MIN_DEDUPLICATED_BYTES <= size <= view_size:
                     copies.setdefault(value, (at, view))
         return copies
 
@@ -184,11 +184,11 @@ class _Lifetimes:
                 for value in step.inputs:
                     moments_of.setdefault(value, []).append((backward_at[at], value in kept.aliased_grads))
         for value, until in last.items():
-            if value in self.back.with_grad and supports_gradients(self.plan.values[value].dtype):
+            if value in self.back.grad_values and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
                 if own:  # otherwise it shares the memory of another one
-                    self._add(value, own[0], until)
+                    self._add_lifetime(value, own[0], until)
 
     def _add_blocks(self) -> None:
         """Add what steps need for a block."""
@@ -197,7 +197,7 @@ class _Lifetimes:
                 for time in {at, self.timeline.recomputed_at[at]} - {-1}:
                     self._add_bytes(step.blocks.peak_bytes(), time, time)
                 if id(step) in self.back.visited_ids:
-                    grad_inputs = [i for i, value in enumerate(step.inputs) if value in self.back.with_grad]
+                    grad_inputs = [i for i, value in enumerate(step.inputs) if value in self.back.grad_values]
                     time = self.timeline.backward_at[at]
                     self._add_bytes(step.blocks.peak_bytes(grad_inputs), time, time)
 
@@ -233,21 +233,21 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
         inputs = [_empty_tensor(plan, value, back) for value in step.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = step.run(*inputs)
-        value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _SavedValues()
+        value_of, kept = dict(zip(map(_storage_of, inputs), step.inputs, strict=True)), _SavedValues()
         for out, tensor in zip(step.outputs, outputs, strict=True):
-            if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage(tensor), out) != out:
-                kept.aliases[out] = value_of[_storage(tensor)]
-        extra = {_storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in value_of}
-        kept.values = {value_of[_storage(tensor)] for tensor in saved if _storage(tensor) in value_of}
-        kept.extra = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
+            if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage_of(tensor), out) != out:
+                kept.aliases[out] = value_of[_storage_of(tensor)]
+        extra = {_storage_of(t): t.untyped_storage().nbytes() for t in saved if _storage_of(t) not in value_of}
+        kept.values = {value_of[_storage_of(tensor)] for tensor in saved if _storage_of(tensor) in value_of}
+        kept.extra_bytes_per_byte = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
         if ends and leaves and id(step) in back.visited_ids and not kept.aliases:
             dys = [torch.empty_like(out) for out in ends]
             dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
-            memory = {*map(_storage, dys)}
-            kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage(dx) in memory}
-        elif step.run not in IN_PLACE_OPS.values():  # their gradients are new memory nevertheless
+            memory = {*map(_storage_of, dys)}
+            kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage_of(dx) in memory}
+        elif step.run not in IN_PLACE_VARIANTS.values():  # their gradients are new memory nevertheless
             kept.aliased_grads = {*kept.aliases.values()}
         if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
             limit = plan.values[step.outputs[0]].nbytes
@@ -258,9 +258,9 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
 def _empty_tensor(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    trains = number in back.with_grad and supports_gradients(value.dtype)
+    trains = number in back.grad_values and supports_gradients(value.dtype)
     return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
 
 
-def _storage(tensor: torch.Tensor) -> Any:
+def _storage_of(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata

@@ -16,17 +16,17 @@ from ...errors import ConfigError
 from ..capture.capture import capture_module, lower_program
 from ..capture.consistency import program_digest
 from ..capture.constants import ValueReads
-from ..capture.tracing import ordinary_tensors, user_frames
-from ..capture.watch import StateSnapshot, StateWatch
+from ..capture.tracing import leave_inference_mode, user_frames
+from ..capture.watch import StateKey, StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.runner import Runner
 from ..ir.errors import UnsupportedOperator, definition_site
 from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
 
-MAX_CACHED = 16
+MAX_CACHED_CRITERIA = 16
 """Maximum number of cached criteria, and of cached states and shapes of each."""
-_REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
+_RULE_REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
 
 
 @dataclass
@@ -35,9 +35,9 @@ class _CapturedCriterion:
 
     criterion: Any
     watch: StateWatch
-    state: StateSnapshot
+    state: StateKey
     runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    directly_callable: dict[Any, StateSnapshot] = field(default_factory=dict)
+    directly_callable: dict[Any, StateKey] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
         """Return self, bound to another criterion of the same code."""
@@ -47,7 +47,7 @@ class _CapturedCriterion:
         return self
 
 
-class Criteria:
+class CriterionCache:
     """Cache of a module's criteria, captured for the shapes of their arguments."""
 
     def __init__(self, comm: MeshComm) -> None:
@@ -61,7 +61,7 @@ class Criteria:
             return False
         return entry.directly_callable.get(_shapes_and_dtypes(output, target)) == entry.rebind(criterion).watch.key()
 
-    def allow_direct_call(self, criterion: Any, output: Any, target: Any) -> None:
+    def record_directly_callable(self, criterion: Any, output: Any, target: Any) -> None:
         """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
         entry = self._entries[criterion_key(criterion)].rebind(criterion)
         state = entry.watch.key()
@@ -77,7 +77,7 @@ class Criteria:
         """Clear the cache."""
         self._entries.clear()
 
-    def runner(
+    def runner_for(
         self, criterion: Any, leaves: Sequence[Any], positions: Sequence[int], spec: Any, layouts: Sequence[Layout]
     ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
         """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
@@ -91,7 +91,7 @@ class Criteria:
         """
         key = criterion_key(criterion)
         if key not in self._entries:
-            if len(self._entries) >= MAX_CACHED:
+            if len(self._entries) >= MAX_CACHED_CRITERIA:
                 del self._entries[next(iter(self._entries))]
             watch = StateWatch(criterion)
             self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
@@ -106,20 +106,20 @@ class Criteria:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             module = CriterionModule(criterion, spec, leaves, positions)
             program = capture_module(module, shapes, "criterion", device=device)
-            closed: dict[str, torch.Tensor] = {}
+            free: dict[str, torch.Tensor] = {}
             _add_locations(program, criterion)
             try:
-                with ordinary_tensors():
-                    plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, trained=closed)
+                with leave_inference_mode():
+                    plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, unregistered=free)
             except UnsupportedOperator as error:
-                raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
-            check_scalar(plan, tree)
+                raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error
+            check_returns_scalar(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
             entry.state = before = watch.exclude_changed_values(before, ValueReads(names, others))
-            if len(runners) >= MAX_CACHED:
+            if len(runners) >= MAX_CACHED_CRITERIA:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = Runner(self.comm, plan), program_digest(plan, program), closed
+            runners[before, inputs] = Runner(self.comm, plan), program_digest(plan, program), free
         return runners[before, inputs]
 
 
@@ -143,7 +143,7 @@ def parameter_owner(criterion: Any) -> nn.Module:
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
-def check_scalar(plan: TorchPlan, tree: Any) -> None:
+def check_returns_scalar(plan: TorchPlan, tree: Any) -> None:
     """Raise ConfigError unless a criterion returns a scalar."""
     (out, *others) = plan.outputs if plan.outputs else (None,)
     if others or not isinstance(out, int) or not tree.is_leaf():

@@ -31,7 +31,7 @@ from ..capture.checks import checksum_of
 from ..execution.tiling import mark_with_layout
 from ..ir.layout import Layout, Mesh, local_shape, replicated
 
-Position = tuple[int, int]
+EpochAndIndex = tuple[int, int]
 """An epoch, and the index of a sample."""
 
 
@@ -50,7 +50,7 @@ class Loader:
     ) -> None:
         self.grid, self.epoch = grid, 0
         self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
-        self._positions = _GivenBatches()
+        self._positions = _BatchIndices()
         collate = options.pop("collate_fn", None) or default_collate
         samples = _SeededSamples(dataset, seed, _image_extent(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
@@ -66,7 +66,7 @@ class Loader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's part of each batch; collective."""
+        """Yield this rank's part of each batch. Collective."""
         epoch, self.epoch = self.epoch, self.epoch + 1
         batches = self._draw_batches(epoch)
         owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
@@ -118,7 +118,7 @@ class Loader:
         for at, sample_shape in enumerate(part.shapes):
             if sample_shape is not None:
                 leaves[at] = leaves[at][:own]
-                layout = _batch_layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
+                layout = _batch_layout(mesh, (samples, *sample_shape), part.spatial if part.are_tiled[at] else 0)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {counted(samples, 'sample')} has a tensor of shape"
@@ -219,17 +219,17 @@ class _BatchPart(NamedTuple):
     batch: Any
     spatial: int
     shapes: list[tuple[int, ...] | None]
-    images: list[bool]
+    are_tiled: list[bool]
     checksum: int
 
 
-class _GivenBatches:
+class _BatchIndices:
     """A batch sampler of given batches."""
 
     def __init__(self) -> None:
-        self.batches: Sequence[list[Position]] = ()
+        self.batches: Sequence[list[EpochAndIndex]] = ()
 
-    def __iter__(self) -> Iterator[list[Position]]:
+    def __iter__(self) -> Iterator[list[EpochAndIndex]]:
         return iter(self.batches)
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class _SeededSamples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, position: Position) -> Any:
+    def __getitem__(self, position: EpochAndIndex) -> Any:
         epoch, index = position
         with _seeded_generators(key(self.seed, "sample", epoch, index)):
             if self._box is None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid
-from ...comm.agree import all_or_none
+from ...comm.agreement import all_or_none
 from ...errors import ConfigError, ShapeError, UserError
 from ...halo import Phase
 from ..capture.capture import capture_module, device_of
@@ -25,8 +25,8 @@ from ..capture.checks import (
     checksum_of,
     requires_grad_flags,
 )
-from ..capture.consistency import as_bytes_tensor, check_drift, program_digest, version_counters
-from ..capture.tracing import ordinary_tensors
+from ..capture.consistency import as_bytes_tensor, check_weight_drift, program_digest, version_counters
+from ..capture.tracing import leave_inference_mode
 from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
@@ -36,9 +36,9 @@ from ..ir.graph import autocast_states
 from ..ir.layout import Layout, NeededRanges, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients, has_single_sample_norm
 from ..lowering.plan import TorchPlan
-from .criteria import Criteria, parameter_owner
+from .criteria import CriterionCache, parameter_owner
 
-MAX_CACHED = 64
+MAX_CACHED_PROGRAMS = 64
 """Maximum number of cached states of a module."""
 
 
@@ -50,24 +50,24 @@ class _CompiledState:
     ----------
     changes_module : bool
         Whether a forward may change the module's own attributes.
-    targets : dict of shape to Layout
+    target_layouts : dict of shape to Layout
         Layouts of targets by shape.
-    overlaps : sequence of NeededRanges
+    widened_ranges : sequence of NeededRanges
         Ranges of the inputs that ranks receive, if larger than their tiles.
     single_sample_norm : bool
         Whether a norm sees a single sample, whose gradients need a workaround.
     """
 
     runner: Runner
-    tree: Any
+    output_tree: Any
     layouts: list[Layout | None]
     digest: str
-    in_parts: bool
+    computed_in_parts: bool
     dtypes: list[torch.dtype]
-    overlaps: Sequence[NeededRanges]
+    widened_ranges: Sequence[NeededRanges]
     single_sample_norm: bool
     changes_module: bool = True
-    targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
+    target_layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
 
 class DistributedModule(nn.Module):
@@ -112,35 +112,33 @@ class DistributedModule(nn.Module):
         grid.check("distribute")
         count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
         # the same on every rank: all distribute in one order
-        self._check_name = f"number {count} of those on this grid"
-        self.backward_check = BackwardCheck(grid, {"the model": self._check_name})
+        self._name = f"number {count} of those on this grid"
+        self.backward_check = BackwardCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
             self._watch = StateWatch(module)
             self.execution = ExecutionOptions.of(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
-            self.tiling, self._criteria = Tiling(self.comm, self._shapes), Criteria(self.comm)
+            self.tiling, self._criteria = Tiling(self.comm, self._shapes), CriterionCache(self.comm)
             self._compiled_state()
-        self.comm.connect(device_of(module))
+        self.comm.connect_devices(device_of(module))
         self._check_weights({"the module's steps": self._compiled_state().digest, "example_shape": self._shapes})
 
-    # Public interface.
-
     def forward(self, *tiles: torch.Tensor) -> Any:
-        """Return this rank's tiles of the outputs, given those of the inputs; collective."""
+        """Return this rank's tiles of the outputs, given those of the inputs. Collective."""
         self._set_input_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
             state, prepared = self._state_and_program()
             self._check_tiles(tiles, prepared)
             # the plan keys random numbers, so that they are the same on every grid
             plan = prepared.runner.plan
-            if not (plan.seed_id is not None or plan.recompute or prepared.in_parts):
+            if not (plan.seed_id is not None or plan.recompute or prepared.computed_in_parts):
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
         try:
             prepared = self._compiled_state()
-            parameters, buffers = self._watch.tensors()
+            parameters, buffers = self._watch.named_parameters_and_buffers()
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             values |= self._values_to_compare(tiles, prepared, parameters)
@@ -152,7 +150,7 @@ class DistributedModule(nn.Module):
         if not self.grid.check("forward", values, error, changes):
             self._check_weights({})
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
-            check_drift(self.grid.world, parameters, self.step)
+            check_weight_drift(self.grid.world, parameters, self.step)
         self.comm.phase = Phase(self.training, self.step)
         outputs = prepared.runner(tiles, parameters, buffers)
         self.step += self.training
@@ -160,7 +158,7 @@ class DistributedModule(nn.Module):
             # torch.utils.checkpoint reruns a forward until it has all saved tensors: the last must follow all messages,
             # or ranks could stop before different ones
             torch.zeros((), requires_grad=True).exp()
-        return self._note_layouts(pytree.tree_unflatten(outputs, prepared.tree), prepared.layouts)
+        return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _CompiledState) -> Any:
         """Run the module itself, on one rank; attributes that its forward changes do not trigger a recapture."""
@@ -170,15 +168,15 @@ class DistributedModule(nn.Module):
             if self._watch.key() != state:
                 self._compiled_states[self._shapes, self._watch.exclude_changed_values(state)] = prepared
             prepared.changes_module = self._watch.key() != state
-        return self._note_layouts(outputs, prepared.layouts)
+        return self._record_layouts(outputs, prepared.layouts)
 
-    def _note_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
+    def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
         """Record the layouts of the outputs, and return them."""
         leaves = [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
         for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
                 self.tiling.remember_layout(tensor, layout)
-                self.backward_check.watch_output(tensor, self.tiling.layout_of)
+                self.backward_check.check_gradient_of_output(tensor, self.tiling.layout_of)
         return outputs
 
     def defer_gradients(self, parameters: Iterable[nn.Parameter], record: bool = False) -> list[list[torch.Tensor]]:
@@ -239,8 +237,6 @@ class DistributedModule(nn.Module):
         """Global shapes of the tensor outputs."""
         return [shape_of(layout) for layout in self._output_layouts()]
 
-    # Scatter and gather.
-
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Return this rank's tile of a whole input, the same on every rank; with its margin for `overlap_tile`.
 
@@ -256,7 +252,7 @@ class DistributedModule(nn.Module):
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
             self.grid.record_replicated_array(name, checksum_of(image))
-        overlaps = self._compiled_state().overlaps if self.execution.tiles_have_margins else ()
+        overlaps = self._compiled_state().widened_ranges if self.execution.tiles_may_have_margins else ()
         return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
@@ -267,33 +263,33 @@ class DistributedModule(nn.Module):
         """
         # on one rank, targets are whole in every state of the module
         current = self._current if self.grid.size == 1 else None
-        targets = (self._compiled_state() if current is None else current[1]).targets
+        targets = (self._compiled_state() if current is None else current[1]).target_layouts
 
-        def part(leaf: Any) -> torch.Tensor:
+        def scatter_leaf(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
             if shape not in targets:
-                targets[shape] = self.tiling.target_layout(shape, self._output_layouts())
+                targets[shape] = self.tiling.training_target_layout(shape, self._output_layouts())
             return self.tiling.local_part(leaf, targets[shape])
 
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
                 self.grid.record_replicated_array("the target passed to scatter_target", checksum_of(tensor))
-        return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
+        return scatter_leaf(target) if isinstance(target, torch.Tensor) else pytree.tree_map(scatter_leaf, target)
 
     def gather(self, tile: Any) -> Any:
-        """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
+        """Return the whole tensor, given this rank's tile of an output, an input or its gradient. Collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        values = {"the model": self._check_name, "the list of tensors not from the model": self.tiling.unmarked(tiles)}
+        values = {"the model": self._name, "the list of tensors not from the model": self.tiling.unmarked(tiles)}
         self.grid.check("gather", values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._output_layouts)
         remaining = iter(layouts)
-        wholes = [self.tiling.gathered(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
+        wholes = [self.tiling.gather(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(wholes, tree)
 
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
-        """Return the loss of the whole images, the same on every rank; collective.
+        """Return the loss of the whole images, the same on every rank. Collective.
 
         Parameters
         ----------
@@ -312,31 +308,29 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in positions]
         unknown = self.tiling.unmarked(tensors)
         if unknown:  # all ranks must agree on their layouts
-            self.grid.check("loss", {"the model": self._check_name, "the list of tensors not from the model": unknown})
+            self.grid.check("loss", {"the model": self._name, "the list of tensors not from the model": unknown})
         layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
         error, digest = None, ""
         try:
-            inner, digest, closure = self._criteria.runner(criterion, leaves, positions, spec, layouts)
+            inner, digest, closure = self._criteria.runner_for(criterion, leaves, positions, spec, layouts)
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
             name = getattr(criterion, "__qualname__", type(criterion).__name__)
-            values = {"the model": self._check_name, "the criterion": f"{name} ({digest})"}
+            values = {"the model": self._name, "the criterion": f"{name} ({digest})"}
             gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_flags("tensor", tensors)}
             self.grid.check("loss", values | gradients, error)
         if self.grid.size == 1 and inner.plan.seed_id is None:
             loss = criterion(output, target)
-            self._criteria.allow_direct_call(criterion, output, target)
+            self._criteria.record_directly_callable(criterion, output, target)
             return loss
         # only now: virtual ranks share the criterion, whose tensors are replaced while PyTorch traces it
         owner = parameter_owner(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
         loss = inner([self.backward_check.alias_for_loss(tensor) for tensor in tensors], named | closure, buffers)[0]
-        self.backward_check.watch_loss(loss)
+        self.backward_check.check_backward_of_loss(loss)
         return loss
-
-    # Private methods.
 
     def _check_image(self, image: torch.Tensor, index: int) -> tuple[int, ...]:
         """Return the shape of a whole input; raise ShapeError unless it has the axes and channels of the example."""
@@ -373,7 +367,7 @@ class DistributedModule(nn.Module):
 
     def _state_and_program(self) -> tuple[Any, _CompiledState]:
         """Return the module's current state and its compiled program."""
-        with self._export_context(), ordinary_tensors():
+        with self._export_context(), leave_inference_mode():
             return self._compile_state()
 
     def _compile_state(self) -> tuple[Any, _CompiledState]:
@@ -389,12 +383,12 @@ class DistributedModule(nn.Module):
             digest = program_digest(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
-            in_parts = lowering is not None and lowering.computes_in_parts
+            computed_in_parts = lowering is not None and lowering.computes_in_parts
             overlaps = lowering.widened_ranges if lowering is not None else ()
             runner, single_sample = Runner(self.comm, plan, self._deferred_gradients), has_single_sample_norm(plan)
-            prepared = _CompiledState(runner, tree, layouts, digest, in_parts, dtypes, overlaps, single_sample)
+            prepared = _CompiledState(runner, tree, layouts, digest, computed_in_parts, dtypes, overlaps, single_sample)
             state = self._watch.exclude_changed_values(state, program.reads)
-            if len(self._compiled_states) >= MAX_CACHED:
+            if len(self._compiled_states) >= MAX_CACHED_PROGRAMS:
                 del self._compiled_states[next(iter(self._compiled_states))]
             self._compiled_states[self._shapes, state] = prepared
         self._current = state, self._compiled_states[self._shapes, state]
@@ -434,7 +428,7 @@ class DistributedModule(nn.Module):
         """Return the values that determine the messages of a pass, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
-            "the model": self._check_name,
+            "the model": self._name,
             "the mode": "train()" if self.training else "eval()",
             "the captured program": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),

@@ -18,7 +18,7 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ..ir.errors import definition_site
 from .distributing import distribute
-from .module import MAX_CACHED, DistributedModule
+from .module import MAX_CACHED_PROGRAMS, DistributedModule
 from .tiled_output import ScatteredInput, TiledOutput
 
 
@@ -41,7 +41,7 @@ class ModuleScope:
     def collect(self) -> Iterator[None]:
         """Context that records each module to which a parameter or a submodule is added."""
 
-        def note(module: nn.Module, name: str, value: Any) -> None:
+        def record_module(module: nn.Module, name: str, value: Any) -> None:
             if threading.get_ident() == self._thread and not self._running:  # virtual ranks create their own
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
@@ -52,7 +52,7 @@ class ModuleScope:
                 hooks.register_module_parameter_registration_hook,
                 hooks.register_module_module_registration_hook,
             ):
-                registered.callback(register(note).remove)
+                registered.callback(register(record_module).remove)
             yield
 
     @property
@@ -117,7 +117,7 @@ class ModuleScope:
                 self._classes |= {cls: replacement, replacement: cls}
             module.__class__ = self._classes[cls]
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_distributed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a module for whole inputs; tiled outputs on several ranks."""
         with self._replace_calls(False):
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -141,7 +141,7 @@ class ModuleScope:
         shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
         key = id(module), spec, others, tuple(shapes), tuple(dtypes)
         if key not in self._distributed:
-            if len(self._distributed) >= MAX_CACHED:
+            if len(self._distributed) >= MAX_CACHED_PROGRAMS:
                 del self._distributed[next(iter(self._distributed))]
             target = module if spec is None else _TensorArguments(module, leaves, positions, spec)
             model = distribute(target, shapes, self.grid, dtype=dtypes)
@@ -150,8 +150,8 @@ class ModuleScope:
         return self._distributed[key]
 
 
-def whole(result: Any) -> Any:
-    """Return a function's result with tiled outputs gathered, the same on every rank; collective."""
+def gather_outputs(result: Any) -> Any:
+    """Return a function's result with tiled outputs gathered, the same on every rank. Collective."""
     return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, TiledOutput) else leaf, result)
 
 
@@ -161,7 +161,7 @@ class _DistributedCall(nn.Module):
     scope: ModuleScope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.scope.call(self, args, kwargs)
+        return self.scope.call_distributed(self, args, kwargs)
 
 
 class _TensorArguments(nn.Module):

@@ -19,14 +19,14 @@ from ...layers import Parameter
 from ...parallel import AllReduce, GradientSync, Parameters, ParameterShard
 from ...plan import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder, as_strategy
-from ...strategies.shares import ParameterShare
+from ...strategies.shares import OwnerBoxes
 from .weights import as_array, optimizer_state_tensors
 
-MODULE = "module"
+MODULE_KEY = "module"
 """Layer name of a module's arrays in checkpoints and strategies."""
 
 
-def sparse_tables(module: nn.Module) -> set[torch.Tensor]:
+def sparse_embedding_weights(module: nn.Module) -> set[torch.Tensor]:
     """Return the weights of embeddings with `sparse=True`, whose gradients have few nonzero rows."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     return {part.weight for part in module.modules() if isinstance(part, tables) and part.sparse}
@@ -40,7 +40,7 @@ def describe_parameters(
     The number of rows of a sparse parameter that a sample uses is unknown in advance: at most all of them.
     """
     return {
-        f"{MODULE}/{name}": Parameter(
+        f"{MODULE_KEY}/{name}": Parameter(
             tuple(tensor.shape), max_rows_per_sample=tensor.shape[0] if tensor in sparse else 0
         )
         for name, tensor in tensors.items()
@@ -70,7 +70,7 @@ class ModuleParameters(Parameters):
         The module's parameters by name, on the CPU and of one dtype.
     grid : ProcessGrid
     sync : type of GradientSync
-    shares : mapping of str to ParameterShare, optional
+    shares : mapping of str to OwnerBoxes, optional
     compressors : mapping of str to str, optional
     sparse : set of torch.nn.Parameter, optional
         Tables of which only changed rows are sent, with their ids.
@@ -79,7 +79,7 @@ class ModuleParameters(Parameters):
     ----------
     tensors : dict of str to torch.nn.Parameter
         The module's parameters.
-    shards : dict of str to (ParameterShard, ParameterShare or None)
+    shards : dict of str to (ParameterShard, OwnerBoxes or None)
     updated : dict of str to torch.nn.Parameter
         Parameters for this rank's optimiser: the module's own, or views of the parts that this rank owns.
 
@@ -94,7 +94,7 @@ class ModuleParameters(Parameters):
         tensors: Mapping[str, nn.Parameter],
         grid: ProcessGrid,
         sync: type[GradientSync] = AllReduce,
-        shares: Mapping[str, ParameterShare] | None = None,
+        shares: Mapping[str, OwnerBoxes] | None = None,
         compressors: Mapping[str, str] | None = None,
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
@@ -107,11 +107,13 @@ class ModuleParameters(Parameters):
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
         named = zip(tensors, describe_parameters(tensors, sparse).values(), strict=True)
-        shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
+        shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views, self._values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        arrays = zip(self.trained, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True)
+        arrays = zip(
+            self.trained_shards, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True
+        )
         for shard, share, value, gradient in arrays:
             tensor = self.tensors[shard.name] = tensors[shard.name]
             value[...] = as_array(tensor)
@@ -125,8 +127,10 @@ class ModuleParameters(Parameters):
                 self.updated[shard.name] = own = nn.Parameter(self.part(share, tensor.data))
                 if earlier is not None:
                     own.grad, tensor.grad = self.part(share, self._views[shard.name]), None
-        self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
-        spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
+        self.shards = {
+            shard.name: (shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True)
+        }
+        spans = {shard.name: span for shard, span in zip(self.trained_shards, self.spans, strict=True)}
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._move_and_announce, name, spans[name]))
             for name, tensor in self.tensors.items()
@@ -144,7 +148,7 @@ class ModuleParameters(Parameters):
             tensor.grad = None
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale; collective."""
+        """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale. Collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
@@ -166,13 +170,13 @@ class ModuleParameters(Parameters):
         return sums
 
     def broadcast_from_owners(self) -> None:
-        """Receive the values that this rank does not own from their owners; collective."""
+        """Receive the values that this rank does not own from their owners. Collective."""
         self.version += 1
         self.owners.broadcast_from_owners(self.values[self.owned_start :])
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context in which an optimiser updates what this rank owns; on exit receives the rest; collective.
+        """Context in which an optimiser updates what this rank owns; on exit receives the rest. Collective.
 
         Of sparse parameters only changed rows are sent.
 
@@ -182,7 +186,7 @@ class ModuleParameters(Parameters):
             The dtype, shape or device of a parameter has changed.
         """
         self.adopt_assigned_data()
-        before = self.owners.copy_sparse_rows(self.values[self.owned_start :])
+        before = self.owners.copy_own_sparse_parts(self.values[self.owned_start :])
         yield
         self.version += 1
         self.owners.broadcast_from_owners(self.values[self.owned_start :], before)
@@ -224,7 +228,7 @@ class ModuleParameters(Parameters):
             if tensor.shape == self.updated[name].shape:
                 slots.append((shard.slot_shard(slot, share), array))
             else:
-                slots.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
+                slots.append((ParameterShard(MODULE_KEY, full_name, Parameter(array.shape), self.grid), array))
         return slots
 
     def _move_and_announce(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
@@ -240,7 +244,7 @@ class ModuleParameters(Parameters):
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
-    def part(self, share: ParameterShare, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, share: OwnerBoxes, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole tensor, such as a gradient, that this rank owns; a view of it."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
 

@@ -16,12 +16,12 @@ from ..ir.once_differentiable import once_differentiable
 from ..rules.loss import weight_of_l1_loss_caller
 from .module import DistributedModule
 
-TILED_LOSSES = frozenset(
+LOSSES_COMPUTED_ON_TILES = frozenset(
     (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss,
      F.mse_loss, F.nll_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss)
 )  # fmt: skip
 """Functions of (output, target) that can be computed on tiles; torch.nn's loss modules call them."""
-_METADATA_ATTRIBUTES = frozenset(
+_METADATA_FUNCTIONS = frozenset(
     (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
      torch.is_floating_point,
      *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
@@ -59,15 +59,15 @@ class TiledOutput(torch.Tensor):
         self._gathered: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor, with its gradient; collective at the first call."""
+        """Return the whole tensor, with its gradient. Collective at the first call."""
         if self._gathered is None:
             self.model.grid.check("gather")
             tile = self.model.backward_check.alias_for_loss(self.local_part)
-            self._gathered = self.model.tiling.gathered(tile, self.tile_layout, differentiable=True)
+            self._gathered = self.model.tiling.gather(tile, self.tile_layout, differentiable=True)
         return self._gathered
 
     @property
-    def gathered(self) -> bool:
+    def is_gathered(self) -> bool:
         """Whether the whole tensor has been gathered; it may have been modified since."""
         return self._gathered is not None
 
@@ -75,38 +75,38 @@ class TiledOutput(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a loss on tiles, and everything else on whole tensors."""
         kwargs = kwargs or {}
-        if func in _METADATA_ATTRIBUTES:
+        if func in _METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is F.l1_loss and (weight := weight_of_l1_loss_caller()) is not None:
             kwargs["weight"] = weight
-        if func in TILED_LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
+        if func in LOSSES_COMPUTED_ON_TILES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
             return loss
-        return func(*_whole(args), **_whole(kwargs))
+        return func(*_gather_outputs_in(args), **_gather_outputs_in(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Compute on whole tensors, for operations that bypass `__torch_function__`."""
-        return func(*_whole(args), **_whole(kwargs or {}))
+        return func(*_gather_outputs_in(args), **_gather_outputs_in(kwargs or {}))
 
 
-def _whole(values: Any) -> Any:
+def _gather_outputs_in(values: Any) -> Any:
     return pytree.tree_map(lambda value: value.whole() if isinstance(value, TiledOutput) else value, values)
 
 
 def _loss_on_tiles(
     function: Callable[..., torch.Tensor], output: Any, target: Any = None, *others: Any, **named: Any
 ) -> torch.Tensor | None:
-    """Return a loss computed on tiles; None: it needs the whole output."""
-    if not isinstance(output, TiledOutput) or output.gathered or others:
+    """Return a loss computed on tiles, or None if it needs the whole output."""
+    if not isinstance(output, TiledOutput) or output.is_gathered or others:
         return None
     if named.get("reduction", "mean") not in ("mean", "sum", "batchmean"):
         return None
     model, shape = output.model, tuple(output.shape)
     if isinstance(target, TiledOutput):
-        if target.model is not model or target.tile_layout != output.tile_layout or target.gathered:
+        if target.model is not model or target.tile_layout != output.tile_layout or target.is_gathered:
             return None
         tile = target.local_part
     elif isinstance(target, torch.Tensor) and not target.requires_grad:
@@ -124,10 +124,10 @@ def _loss_on_tiles(
     criterion = partial(function, **constants)
     if not tensors:
         return model.loss(criterion, output.local_part, tile)
-    return model.loss(partial(_call_with, criterion), output.local_part, {"target": tile, **tensors})
+    return model.loss(partial(_call_loss, criterion), output.local_part, {"target": tile, **tensors})
 
 
-def _call_with(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
+def _call_loss(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
     return criterion(output, **tensors)
 
 
@@ -143,5 +143,5 @@ class ScatteredInput(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient of the whole tensor; collective."""
-        return ctx.tiling.gathered(gradients[0], ctx.tile_layout), None, None
+        """Return the gradient of the whole tensor. Collective."""
+        return ctx.tiling.gather(gradients[0], ctx.tile_layout), None, None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...comm import SingleTransport, all_or_none, raise_if_any_failed
-from ...comm.agree import CALL_KEY, check_equal_on_ranks
+from ...comm.agreement import CALL_KEY, check_equal_on_ranks
 from ...errors import ConfigError, DataError
 from ...geometry import Box
 from ...io.checkpoint import ArrayPart, WeightMatch, scatter_from_root
@@ -31,7 +31,7 @@ _STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtyp
 def save_weights(
     model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **metadata: int | float | str
 ) -> None:
-    """Write a model's `state_dict` to a safetensors file atomically, on rank 0; collective.
+    """Write a model's `state_dict` to a safetensors file atomically, on rank 0. Collective.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Load weights written by `save_weights` or another program, and return the metadata stored with them; collective.
+    """Load weights written by `save_weights` or another program, and return the metadata stored with them. Collective.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
 
         @lru_cache(1)
-        def tensor_of(name: str) -> np.ndarray:
+        def read_array(name: str) -> np.ndarray:
             assert file is not None
             tensor = file.tensor(name)
             if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -113,7 +113,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
         error: Exception | None = None
         try:
-            scatter_from_root(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+            scatter_from_root(world, pieces, lambda piece, place: read_array(piece.name)[place])
         except DataError as problem:
             error = problem
         except Exception as problem:  # the file has changed meanwhile
@@ -130,7 +130,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
+            raise ConfigError(f"the state {name!r} is a {type(value).__name__}; files hold only tensors; remove it")
     slots = {} if optimizer is None else optimizer_state_tensors(dict(model.named_parameters()), optimizer)
     return tensors | {OPTIMIZER_PREFIX + name: value for name, value in slots.items()}
 

@@ -18,7 +18,7 @@ from ...io.regular_file import check_regular, open_regular
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Suffixes of files written by torch.save."""
-_STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
+_STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 """Keys under which training scripts commonly save a state_dict beside other data."""
 
 
@@ -120,7 +120,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     if _is_state_dict(content):
         return dict(content)
     keys = list(content) if isinstance(content, Mapping) else []
-    states = [key for key in keys if key in _STATE_KEYS and _is_state_dict(content[key])]
+    states = [key for key in keys if key in _STATE_DICT_KEYS and _is_state_dict(content[key])]
     if len(states) == 1:
         return dict(content[states[0]])
     if states:

@@ -22,7 +22,7 @@ def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bo
     """Gather the dimension for the indices of each rank."""
     dim %= len(x.shape)
     x = _crop_other_dims(lowering, x, dim, index.shape)
-    rest = lowering.common_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
+    rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
     picks = index.layout[dim]
     if axes_of([picks]) & axes_of(rest):
         picks = (Atom(index.shape[dim]),)
@@ -55,7 +55,7 @@ def embedding(
     """Select rows of a replicated table locally."""
     if scale_grad_by_freq:
         lowering.refuse("scale_grad_by_freq needs how often all ranks pick a row")
-    rows = lowering.gathered(weight)
+    rows = lowering.gather(weight)
     padding = padding_idx if padding_idx >= 0 else None
     layout = (*indices.layout, *replicated(weight.shape[1:]))
     return lowering.local(lambda w, i: F.embedding(i, w, padding), [rows, indices], layout, weight.dtype)
@@ -64,7 +64,7 @@ def embedding(
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
 def grid_sampler(lowering: Lowering, x: Value, grid: Value, **options: object) -> Value:
     """Gather images for the sampling points of each rank."""
-    n, (batch,) = len(x.shape) - 2, lowering.common_layout([x.layout[:1], grid.layout[:1]])
+    n, (batch,) = len(x.shape) - 2, lowering.pointwise_layout([x.layout[:1], grid.layout[:1]])
     cells = tuple(
         dim if not axes_of([dim]) & axes_of([batch]) else replicated_along((dim,), (0,))[0] for dim in grid.layout[1:-1]
     )
@@ -111,7 +111,7 @@ def index_update(
     def run(a: torch.Tensor, i: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return target(a, dim, i, *rest, *extra_args)
 
-    args = [there, lowering.gathered(index), *given]
+    args = [there, lowering.gather(index), *given]
     return lowering.partition_as(lowering.local(run, args, there.layout), back)
 
 
@@ -129,7 +129,7 @@ def index_put(
     first = position_of_indexed_dims(dims)
     rest = [dim for at, dim in enumerate(there.layout) if at not in given]
     target = (*rest[:first], *new, *rest[first:])
-    at, put = [lowering.gathered(value) for value in given.values()], lowering.target
+    at, put = [lowering.gather(value) for value in given.values()], lowering.target
 
     def run(a: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         index_by_dim = dict(zip(dims, tensors, strict=True))
@@ -148,7 +148,7 @@ def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], va
         lowering.refuse("the assignment of values to cells depends on the values of a mask; use torch.where")
     mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * rest))
     values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - rest), *shape[dim + 1 :]))
-    layout = lowering.common_layout([value.layout for value in (x, mask, values)])
+    layout = lowering.pointwise_layout([value.layout for value in (x, mask, values)])
     args = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in (x, mask, values)]
     return lowering.local(lambda a, m, v: torch.where(m, a + v if accumulate else v, a), args, layout)
 
@@ -174,7 +174,7 @@ def searchsorted(
 
     rows = [value for value in (sequence, sorter) if value is not None]
     if len(sequence.shape) > 1:
-        layout = (*lowering.common_layout([layout[:-1], sequence.layout[:-1]]), layout[-1])
+        layout = (*lowering.pointwise_layout([layout[:-1], sequence.layout[:-1]]), layout[-1])
         if axes_of(layout[:-1]) & axes_of(layout[-1:]):
             layout = replace_dim(layout, -1 % len(layout), Atom(shape_of(layout)[-1]))
     whole_rows = (*layout[: len(sequence.shape) - 1], (Atom(sequence.shape[-1]),))

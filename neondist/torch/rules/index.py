@@ -126,19 +126,19 @@ def slice_scatter(
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
         return src
-    rest = lowering.common_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
+    rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_gather_if_axis_reused(lowering, value, dim, rest) for value in (x, src))
     if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
         # zeros to be overwritten are partitioned
         atom = lowering.mesh.even_atom(x.shape[dim], lowering.axis_of(src, dim))
         x = lowering.partition_as(x, replace_dim(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
-        src = lowering.gathered(src, [dim])
+        src = lowering.gather(src, [dim])
     x, src = (lowering.partition_as(v, replace_dim(rest, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
         at = (slice(None),) * dim + (slice(start, end, step),)
         return lowering.local(lambda a, b: _with_slice_replaced(a, at, b), [x, src], x.layout)
-    x = lowering.partition_as(x, lowering.common_layout([x.layout]))
+    x = lowering.partition_as(x, lowering.pointwise_layout([x.layout]))
     out = x.layout[dim][0]
     window = Window(1, picked.step, ((-picked.start, 0),))
     view = lowering.view(src, {dim: Reach(out, GradientWindow(window, (len(picked),)))}, x.axes | src.axes)
@@ -230,7 +230,7 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
-    rest = lowering.common_layout([replace_dim(t.layout, dim, Atom(1)) for t in tensors])
+    rest = lowering.pointwise_layout([replace_dim(t.layout, dim, Atom(1)) for t in tensors])
     extent = sum(t.shape[dim] for t in tensors)
     dtype = lowering.fake_out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
@@ -255,7 +255,7 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
 def _gather_if_axis_reused(lowering: Lowering, value: Value, dim: int, other_dims: Layout) -> Value:
     """Return the value such that no mesh axis of other dimensions partitions this one, which has one atom."""
     atoms = value.layout[dim]
-    return lowering.gathered(value, [dim] if len(atoms) > 1 or axes_of([atoms]) & axes_of(other_dims) else [])
+    return lowering.gather(value, [dim] if len(atoms) > 1 or axes_of([atoms]) & axes_of(other_dims) else [])
 
 
 @rule("aten.stack.default")
@@ -278,7 +278,7 @@ def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: in
 def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
     """Gather the dimension, and replicate the index tensor."""
     dim %= len(x.shape)
-    x, index = lowering.gathered(x, [dim]), lowering.gathered(index)
+    x, index = lowering.gather(x, [dim]), lowering.gather(index)
     layout = replace_dim(x.layout, dim, Atom(lowering.fake_out.shape[dim]))
     return lowering.local(lambda a, i: a.index_select(dim, i), [x, index], layout)
 
@@ -286,11 +286,11 @@ def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Value:
     """Gather the indexed dimensions, and replicate the index tensors."""
-    given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
+    given = [(dim, lowering.gather(value)) for dim, value in enumerate(indices) if value is not None]
     if any(value.dtype == torch.bool for _, value in given):
         lowering.refuse("the shape of a selection by a mask depends on values")
     dims = [dim for dim, _ in given]
-    x = lowering.gathered(x, dims)
+    x = lowering.gather(x, dims)
     new = replicated(torch.broadcast_shapes(*(value.shape for _, value in given)))
     rest = [atoms for dim, atoms in enumerate(x.layout) if dim not in dims]
     first = position_of_indexed_dims(dims)

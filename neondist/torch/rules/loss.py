@@ -38,7 +38,7 @@ def cross_entropy_loss(
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
-    x = lowering.gathered(x, [channel])
+    x = lowering.gather(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
     there = lowering.align_for_broadcast(target, x.layout if probabilities else layout, x.axes)
@@ -74,7 +74,7 @@ def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
 @rule("aten.multilabel_margin_loss.default")
 def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
     """Sum losses over all samples; PyTorch 2.13's decomposition counts targets after the first -1."""
-    x = lowering.gathered(x, [-1])
+    x = lowering.gather(x, [-1])
     there = lowering.align_for_broadcast(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
     return _reduce_losses(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
@@ -87,7 +87,7 @@ def nll_loss(
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
-    x = lowering.gathered(x, [channel])
+    x = lowering.gather(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     there = lowering.align_for_broadcast(target, layout, x.axes)
     losses = lowering.local(
@@ -104,7 +104,7 @@ def _elementwise_loss_rule(loss_function: Callable[..., torch.Tensor]) -> Callab
         values = [x, target, *([] if weight is None else [weight])]
         named = {name: value for name, value in more.items() if isinstance(value, Value)}
         values += named.values()
-        layout = lowering.common_layout([value.layout for value in values])
+        layout = lowering.pointwise_layout([value.layout for value in values])
         context = axes_of(layout)
         aligned = [lowering.align_for_broadcast(value, layout, context) for value in values]
         static = {name: value for name, value in more.items() if name not in named and value is not None}

@@ -37,7 +37,7 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
     names = {value.id: name for name, value in arguments.items() if isinstance(value, Value)}
     ndims = [_matrix_ndim(names[value.id], value, values[0]) for value in values]
     values_and_ndims = list(zip(values, ndims, strict=True))
-    batch = lowering.common_layout([value.layout[: len(value.shape) - n] for value, n in values_and_ndims])
+    batch = lowering.pointwise_layout([value.layout[: len(value.shape) - n] for value, n in values_and_ndims])
     there = _batch_layout_with_whole_matrices(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
     args = []
     for value, n in values_and_ndims:

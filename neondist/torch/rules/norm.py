@@ -31,7 +31,7 @@ def normalise_groups(
     Parameters
     ----------
     groups : int or None
-        Of channels, for each sample; None: each channel, over all samples.
+        Number of groups of channels, normalised per sample; None: per channel, over all samples.
     """
     if not lowering.is_whole(x, 1):
         lowering.refuse("the channels are partitioned")
@@ -62,7 +62,7 @@ def batch_norm(
     if not training:
         return batch_norm_inference(lowering, *given, momentum, eps)[0]
     if running_mean is None:
-        return normalise_groups(lowering, lowering.gathered(x, [1]), None, weight, bias, eps)[0]
+        return normalise_groups(lowering, lowering.gather(x, [1]), None, weight, bias, eps)[0]
     y, _, _, *running_statistics = functional_batch_norm(lowering, *given, training, momentum, eps)
     return y, *running_statistics
 
@@ -73,7 +73,7 @@ def functional_batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
     """Compute moments of each channel over all tiles and replicas."""
-    x = lowering.gathered(x, [1])
+    x = lowering.gather(x, [1])
     if not training:
         y, *_ = batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
@@ -116,7 +116,7 @@ def batch_norm_inference(
     running_var: MaybeValue, momentum: float, eps: float,
 ) -> tuple[Value, None, None]:  # fmt: skip
     """Normalise locally with the running statistics."""
-    x = lowering.gathered(x, [1])
+    x = lowering.gather(x, [1])
     args = [x, running_mean, running_var, weight, bias]
 
     def run(
@@ -139,7 +139,7 @@ def instance_norm(
         return batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if not x.axes and running_mean is None and x.shape[0] > 1:  # PyTorch's gradients of one sample may be wrong
         return lowering.compute_replicated()
-    x = lowering.gathered(x, [1])
+    x = lowering.gather(x, [1])
     y, mean, variance, group_size = normalise_groups(lowering, x, x.shape[1], weight, bias, eps)
     if running_mean is None or running_var is None:
         return y
@@ -155,7 +155,7 @@ def group_norm(
     cudnn_enabled: bool,
 ) -> Value:  # fmt: skip
     """Compute moments of each group of channels and sample over all tiles."""
-    x = lowering.gathered(x, [1])
+    x = lowering.gather(x, [1])
     return normalise_groups(lowering, x, num_groups, weight, bias, eps)[0]
 
 

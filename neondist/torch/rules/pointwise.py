@@ -53,7 +53,7 @@ def detach(lowering: Lowering, x: Value) -> Value:
 @rule("aten.copy.default", always=True)
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Value:
     """Copy the second argument, aligned with the first, to its shape and dtype."""
-    layout, context, dtype = lowering.common_layout([x.layout]), x.axes, x.dtype
+    layout, context, dtype = lowering.pointwise_layout([x.layout]), x.axes, x.dtype
     run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
     there = lowering.align_for_broadcast(src, layout, context)
     return lowering.local(run, [there], layout, dtype, context, at=partial(local_shape, layout))

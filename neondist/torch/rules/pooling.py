@@ -66,8 +66,8 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequen
     dims = range(len(x.shape) - n, len(x.shape))
     axes = [lowering.axis_of(lowering.as_single_atom(x, dim), dim) for dim in dims]
     atoms = [lowering.mesh.even_atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
-    x, indices = (lowering.gathered(value, dims) for value in (x, indices))
-    rest = lowering.common_layout([value.layout[:-n] for value in (x, indices)])
+    x, indices = (lowering.gather(value, dims) for value in (x, indices))
+    rest = lowering.pointwise_layout([value.layout[:-n] for value in (x, indices)])
     layout = (*rest, *((atom,) for atom in atoms))
     args = [lowering.align_for_broadcast(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom
-from ..exchange.ring import Ring
+from ..exchange.ring import RingPlan
 from ..ir.graph import Value
 from ..ir.layout import Dim, Layout, axes_of, local_indices, replicated
 from ..ir.registry import rule
@@ -19,7 +19,7 @@ from ..lowering.lowering import Lowering
 @rule("aten.linear.default", whole=("weight", "bias"))
 def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """Multiply locally; over a partitioned dimension, sum the partial products of all ranks."""
-    weight, bias = lowering.gathered(weight), None if bias is None else lowering.gathered(bias)
+    weight, bias = lowering.gather(weight), None if bias is None else lowering.gather(bias)
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
@@ -32,8 +32,8 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
 @rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
     """Compute locally, with features that are not partitioned."""
-    one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
-    rest = lowering.common_layout([one.layout[:-1], two.layout[:-1]])
+    one, two = (lowering.gather(value, [-1]) for value in (input1, input2))
+    rest = lowering.pointwise_layout([one.layout[:-1], two.layout[:-1]])
     args = [lowering.partition_as(value, (*rest, value.layout[-1])) for value in (one, two)]
     layout = (*rest, (Atom(weight.shape[0]),))
     return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.fake_out.dtype)
@@ -42,8 +42,8 @@ def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bi
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
     """Gather the rows of the second argument; a decomposition has NaN gradients at distance 0."""
-    one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
-    batch = lowering.common_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
+    one, two = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
+    batch = lowering.pointwise_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
     left = lowering.gather_as(one, (*batch, *one.layout[-2:]), axes_of(layout))
     right = lowering.gather_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
@@ -54,7 +54,7 @@ def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
 @rule("aten.pdist.default", "aten._pdist_forward.default")
 def pdist(lowering: Lowering, x: Value, p: float = 2) -> Value:
     """Gather all rows; every rank computes the distances of all pairs."""
-    return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], replicated(lowering.fake_out.shape))
+    return lowering.local(lambda a: F.pdist(a, p), [lowering.gather(x)], replicated(lowering.fake_out.shape))
 
 
 @rule("aten.addmm.default")
@@ -80,12 +80,12 @@ def matmul(
         if len(b.shape) == 1:
             two = lowering.reshape(b, (*b.shape, 1))
         return lowering.reshape(matmul(lowering, one, two), lowering.fake_out.shape)
-    batch = lowering.common_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
+    batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
     rows, columns = _rows_layout(a, batch), b.layout[-1]
     used_axes = axes_of(batch) | axes_of([rows])
     if axes_of([columns]) & used_axes:
         columns = (Atom(b.shape[-1]),)
-    (inner,) = lowering.common_layout([a.layout[-1:], b.layout[-2:-1]])
+    (inner,) = lowering.pointwise_layout([a.layout[-1:], b.layout[-2:-1]])
     if axes_of([inner]) & (used_axes | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
     context = axes_of((*batch, rows, inner, columns))
@@ -123,15 +123,15 @@ def attention(
     """Gather keys and values for each rank's queries, or pass large ones around a ring."""
     if dropout_p:  # of scores, each by its global index
         return lowering.decompose() or lowering.refuse("it applies dropout inside of attention")
-    query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
-    batch = lowering.common_layout([t.layout[:-2] for t in (query, key, value)])
+    query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
+    batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
     queries, keys = _rows_layout(query, batch), (Atom(key.shape[-2]),)
     is_partitioned = bool(axes_of([queries]))
     context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, keys)
     mask = None if attn_mask is None else lowering.gather_as(attn_mask, rows_and_keys, context)
     layout = (*batch, queries, value.layout[-1])
     if _uses_ring_attention(lowering, query, key, value, mask):
-        ring = Ring(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
+        ring = RingPlan(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
         return lowering.ring_attention([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
         lowering.gather_as(query, (*batch, queries, query.layout[-1]), context),

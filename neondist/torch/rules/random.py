@@ -144,7 +144,7 @@ def randn(
     """Draw normal numbers locally, keyed by the global index (Box and Muller 1958)."""
     dtype = lowering.fake_out.dtype
     given = [value for value in (mean, std) if isinstance(value, Value)]
-    layout = lowering.common_layout([value.layout for value in given]) if given else _layout_of_draws(lowering, x)
+    layout = lowering.pointwise_layout([value.layout for value in given]) if given else _layout_of_draws(lowering, x)
     first, second = draw_uniform(lowering, layout), draw_uniform(lowering, layout)
 
     def run(u: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def randn(
 
 
 def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
-    """Return the layout of random numbers: that of x, if given."""
+    """Return the layout of random numbers, which is that of x if given."""
     return x.layout if x is not None else replicated(lowering.fake_out.shape)
 
 

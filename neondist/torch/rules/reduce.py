@@ -21,7 +21,7 @@ Dims = int | Sequence[int] | None
 
 
 def nonnegative_dims(x: Value, dim: Dims) -> list[int]:
-    """Return dimensions as sorted non-negative integers; None or an empty list: all."""
+    """Return dimensions as sorted non-negative integers; None and empty lists stand for all."""
     rank = len(x.shape)
     dims = [dim] if isinstance(dim, int) else dim
     return sorted(d % rank for d in dims) if dims and rank else list(range(rank))
@@ -119,7 +119,7 @@ def vector_norm(
     """Sum powers over ranks; reduce extrema for infinite orders; gather the dimensions for orders below 1."""
     dims = nonnegative_dims(x, dim)
     if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have another gradient at 0
-        x = lowering.gathered(x, dims)
+        x = lowering.gather(x, dims)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return operator_along_dims(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
     summed = sum_over_dims(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
@@ -231,7 +231,7 @@ def order_statistic(
     dims, outs = nonnegative_dims(x, dim), lowering.fake_out
     returns_tuple = isinstance(outs, (tuple, list))
     values, run = lowering.values_and_function()
-    args = [lowering.gathered(x, dims), *(lowering.gathered(value) for value in values[1:])]
+    args = [lowering.gather(x, dims), *(lowering.gather(value) for value in values[1:])]
     layout = layout_after_reduction(args[0], dims, keepdim)
     if isinstance(q, Value) and q.shape:
         layout = ((Atom(q.shape[0]),), *layout)
@@ -257,7 +257,7 @@ def operator_along_dims(
             inner = lowering.decompose()
             if inner is not None:
                 return inner
-        given_layout, x = x.layout, lowering.gathered(x, dims)
+        given_layout, x = x.layout, lowering.gather(x, dims)
     returns_tuple = isinstance(outs, (tuple, list))
     layouts = []
     for out in outs if returns_tuple else [outs]:

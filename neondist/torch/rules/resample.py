@@ -34,7 +34,7 @@ class Taps(NamedTuple):
 
 
 def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by_dim: dict[int, int | None]) -> Value:
-    """Return x resampled along dimensions; `axis_by_dim`: the mesh axes that partition the results."""
+    """Return x resampled along dimensions, partitioned along the mesh axes `axis_by_dim`."""
     outs = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
     context = x.axes | axes_of((reach.out_atom,) for reach in reaches.values())
@@ -168,7 +168,7 @@ def upsample(
         x.shape[-ndim:]
     ):
         return lowering.compute_replicated()
-    x = lowering.gathered(x, multi_atom_dims)
+    x = lowering.gather(x, multi_atom_dims)
     dims, axes = spatial_dims_and_axes(lowering, x, ndim)
     antialias = "_aa" in name
     if antialias and lowering.fake_out.shape[-1] == 1 and lowering.fake_out.shape[-2] != x.shape[-2]:

@@ -67,7 +67,7 @@ def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destinati
 @rule("aten.broadcast_tensors.default")
 def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Value]:
     """Expand each tensor locally."""
-    layout = lowering.common_layout([x.layout for x in tensors])
+    layout = lowering.pointwise_layout([x.layout for x in tensors])
     context, at = axes_of(layout), partial(local_shape, layout)
     aligned = [lowering.align_for_broadcast(x, layout, context) for x in tensors]
     return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
@@ -94,7 +94,7 @@ def expand(lowering: Lowering, x: Value, **_: object) -> Value:
     shape = lowering.fake_out.shape
     new = len(shape) - len(x.shape)
     repeated = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
-    x = lowering.gathered(x, repeated)
+    x = lowering.gather(x, repeated)
     old = ((Atom(1),),) * new + x.layout
     dims_and_extents = enumerate(zip(old, shape, strict=True))
     layout = tuple((Atom(n),) if at - new in repeated or at < new else dim for at, (dim, n) in dims_and_extents)

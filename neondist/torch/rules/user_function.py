@@ -21,7 +21,7 @@ def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> 
         lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
     if not axes_of_values(tensors):
         return lowering.local_results(function, tensors, outs)
-    layout = lowering.common_layout([value.layout for value in tensors])
+    layout = lowering.pointwise_layout([value.layout for value in tensors])
     partitioned_dims = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
     has_gradient = function.gradients_if_pointwise([lowering.fake_tensor(value) for value in tensors], partitioned_dims)
     if has_gradient is None:

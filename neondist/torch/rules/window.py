@@ -52,7 +52,7 @@ def window_view(
     ----------
     extents : of the results
     fill : float
-        Of cells outside of the image.
+        Value of cells outside of the image.
     pad_whole : bool or sequence of bool
         Whether dimensions that are not partitioned are also padded.
     """
@@ -87,7 +87,7 @@ def conv(
 ) -> Value:  # fmt: skip
     """Convolve after a halo exchange, with any kernel size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
-    x = lowering.gathered(x, [-n - 1])
+    x = lowering.gather(x, [-n - 1])
     if isinstance(padding, str):
         same = same_padding(x.shape[-n:], weight.shape[2:], value_per_axis(stride, n), value_per_axis(dilation, n))
         padding = same if padding == "same" else 0
@@ -160,7 +160,7 @@ def conv_transpose(
 ) -> Value:  # fmt: skip
     """Exchange halos such that each rank computes its own results from all contributing inputs."""
     n = len(weight.shape) - 2
-    x = lowering.gathered(x, [-n - 1])
+    x = lowering.gather(x, [-n - 1])
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
     view, pads, atoms, local_crops = _transposed_view(lowering, x, window, lowering.fake_out.shape[-n:])
     extras = value_per_axis(output_padding, n)
@@ -234,7 +234,7 @@ def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
 def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Value:
     """Unfold after a halo exchange, with rows and columns merged into the last dimension."""
     window = window_of(2, kernel_size, stride, padding, dilation)
-    x = lowering.gathered(x, [-3])
+    x = lowering.gather(x, [-3])
     view, remaining_padding, atoms = window_view(lowering, x, window, window.output_extent(x.shape[-2:]))
     unfold_args = window.kernel, window.dilation, tuple(remaining_padding), window.stride
     layout = (*x.layout[:-3], (Atom(lowering.fake_out.shape[-2]),), tuple(atoms))
@@ -248,7 +248,7 @@ def col2im(
     """Exchange halos such that each rank sums all contributions to its own cells."""
     window, extents = window_of(2, kernel_size, stride, padding, dilation), value_per_axis(output_size, 2)
     rows, columns = window.output_extent(extents)
-    x = lowering.gathered(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
+    x = lowering.gather(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
     view, remaining_padding, atoms, local_crops = _transposed_view(lowering, x, window, extents)
     layout = image_layout(x, x.shape[-3] // prod(window.kernel), atoms)
     is_partitioned = [atom.axis is not None for atom in atoms]

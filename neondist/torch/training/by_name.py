@@ -41,7 +41,7 @@ class TorchLoss(Registered):
         self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
     ) -> None:
         loss = _look_up(name, "torch.nn", torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
-        options = {key: _tensor(value) for key, value in (arguments or {}).items()}
+        options = {key: _as_tensor(value) for key, value in (arguments or {}).items()}
         if isinstance(loss, type):
             loss, options = call_checked("arguments", loss, **options), {}
         self.criterion: Any = functools.partial(loss, **options) if options else loss
@@ -91,7 +91,7 @@ class TorchOptimizer(Scheduled, Registered):
         """Return the optimizer for a module's parameters."""
         optimizer = call_checked("arguments", self.constructor, list(parameters), **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"name: created a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+            raise ConfigError(f"name: must create a torch.optim.Optimizer, got {type(optimizer).__name__}")
         return optimizer
 
     @cached_property
@@ -122,7 +122,7 @@ class TorchOptimizer(Scheduled, Registered):
         return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in values)
 
 
-def holds_any(optimizer: torch.optim.Optimizer, tensor_ids: Container[int]) -> bool:
+def updates_any(optimizer: torch.optim.Optimizer, tensor_ids: Container[int]) -> bool:
     """Return whether an optimizer updates any of the tensors, given by their ids."""
     return any(id(tensor) in tensor_ids for group in optimizer.param_groups for tensor in group["params"])
 
@@ -162,5 +162,5 @@ def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
     return getattr(package, name)
 
 
-def _tensor(value: Any) -> Any:
+def _as_tensor(value: Any) -> Any:
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value

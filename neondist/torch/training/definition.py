@@ -18,7 +18,7 @@ from .by_name import TorchLoss, TorchOptimizer
 from .experiment import TorchModel
 from .feeding import channels_first
 
-REQUIRED = {
+REQUIRED_FUNCTIONS = {
     "loss": "loss(labels, predictions)",
     "optimizer": "optimizer(parameters, lr=...)",
     "feed": "feed(records, mode)",
@@ -53,12 +53,12 @@ class ModelDefinition:
                     f"{path}: has no {actual}, given as {name}; it has {', '.join(self._defined()) or 'nothing'}"
                 )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
-        functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
+        functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED_FUNCTIONS}
         self.factory = self._find_model()
         missing = [name for name, function in functions.items() if function is None]
         if missing or self.factory is None:
             absent = [*missing, *(["model"] if self.factory is None else [])]
-            required = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
+            required = [REQUIRED_FUNCTIONS.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
             raise ConfigError(
                 f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._defined()) or 'nothing'}. Define"
                 f" {', '.join(required)}"
@@ -68,7 +68,7 @@ class ModelDefinition:
     def model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop."""
         assert self.factory is not None
-        return TorchModel(self.factory, loss=TorchLoss(self._criterion()), optimizer=self._optimiser(), seed=seed)
+        return TorchModel(self.factory, loss=TorchLoss(self._make_loss()), optimizer=self._make_optimizer(), seed=seed)
 
     def feed(self) -> FeedFunction:
         """Return the function that maps records to features and labels."""
@@ -77,9 +77,9 @@ class ModelDefinition:
         arity = len(inspect.signature(function).parameters)
         if arity > 2:  # ElasticDL's third argument: metadata of the reader
             return FeedFunction(
-                _rename_function(function, lambda records, mode: function(records, mode, None)), self._place(function)
+                _rename_function(function, lambda records, mode: function(records, mode, None)), self._site_of(function)
             )
-        return FeedFunction(function, self._place(function))
+        return FeedFunction(function, self._site_of(function))
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of eval_metrics_fn."""
@@ -87,7 +87,7 @@ class ModelDefinition:
         functions = {} if function is None else self._call(function)
         if not isinstance(functions, dict) or not all(callable(metric) for metric in functions.values()):
             raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
-        return [_FunctionMetric(name, metric, self._place(metric)) for name, metric in functions.items()]
+        return [_FunctionMetric(name, metric, self._site_of(metric)) for name, metric in functions.items()]
 
     def callbacks(self) -> list[Any]:
         """Return the hooks of callbacks()."""
@@ -103,8 +103,6 @@ class ModelDefinition:
         """Return a PredictionOutputsProcessor, or None if the file has none."""
         cls = self._optional("PredictionOutputsProcessor")
         return None if cls is None else self._call(cls)
-
-    # Private methods.
 
     def _optional(self, name: str) -> Callable[..., Any] | None:
         value = getattr(self.module, self._names.get(name, name), None)
@@ -130,7 +128,7 @@ class ModelDefinition:
             )
         return None
 
-    def _place(self, function: Any) -> str:
+    def _site_of(self, function: Any) -> str:
         code = getattr(function, "__code__", None)
         return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
 
@@ -139,9 +137,9 @@ class ModelDefinition:
             return function(*args)
         except Exception as error:
             message = f"{function.__name__} failed: {type(error).__name__}: {error}"
-            raise ConfigError(f"{self._place(function)}: {message}") from error
+            raise ConfigError(f"{self._site_of(function)}: {message}") from error
 
-    def _criterion(self) -> Callable[..., Any]:
+    def _make_loss(self) -> Callable[..., Any]:
         loss = self._loss
         assert loss is not None
 
@@ -150,12 +148,12 @@ class ModelDefinition:
 
         return criterion
 
-    def _optimiser(self) -> TorchOptimizer:
+    def _make_optimizer(self) -> TorchOptimizer:
         function = self._optimizer
         assert function is not None
         arguments = list(inspect.signature(function).parameters.values())
         takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
-        place = self._place(function)
+        place = self._site_of(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             result: Any = self._call(function, *([parameters] if takes_parameters else []))
@@ -167,7 +165,7 @@ class ModelDefinition:
                     " parameters: torch.optim.SGD(parameters, lr)"
                 )
             if not isinstance(result, torch.optim.Optimizer):
-                raise ConfigError(f"{place}: optimizer returned a {type(result).__name__}, not a torch.optim.Optimizer")
+                raise ConfigError(f"{place}: optimizer must return a torch optimizer, got {type(result).__name__}")
             return result
 
         return TorchOptimizer(optimizer)
@@ -177,7 +175,7 @@ class _FunctionMetric(Metric):
     """A function of the labels and predictions of an evaluation batch, averaged over samples."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str) -> None:
-        self.name, self._function, self._place = name, function, place
+        self.name, self._function, self._site_of = name, function, place
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the function's value times the number of samples, and that number."""
@@ -187,7 +185,7 @@ class _FunctionMetric(Metric):
         try:
             value = float(torch.as_tensor(self._function(labels, outputs), dtype=torch.float64).mean())
         except Exception as error:
-            raise ConfigError(f"{self._place}: {self.name} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self._site_of}: {self.name} failed: {type(error).__name__}: {error}") from error
         return value * len(y), len(y)
 
 
@@ -196,6 +194,6 @@ def _rename_function(original: Any, function: Callable[..., Any]) -> Callable[..
     return function
 
 
-def load_capture() -> None:
+def preload_capture_imports() -> None:
     """Trigger the imports that PyTorch defers until the first capture."""
     torch.export.export(nn.Identity(), (torch.zeros(1),), strict=False)

@@ -17,15 +17,15 @@ from ...io.checkpoint.sync_state import SYNC_GROUP as SYNCHRONISATION
 from ...parallel import Flag, ParameterShard, SyncState
 from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
-from ..module.parameters import ModuleParameters, plan_parameters, sparse_tables
+from ..module.parameters import ModuleParameters, plan_parameters, sparse_embedding_weights
 from ..module.weights import as_array, create_optimizer_state
-from .by_name import TorchOptimizer, holds_any
+from .by_name import TorchOptimizer, updates_any
 
 _PLAIN = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """A torch.optim optimizer partitioned over the ranks by a strategy; collective.
+    """A torch.optim optimizer partitioned over the ranks by a strategy. Collective.
 
     Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module
     and held in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
@@ -69,15 +69,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
-            sparse = sparse_tables(model)
+            sparse = sparse_embedding_weights(model)
             planned = plan_parameters(tensors, grid.shape, strategy, sparse)
             if planned.splits_parameters and not inner.elementwise:
-                raise ConfigError(f"strategy: {inner.constructor.__name__} updates whole parameters, not parts of them")
+                raise ConfigError(f"strategy: {inner.constructor.__name__} needs whole parameters; use AllReduce")
             self.parameters = ModuleParameters(
                 tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
             )
-        self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
-        self.optimizer = inner.create(self.parameters.updated[name] for name in self._order)
+        self.grid, self.strategy, self._names = grid, planned.strategy, list(tensors)
+        self.optimizer = inner.create(self.parameters.updated[name] for name in self._names)
         self._overflow: torch.Tensor | None = None
         if self.parameters.owned_names:
             # GradScaler checks only gradients that this rank owns, perhaps none; all ranks must skip a step together
@@ -85,19 +85,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.optimizer.param_groups[-1]["params"].append(self._overflow)
             self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
             grid.on_close(hooks.register_optimizer_step_pre_hook(self._refuse_others).remove)
-        self._fixed = False
+        self._has_fixed_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
-        self._fixed = True
+        self._has_fixed_groups = True
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.module, model.optimizer = model, self
         self._in_backward = False
-        self._sums: np.ndarray | None = None
+        self._earlier_sums: np.ndarray | None = None
         for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), record=True), strict=True):
             # earlier hooks may have replaced the gradient computed on tiles
             tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that this rank owns, and receive the others from their owners; collective.
+        """Update the parameters that this rank owns, and receive the others from their owners. Collective.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 tensor.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before; collective."""
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before. Collective."""
         self.grid.check("clip_grad_norm_", {"max_norm": float(max_norm)})
         squares = {True: 0.0, False: 0.0}
         gradients = []
@@ -142,21 +142,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unpartitioned state, as the optimizer in a single process would; collective.
+        """Return the unpartitioned state, as the optimizer in a single process would. Collective.
 
         Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
         """
         self.grid.check("DistributedOptimizer.state_dict")
-        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._order))}
+        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._names))}
         for shard, array in self.slots():
             name, _, slot = shard.name.rpartition("/")
-            state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
+            state[self._names.index(name)][slot] = torch.from_numpy(shard.gather(array))
         groups = self.optimizer.state_dict()["param_groups"]
         if self._overflow is not None:
             groups[-1]["params"].pop()
         result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
         sync = {
-            sync_state.name: self._gather_state(sync_state) for sync_state in self.parameters.compressed.sync_states()
+            sync_state.name: self._gather_sync(sync_state) for sync_state in self.parameters.compressed.sync_states()
         }
         return result | ({SYNCHRONISATION: sync} if sync else {})
 
@@ -169,13 +169,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
-        parameters, saved = self.parameters, {self._order[index]: slots for index, slots in state_dict["state"].items()}
+        parameters, saved = self.parameters, {self._names[index]: slots for index, slots in state_dict["state"].items()}
         self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
         state = {}
         for name, slots in saved.items():
             (shard, share), parameter = parameters.shards[name], parameters.updated[name]
             part, slot_values = shard.slot_shard("", share), self.optimizer.state[parameter]
-            state[self._order.index(name)] = {
+            state[self._names.index(name)] = {
                 slot: torch.from_numpy(np.array(part.own_part_of(as_array(value))))
                 if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
@@ -187,11 +187,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for sync_state in self.parameters.compressed.sync_states():
-            self._restore(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
+            self._restore_sync(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: owners and the flat buffer are fixed."""
-        if self._fixed:
+        if self._has_fixed_groups:
             raise ConfigError(
                 "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
             )
@@ -199,23 +199,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would see no gradients of them."""
-        if holds_any(optimizer, self._partitioned):
+        if updates_any(optimizer, self._partitioned):
             raise ConfigError(
                 f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call its"
                 " step(), or train another copy of the module"
             ).on_all_ranks()
 
-    def _gather_state(self, state: SyncState) -> torch.Tensor:
+    def _gather_sync(self, state: SyncState) -> torch.Tensor:
         """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""
         array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
         return torch.from_numpy(array)
 
-    def _restore(self, state: SyncState, saved: torch.Tensor | None) -> None:
-        """Restore an array saved by `_gather_state`; another number of ranks preserves the sum over ranks."""
+    def _restore_sync(self, state: SyncState, saved: torch.Tensor | None) -> None:
+        """Restore an array saved by `_gather_sync`; another number of ranks preserves the sum over ranks."""
         shape = state.array.shape
         data = None if saved is None else as_array(saved)
         if data is not None and data.shape[not state.same_on_all_ranks :] != shape:
-            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{state.name}' does not match this model: {data.shape}")
+            raise ConfigError(
+                f"state_dict: {SYNCHRONISATION}: '{state.name}' has shape {data.shape}; restore the same model"
+            )
         if not state.same_on_all_ranks:
             data = np.zeros((0, *shape)) if data is None else data
             lo, hi = part_range(len(data), self.grid.size, self.grid.rank)
@@ -236,7 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self._in_backward:
             self._in_backward = True
-            self._sums = self.parameters.take_gradient_sums()
+            self._earlier_sums = self.parameters.take_gradient_sums()
             self.parameters.sync.begin_step()
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
         parts = contributions[:]
@@ -250,10 +252,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _synchronise(self) -> None:
         self._in_backward = False
         self.parameters.sum_gradients(for_update=True)
-        if self._sums is not None:
-            self.parameters.grads += self._sums
+        if self._earlier_sums is not None:
+            self.parameters.grads += self._earlier_sums
         if self._overflow is not None:
-            overflowed = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
+            overflowed = self.parameters.sync.flag_header[Flag.NON_FINITE]  # on some rank
             self._overflow.grad = torch.full_like(self._overflow, torch.inf if overflowed else 0)
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:

@@ -21,29 +21,29 @@ from ...halo import ExchangePolicy, GlobalArray
 from ...io.output import WEIGHTS
 from ...layers import Parameter
 from ...models import TrainableModel
-from ...parallel import SYNC_CLASSES, ParameterShard
+from ...parallel import SYNC_CLASSES_BY_NAME, ParameterShard
 from ...plan import GRADIENTS, LOSS
 from ...registry.ranges import Count, Index
 from ...runtime.observers.ledger import Ledger, count_messages
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
-from ...system.memory import network_bytes_per_rank, parse_bytes
+from ...system.memory import model_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.image_blocks import ModuleBlocks, TracedImage
 from ..execution.options import ExecutionOptions
 from ..ir.layout import axes_of
 from ..module.distributing import distribute
 from ..module.module import DistributedModule
-from ..module.parameters import MODULE, ModuleParameters, sparse_tables
+from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights
 from ..module.weights import as_array, create_optimizer_state, load_weights, save_weights, state_tensors
 from .by_name import TorchLoss, TorchOptimizer, unwrap
-from .factory import Factory
+from .factory import ModuleFactory
 from .feeding import apply_feed, channels_first
 from .judging import CellLoss, OwnedTotals, channels_last, metric_targets
 from .module_plan import ModulePlan
 from .train_step import ModuleStep, compute_in
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class TorchModel(TrainableModel):
@@ -122,8 +122,8 @@ class TorchModel(TrainableModel):
         self.step, self.steps_without_optimizer, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
-        self._sync = SYNC_CLASSES[sync]
-        self._guard: int | None = None
+        self._sync = SYNC_CLASSES_BY_NAME[sync]
+        self._guard_seed: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
         self._feed = unwrap(self._arguments["feed"] or channels_first)
@@ -146,7 +146,7 @@ class TorchModel(TrainableModel):
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else parse_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
-        self._sync = self._sync if sync is None else SYNC_CLASSES[sync]
+        self._sync = self._sync if sync is None else SYNC_CLASSES_BY_NAME[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if accumulate is not None:
             raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
@@ -215,13 +215,13 @@ class TorchModel(TrainableModel):
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
     ) -> None:
-        """Distribute the module over the grid (default: all ranks); collective.
+        """Distribute the module over the grid (default: all ranks). Collective.
 
         Parameters
         ----------
         input_shape : (*spatial, C), global
         batch_size : int
-            Global: over all replicas.
+            Global batch size, over all replicas.
         """
         self.grid, self.input_shape, self.batch_size = grid or ProcessGrid(), tuple(input_shape), batch_size
         self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
@@ -229,9 +229,9 @@ class TorchModel(TrainableModel):
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.wide_tiles is not None:
             self.input.repartition(self.compiled.wide_tiles, self.compiled.wide_tiles)
-        self._models: dict[int, DistributedModule] = {}
+        self._model_by_batch: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
-        model = self._distributed(batch_size)
+        model = self._module_for(batch_size)
         if self.weights is not None:
             with self._name_in_errors("weights: "):
                 load_weights(model, self.weights)
@@ -239,33 +239,33 @@ class TorchModel(TrainableModel):
             self.parameters.close()
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         updated = {name: tensors[name] for name in self.compiled.updated}
-        synchronisation = planned.shares, planned.compressors, sparse_tables(self.module)
+        synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
         self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
         self.sync = self.parameters.sync
         self.torch_optimizer = self.optimizer.create(self.parameters.updated.values())
-        self._rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
+        self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
         owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
         self.output: Any = OwnedTotals(self.grid, owns)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
-        """Run one training step and return the loss of the whole batch, NaN if it was skipped; collective."""
+        """Run one training step and return the loss of the whole batch, NaN if it was skipped. Collective."""
         with self._name_in_errors():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
     def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
-        """Return this rank's outputs and labels, and the loss of the whole batch; collective."""
-        model = self._distributed(batch, training)
+        """Return this rank's outputs and labels, and the loss of the whole batch. Collective."""
+        model = self._module_for(batch, training)
         features, labels = self._apply_feed(x, targets, batch)
         model.step = self.step
-        with self._seeded(), compute_in(self.precision, self.module):
+        with self._seed_generators(), compute_in(self.precision, self.module):
             output = model(features)
             try:
                 loss = model.loss(self.cost.criterion, output, labels)
             except (IndexError, RuntimeError, UserError):
                 self.cost.check_labels(output, labels)
                 raise
-        return (output, labels), loss if loss.dtype == DTYPES[str(self.dtype)] else loss.float()
+        return (output, labels), loss if loss.dtype == TORCH_DTYPES[str(self.dtype)] else loss.float()
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and the loss times the samples, 0 except on rank 0."""
@@ -296,68 +296,66 @@ class TorchModel(TrainableModel):
 
     def enable_guards(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""
-        self._guard = seed
-        for model in self._models.values():
+        self._guard_seed = seed
+        for model in self._model_by_batch.values():
             model.guard(seed)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
-        model = self._distributed(batch, training)
-        with torch.no_grad(), self._name_in_errors(), self._seeded(), compute_in(self.precision, self.module):
+        model = self._module_for(batch, training)
+        with torch.no_grad(), self._name_in_errors(), self._seed_generators(), compute_in(self.precision, self.module):
             return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
-        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         create_optimizer_state(self.built_parameters.updated, self.torch_optimizer, names)
         arrays = {name: as_array(tensor) for name, tensor in state_tensors(self.module).items()}
         shards = {
-            name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
+            name: ParameterShard(MODULE_KEY, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
         }
         kept = [(shards[name], array) for name, array in arrays.items()]
         return {"model": kept, "optimizer": self.built_parameters.optimizer_slots(self.torch_optimizer)}
 
     def export(self, folder: Path) -> None:
-        """Write the weights as a state_dict, weights.safetensors; collective."""
-        save_weights(self._distributed(self.batch_size), folder / WEIGHTS)
+        """Write the weights as a state_dict, weights.safetensors. Collective."""
+        save_weights(self._module_for(self.batch_size), folder / WEIGHTS)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of messages that this rank has sent since `build`."""
-        return self._bytes(halo=True)
+        return self._count_bytes(halo=True)
 
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has contributed to reductions or sent in redistributions since `build`."""
-        return self._bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
+        return self._count_bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
 
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
         reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
         total = count_messages([], reductions, self.grid.replica * self.grid.shape.tiles)
-        for model in self._models.values():
+        for model in self._model_by_batch.values():
             total += model.comm.ledger
         return total
 
-    # Private methods.
-
-    def _bytes(self, halo: bool) -> int:
-        ledgers = (model.comm.ledger for model in self._models.values())
+    def _count_bytes(self, halo: bool) -> int:
+        ledgers = (model.comm.ledger for model in self._model_by_batch.values())
         return sum(n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is halo)
 
     @cached_property
-    def _factory(self) -> Factory:
-        dtype = DTYPES[str(self.dtype)]
+    def _factory(self) -> ModuleFactory:
+        dtype = TORCH_DTYPES[str(self.dtype)]
         if isinstance(self.cost.criterion, nn.Module):
             self.cost.criterion.to(dtype)
-        return Factory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
+        return ModuleFactory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
 
     def _create_plan(
         self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
     ) -> ModulePlan:
         module, shape = self.module, (batch, *self._sample_shape(input_shape))
-        memory = None if limit is None else network_bytes_per_rank(limit, grid.size)
+        memory = None if limit is None else model_bytes_per_rank(limit, grid.size)
         execution = ExecutionOptions.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         args = program, execution, shape, input_shape, grid
@@ -378,21 +376,21 @@ class TorchModel(TrainableModel):
             )
         return shape
 
-    def _distributed(self, batch: int, training: bool = True) -> DistributedModule:
-        """Return the module distributed for a batch size, in a mode; collective for a new batch size or mode."""
-        if batch not in self._models:
-            shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
+    def _module_for(self, batch: int, training: bool = True) -> DistributedModule:
+        """Return the module distributed for a batch size, in a mode. Collective for a new batch size or mode."""
+        if batch not in self._model_by_batch:
+            shape, dtype = (batch, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
             model = distribute(
                 self.module, shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
-                memory=self.compiled.limit,
+                memory=self.compiled.memory_limit,
             )  # fmt: skip
-            if self._guard is not None:
-                model.guard(self._guard)
+            if self._guard_seed is not None:
+                model.guard(self._guard_seed)
             model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
-            self._models[batch] = model
-        model = self._models[batch].train(training)
-        if (batch, training) not in self._captured:  # before `_seeded`: tracing changes the random state
+            self._model_by_batch[batch] = model
+        model = self._model_by_batch[batch].train(training)
+        if (batch, training) not in self._captured:  # before `_seed_generators`: tracing changes the random state
             _ = model.plan
             self._captured.add((batch, training))
         return model
@@ -402,12 +400,12 @@ class TorchModel(TrainableModel):
         lo, hi = self.grid.sample_range(batch)
         shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
-            return apply_feed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
+            return apply_feed(self._feed, x, targets, shape, TORCH_DTYPES[str(self.dtype)], self.input)
 
     def apply_scheduled_rates(self) -> None:
         """Set the optimizer's learning rate and momentum for the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
-            for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
+            for group, rate in zip(self.torch_optimizer.param_groups, self._base_rates, strict=True):
                 if rate is not None:
                     group["lr"] = rate * self.learning_rate_scale
                 if self.scheduled_momentum is not None and "betas" in group:
@@ -416,7 +414,7 @@ class TorchModel(TrainableModel):
                     group["momentum"] = self.scheduled_momentum
 
     @contextmanager
-    def _seeded(self) -> Iterator[None]:
+    def _seed_generators(self) -> Iterator[None]:
         """Seed random numbers by seed and step, and restore the global generator afterwards."""
         if self.grid.rank and self.grid.world.shares_process:
             yield

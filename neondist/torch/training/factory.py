@@ -16,7 +16,7 @@ from ..ir.registry import TRACING
 from .by_name import call_checked, unwrap
 
 
-class Factory:
+class ModuleFactory:
     """A function that returns a module, called once; the module is captured once for each shape and mode.
 
     Parameters

@@ -73,7 +73,7 @@ def apply_feed(
             " samples, channels and this rank's tile; change feed, or set shape: [channels, *spatial]"
         )
     features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
-    return features, pytree.tree_map(partial(_own_labels, images), labels) if images.tiles.overlaps else labels
+    return features, pytree.tree_map(partial(_own_labels, images), labels) if images.tiles.may_overlap else labels
 
 
 def _own_labels(images: GlobalArray, labels: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...comm import ProcessGrid, Reductions
 from ...costs.labels import are_dense_targets
 from ...errors import ConfigError
-from ..ir.graph import ACCUMULATION_DTYPE
+from ..ir.graph import ACCUMULATION_DTYPES
 from .by_name import TorchLoss
 from .feeding import channels_first
 
@@ -22,7 +22,7 @@ from .feeding import channels_first
 def channels_last(output: Any) -> np.ndarray:
     """Return the first tensor of an output with channels last, as metrics and files expect it."""
     tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
-    y = tensor.to(ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype)).numpy()
+    y = tensor.to(ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)).numpy()
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 
@@ -52,8 +52,8 @@ class CellLoss:
             raise ConfigError(
                 "loss: is not a mean over cells, so it needs whole images; give more memory or use more ranks"
             )
-        self._sum = copy(loss.criterion)
-        self._sum.reduction = "sum"
+        self._sum_criterion = copy(loss.criterion)
+        self._sum_criterion.reduction = "sum"
 
     def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 0: nothing is summed over a sample first."""
@@ -64,7 +64,7 @@ class CellLoss:
         if targets.dtype.kind == "f" and np.isnan(targets).any():
             return float("nan")
         try:
-            return float(self._sum(*channels_first(y, targets)))
+            return float(self._sum_criterion(*channels_first(y, targets)))
         except (IndexError, RuntimeError):
             if self.ignore_index is not None:
                 are_dense_targets(y.shape, targets, self.ignore_index)
@@ -88,5 +88,5 @@ class OwnedTotals:
         self.reductions = Reductions(grid)
 
     def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:
-        """Return the sum over all ranks; collective."""
+        """Return the sum over all ranks. Collective."""
         return self.reductions.allreduce("world", array * self.owns)

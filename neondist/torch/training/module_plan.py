@@ -14,7 +14,7 @@ from torch import nn
 
 from ...arrays.precision import FLOAT32, ComputePrecision
 from ...errors import ConfigError
-from ...geometry import GridShape, Overlapping, Partition
+from ...geometry import GridShape, OverlappingPartition, Partition
 from ...layers import Parameter
 from ...plan import report
 from ...plan.blocks import IMAGE_COPIES
@@ -29,12 +29,12 @@ from ..lowering.costs import PlanCosts, StepCosts, last_output_shape, module_pat
 from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
 from ..lowering.training_memory import TrainingMemory
-from ..module.parameters import MODULE, describe_parameters, sparse_tables
+from ..module.parameters import MODULE_KEY, describe_parameters, sparse_embedding_weights
 from .by_name import TorchOptimizer
 
-MAX_ROWS = 40
+MAX_TABLE_ROWS = 40
 """Maximum number of rows of the table; beyond it, nested modules are merged."""
-LEGEND = """\
+TABLE_LEGEND = """\
 module: nested modules are merged where there are many; output: global shape of the
 last step's output; sent: bytes of messages in a training step, forward and backward,
 maximum and sum over ranks; summed: bytes that a rank contributes to reductions, at
@@ -58,7 +58,7 @@ class ModulePlan:
         Names of the parameters that require gradients, aliases included.
     parameters : ParameterPlan
         Trained parameters on which outputs depend, without aliases.
-    limit : int or None
+    memory_limit : int or None
         Memory limit of the ranks on a machine, if set.
     note : str
         Description of fused segments or blocks.
@@ -73,7 +73,7 @@ class ModulePlan:
     weights_bytes: int
     trained: tuple[str, ...]
     parameters: ParameterPlan
-    limit: int | None
+    memory_limit: int | None
     note: str
     wide_tiles: Partition | None
     is_streamed = False
@@ -91,7 +91,7 @@ class ModulePlan:
         optimizer: TorchOptimizer | None,
         dtype: np.dtype,
         strategy: StrategyBuilder | Strategy | None,
-        limit: int | None,
+        memory_limit: int | None,
         precision: ComputePrecision = FLOAT32,
     ) -> ModulePlan:
         """Return the plan of a module under execution options, given its exported program for inputs of a shape.
@@ -104,16 +104,16 @@ class ModulePlan:
         mesh = Mesh.of(grid, len(input_shape) - 1)
         steps, _, lowering = execution.lower(program, mesh, 0, [default_layout(shape, mesh)], module)
         if not any(isinstance(out, int) for out in steps.outputs):
-            raise ConfigError("factory: the module returns no tensor")
+            raise ConfigError("factory: the module returns no tensor; return at least one")
         weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
         slots = 0 if optimizer is None else optimizer.slots_per_parameter
         parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
-        if precision.narrow:  # and copies of the weights
+        if precision.has_16_bit_operands:  # and copies of the weights
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
         note, overlaps = (lowering.group_description, lowering.widened_ranges) if lowering else ("", ())
         wide = _tiles_with_overlap(overlaps, input_shape[:-1], mesh)
-        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, note, wide)
+        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, memory_limit, note, wide)
 
     @property
     def needed_bytes(self) -> int:
@@ -135,7 +135,7 @@ class ModulePlan:
     @property
     def updated(self) -> list[str]:
         """Names of the parameters that a training step updates."""
-        return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
+        return [name.removeprefix(f"{MODULE_KEY}/") for name in self.parameters.parameters]
 
     @property
     def first_windowed_layer(self) -> None:
@@ -158,7 +158,7 @@ class ModulePlan:
 
     def bytes(self, rank: int) -> int:
         """Return the bytes of halos, and of keys and values in rings, that a rank sends in a training step."""
-        return sum(count for (kind, _, _), count in self._traffic(rank).items() if kind in ("halo", "ring"))
+        return sum(count for (kind, _, _), count in self._activation_traffic(rank).items() if kind in ("halo", "ring"))
 
     def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
@@ -166,37 +166,37 @@ class ModulePlan:
         Excludes the loss.
         """
         counts = Counter({GRADIENTS: self.parameters.reduction_bytes(rank)})
-        for (kind, name, _), count in self._traffic(rank).items():
+        for (kind, name, _), count in self._activation_traffic(rank).items():
             counts[name] += count * (kind == "sum")
         return {name: count for name, count in counts.items() if count}
 
     def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
         counts = Counter({GRADIENTS: self.parameters.redistribution_bytes(rank)})
-        for (kind, name, _), count in self._traffic(rank).items():
+        for (kind, name, _), count in self._activation_traffic(rank).items():
             counts[name] += count * (kind == "redistribution")
         return {name: count for name, count in counts.items() if count}
 
-    def row_of(self, name: str) -> str:
+    def benchmark_row_of(self, name: str) -> str:
         """Return the name of a step in tables; other names are unchanged."""
-        return self._rows.get(name, name)
+        return self._row_by_step.get(name, name)
 
     @property
-    def rows(self) -> dict[str, str]:
+    def benchmark_rows(self) -> dict[str, str]:
         """The rows of tables and their kinds, empty for merged modules."""
-        return dict.fromkeys(self._rows.values(), "")
+        return dict.fromkeys(self._row_by_step.values(), "")
 
     def costs(self) -> dict[str, StepCosts]:
         """Return the costs of a training step, by row."""
         names: dict[str, list[str]] = {}
         for name in self.all_costs.names:
-            names.setdefault(self.row_of(name), []).append(name)
+            names.setdefault(self.benchmark_row_of(name), []).append(name)
         return {row: self.all_costs.of_steps(steps) for row, steps in names.items()}
 
     @cached_property
     def all_costs(self) -> PlanCosts:
         """The costs of all steps."""
-        return PlanCosts(self.steps, self.trained, self.parameters.slots)
+        return PlanCosts(self.steps, self.trained, self.parameters.slots_per_parameter)
 
     def memory(self, rank: int = 0) -> int:
         """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays."""
@@ -238,29 +238,29 @@ class ModulePlan:
         if self.all_costs.uncounted_steps:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted_steps))
             notes.append(f"flops without those of {names}, which could not be counted")
-        rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
-        return report.costs_table(rows, total, [*notes, *filter(None, [self.note])], LEGEND)
+        rows = [(name, cost, self._output_shape_text(name)) for name, cost in costs.items()]
+        return report.module_costs_table(rows, total, [*notes, *filter(None, [self.note])], TABLE_LEGEND)
 
     def describe(self) -> str:
         """Return the table as plain text, with the grid above."""
         head = report.plan_headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.render_text(head, self.table())
+        return report.render_plain_text(head, self.table())
 
     @cached_property
     def _training(self) -> TrainingMemory:
         return TrainingMemory(self.steps, self.trained)
 
-    def _traffic(self, rank: int) -> Traffic:
-        """Return the traffic of steps in a training step, without the reduction of gradients."""
+    def _activation_traffic(self, rank: int) -> Traffic:
+        """Return the traffic of a training step without the reductions of parameter gradients."""
         traffic = self.steps.traffic(rank, self.trained)
         return {account: count for account, count in traffic.items() if account[1] != GRADIENTS}
 
     @cached_property
-    def _rows(self) -> dict[str, str]:
-        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), MAX_ROWS)
+    def _row_by_step(self) -> dict[str, str]:
+        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), MAX_TABLE_ROWS)
 
-    def _shape(self, row: str) -> str:
-        names = {name for name, label in self._rows.items() if label == row}
+    def _output_shape_text(self, row: str) -> str:
+        names = {name for name, label in self._row_by_step.items() if label == row}
         shape = last_output_shape(self.steps, names)
         return "-" if shape is None else report.join_extents(shape) or "1"
 
@@ -270,7 +270,7 @@ def _tiles_with_overlap(overlaps: Sequence[NeededRanges], extent: tuple[int, ...
     if not overlaps or not overlaps[0]:
         return None
     ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
-    return Overlapping(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
+    return OverlappingPartition(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
 
 
 def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
@@ -286,5 +286,5 @@ def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parame
             for parameter, aliases in names.items()
             if any(steps.parameters.get(name) in reached for name in aliases)
         },
-        sparse_tables(module),
+        sparse_embedding_weights(module),
     )

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ..module.parameters import ModuleParameters
 from ..module.weights import as_array
-from .by_name import TorchOptimizer, holds_any
+from .by_name import TorchOptimizer, updates_any
 
 
 class OwnerSteps:
@@ -43,23 +43,23 @@ class OwnerSteps:
         for name, tensor in tensors.items():
             tensor.grad = earlier[name]
         pairs = [(tensor, self.parameters.updated[name]) for name, tensor in self.parameters.tensors.items()]
-        self._parts = {id(tensor): part for tensor, part in pairs}
-        self._wholes = {id(part): tensor for tensor, part in pairs}
-        self._names = {id(part): name for name, part in self.parameters.updated.items()}
+        self._part_by_id = {id(tensor): part for tensor, part in pairs}
+        self._whole_by_part_id = {id(part): tensor for tensor, part in pairs}
+        self._name_by_part_id = {id(part): name for name, part in self.parameters.updated.items()}
         self._adopted: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._of_parts = False
+        self._exposes_parts = False
         grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Replace an optimiser's parameters by this rank's parts, with their gradients."""
-        if self._of_parts or not holds_any(optimizer, self._parts):
+        if self._exposes_parts or not updates_any(optimizer, self._part_by_id):
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a closure;"
                 " call backward before step(), or use the strategy AllReduce"
             ).on_all_ranks()
-        self._adopt(optimizer)
+        self._adopt_optimizer(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
         self.parameters.adopt_assigned_data()
         for name, (_, share) in self.parameters.shards.items():
@@ -67,27 +67,27 @@ class OwnerSteps:
                 gradient = self.parameters.tensors[name].grad
                 part = None if gradient is None else self.parameters.part(share, gradient.to_dense())
                 self.parameters.updated[name].grad = part
-        self._replace(optimizer, self._parts)
+        self._replace_parameters(optimizer, self._part_by_id)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the whole parameters, with the values of their owners."""
-        if optimizer in self._adopted and not self._of_parts:
-            self._replace(optimizer, self._wholes)
+        if optimizer in self._adopted and not self._exposes_parts:
+            self._replace_parameters(optimizer, self._whole_by_part_id)
             self.parameters.broadcast_from_owners()
 
     @contextmanager
-    def parts_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def expose_own_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context in which an optimiser has this rank's parts and steps without hooks."""
-        self._adopt(optimizer)
-        self._replace(optimizer, self._parts)
-        self._of_parts = True
+        self._adopt_optimizer(optimizer)
+        self._replace_parameters(optimizer, self._part_by_id)
+        self._exposes_parts = True
         try:
             yield
         finally:
-            self._of_parts = False
-            self._replace(optimizer, self._wholes)
+            self._exposes_parts = False
+            self._replace_parameters(optimizer, self._whole_by_part_id)
 
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def _adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Partition an optimiser's existing state, and register hooks that keep its `state_dict` unpartitioned."""
         if optimizer in self._adopted:
             return
@@ -96,59 +96,59 @@ class OwnerSteps:
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__} needs whole"
                 " parameters; use the strategy AllReduce"
             ).on_all_ranks()
-        for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
-            part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)
-            optimizer.state[part] = {slot: self._part_of(part, slot, value) for slot, value in slots.items()}
+        for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._part_by_id]:
+            part, slots = self._part_by_id[id(tensor)], optimizer.state.pop(tensor)
+            optimizer.state[part] = {slot: self._own_slot_part(part, slot, value) for slot, value in slots.items()}
         # not a global hook: virtual ranks share those, and end while others are still in a step
         self.grid.on_close(optimizer.register_step_post_hook(self._end_step).remove)
         optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._end_state_dict)
-        optimizer.register_load_state_dict_pre_hook(self._begin_load)
-        optimizer.register_load_state_dict_post_hook(self._end_load)
+        optimizer.register_load_state_dict_pre_hook(self._begin_load_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._end_load_state_dict)
         self._adopted.add(optimizer)
 
     def _begin_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.grid.check("state_dict of an optimizer")
-        self._replace(optimizer, self._parts)
+        self._replace_parameters(optimizer, self._part_by_id)
 
     def _end_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         parts = [part for group in optimizer.param_groups for part in group["params"]]
-        self._replace(optimizer, self._wholes)
+        self._replace_parameters(optimizer, self._whole_by_part_id)
         state = state_dict["state"]
         for at, part in enumerate(parts):
-            if at in state and id(part) in self._names:
-                state[at] = {slot: self._whole_of(part, slot, value) for slot, value in state[at].items()}
+            if at in state and id(part) in self._name_by_part_id:
+                state[at] = {slot: self._gather_slot(part, slot, value) for slot, value in state[at].items()}
 
-    def _begin_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._replace(optimizer, self._parts)
+    def _begin_load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._replace_parameters(optimizer, self._part_by_id)
         parts = [part for group in optimizer.param_groups for part in group["params"]]
         state = {
-            at: {slot: self._part_of(parts[at], slot, value) for slot, value in slots.items()}
+            at: {slot: self._own_slot_part(parts[at], slot, value) for slot, value in slots.items()}
             for at, slots in state_dict["state"].items()
         }
         return {**state_dict, "state": state}
 
-    def _end_load(self, optimizer: torch.optim.Optimizer) -> None:
-        self._replace(optimizer, self._wholes)
+    def _end_load_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self._replace_parameters(optimizer, self._whole_by_part_id)
 
-    def _part_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
+    def _own_slot_part(self, part: nn.Parameter, slot: str, value: Any) -> Any:
         """Return this rank's part of an optimiser's state of a whole parameter."""
-        name = self._names.get(id(part))
+        name = self._name_by_part_id.get(id(part))
         _, share = (None, None) if name is None else self.parameters.shards[name]
         if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
             return value
         shape = self.parameters.tensors[name].shape
         return self.parameters.part(share, value).clone() if value.shape == shape else value
 
-    def _whole_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return the whole of an optimiser's state of a parameter, given this rank's part; collective."""
-        shard, share = self.parameters.shards[self._names[id(part)]]
+    def _gather_slot(self, part: nn.Parameter, slot: str, value: Any) -> Any:
+        """Return the whole of an optimiser's state of a parameter, given this rank's part. Collective."""
+        shard, share = self.parameters.shards[self._name_by_part_id[id(part)]]
         if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
             return value
         return torch.from_numpy(shard.slot_shard(slot, share).gather(as_array(value)))
 
     @staticmethod
-    def _replace(optimizer: torch.optim.Optimizer, others: Mapping[int, nn.Parameter]) -> None:
+    def _replace_parameters(optimizer: torch.optim.Optimizer, others: Mapping[int, nn.Parameter]) -> None:
         for group in optimizer.param_groups:
             group["params"] = [others.get(id(tensor), tensor) for tensor in group["params"]]
 

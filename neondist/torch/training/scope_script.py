@@ -16,7 +16,7 @@ from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard
 from ...terminal.console import counted
 from ..module.module_scope import ModuleScope
-from ..module.parameters import MODULE
+from ..module.parameters import MODULE_KEY
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .owner_steps import OwnerSteps
 from .script import ModuleScriptAdapter
@@ -54,14 +54,14 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
             There is not exactly one model and one optimiser.
         """
         parameters = set(map(id, scope.parameters.values()))
-        optimizers = [item for item in _living_objects(torch.optim.Optimizer) if parameters & _parameters_of(item)]
+        optimizers = [item for item in _live_instances(torch.optim.Optimizer) if parameters & _parameters_of(item)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session: the scope has {counted(len(scope.models), 'model')} and"
                 f" {counted(len(optimizers), 'optimizer')}, but a session"
                 " takes one of each: combine the modules, and create the optimizer before the session"
             ).on_all_ranks()
-        schedulers = [item for item in _living_objects(LRScheduler) if item.optimizer is optimizers[0]]
+        schedulers = [item for item in _live_instances(LRScheduler) if item.optimizer is optimizers[0]]
         inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
         outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
         return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
@@ -73,19 +73,19 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the model's state and this rank's parts of the optimiser's."""
-        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         weights = self._whole(state_tensors(self.model))
         if self.owners is None:
             tensors = dict(self.model.named_parameters())
             create_optimizer_state(tensors, self.optimizer, names)
             return {"model": weights, "optimizer": self._whole(optimizer_state_tensors(tensors, self.optimizer))}
         parameters = self.owners.parameters
-        with self.owners.parts_of(self.optimizer):
+        with self.owners.expose_own_parts(self.optimizer):
             create_optimizer_state(parameters.updated, self.optimizer, names)
         return {"model": weights, "optimizer": parameters.optimizer_slots(self.optimizer)}
 
 
-def _living_objects(kind: type) -> list[Any]:
+def _live_instances(kind: type) -> list[Any]:
     """Return the living objects of a class: optimisers and schedulers are not registered when they are created."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 

@@ -17,7 +17,7 @@ from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard, SyncState
 from ...terminal.console import counted
 from ..module.module import DistributedModule
-from ..module.parameters import MODULE
+from ..module.parameters import MODULE_KEY
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .distributed_optimizer import DistributedOptimizer
 
@@ -29,7 +29,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     ----------
     module : DistributedModule
     optimizer : torch.optim.Optimizer, optional
-        Of its parameters: a DistributedOptimizer, or one replicated on every rank. None: nothing is trained.
+        Optimiser of its parameters: a DistributedOptimizer, or one replicated on every rank. None: nothing is trained.
     """
 
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
@@ -94,7 +94,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         if self.divided is None:
             super().count_step()
         else:
-            self.sync.flags.rank_counts[:] = self.sync.header
+            self.sync.flags.rank_counts[:] = self.sync.flag_header
             self.step += 1
 
     @property
@@ -104,7 +104,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the state of the module and of the optimiser, named as in a TorchModel."""
-        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         slot_arrays: list[tuple[ParameterShard, Any]] = []
         if isinstance(self.optimizer, DistributedOptimizer):
             slot_arrays = self.optimizer.slots(names)
@@ -153,6 +153,6 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[ParameterShard, Any]]:
         arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         shards = {
-            name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
+            name: ParameterShard(MODULE_KEY, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
         }
         return [(shards[name], array) for name, array in arrays.items()]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...arrays.precision import ComputePrecision
 from ...models import TrainStep
-from ...runtime.observers.nonfinite import first_nonfinite
+from ...runtime.observers.nonfinite import first_nonfinite_on_any_rank
 from ..ir.registry import TRACING
 
 
@@ -19,8 +19,8 @@ from ..ir.registry import TRACING
 def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
     """Make PyTorch compute in a precision on the device of a module: by autocast, or with TF32 operands."""
     device = next((p.device.type for p in module.parameters()), "cpu")
-    dtype = getattr(torch, precision.name) if precision.narrow else None
-    with torch.autocast(device, dtype, enabled=precision.narrow), ExitStack() as stack:
+    dtype = getattr(torch, precision.name) if precision.has_16_bit_operands else None
+    with torch.autocast(device, dtype, enabled=precision.has_16_bit_operands), ExitStack() as stack:
         if device == "cuda":
             backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
             for switches in backends:
@@ -56,14 +56,14 @@ class ModuleStep(TrainStep):
             parameters.sync.record_finiteness(self.finite)
             (loss * self.loss_scale).backward()
         parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
-        return parameters.read_flags(loss.detach().numpy().reshape(1))
+        return parameters.fetch_loss_and_flags(loss.detach().numpy().reshape(1))
 
     def locate_nonfinite(self, x: Any, targets: Any, batch: int) -> str:
-        """Return the name of the first non-finite gradient on any rank; collective."""
+        """Return the name of the first non-finite gradient on any rank. Collective."""
         bad = {"the loss": not self.finite}
         for name, tensor in self.trainable.built_parameters.tensors.items():
             bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
-        return first_nonfinite(self.trainable.grid.world, bad) or "the sum of the gradients over all ranks"
+        return first_nonfinite_on_any_rank(self.trainable.grid.world, bad) or "the sum of the gradients over all ranks"
 
     def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others."""

@@ -27,19 +27,19 @@ class ModuleWindows(OutputBlocks):
     module : nn.Module
         From windows (n, C, *window) to scores (n, classes); it is set to evaluation mode.
     dtype : numpy.dtype
-        Of its parameters.
+        Dtype of its parameters.
     shape : (*spatial, C)
-        Of the image.
+        Shape of the image.
     window, stride : int
-        Cells along each axis, of a window and between the first cells of neighbours. Windows that are not entirely
+        Cells along each axis of a window, and between the first cells of neighbours. Windows that are not entirely
         inside the image are left out.
     size : (*spatial,)
-        Of a block of the map; the last ones along an axis may be smaller.
+        Extents of a block of the map; the last blocks along an axis may be smaller.
 
     Attributes
     ----------
     output_shape : (*spatial, classes)
-        Of the map.
+        Shape of the map.
 
     Raises
     ------
@@ -61,7 +61,7 @@ class ModuleWindows(OutputBlocks):
         places = tuple((n - window) // stride + 1 for n in extent)
         super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
         self.batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
-        scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
+        scores = self._compute_scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
         self.output_shape = *places, scores.shape[1]
 
     def input_box(self, number: int) -> Box:
@@ -79,11 +79,11 @@ class ModuleWindows(OutputBlocks):
         places: list[tuple[int, ...]] = list(product(*map(range, block)))
         scores = []
         for first in range(0, prod(block), self.batch):
-            batch = [_window_at(windows, place) for place in places[first : first + self.batch]]
-            scores.append(self._scores(torch.stack(batch)))
+            batch = [_window_at_position(windows, place) for place in places[first : first + self.batch]]
+            scores.append(self._compute_scores(torch.stack(batch)))
         return np.concatenate(scores).reshape(1, *block, -1)
 
-    def _scores(self, windows: torch.Tensor) -> np.ndarray:
+    def _compute_scores(self, windows: torch.Tensor) -> np.ndarray:
         subject = f"{type(self.module).__name__}: for windows {list(windows.shape)}, it"
         try:
             with torch.no_grad():
@@ -100,7 +100,7 @@ class ModuleWindows(OutputBlocks):
         return scores.reshape(len(scores), -1)
 
 
-def _window_at(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
+def _window_at_position(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
     """Return the window at a place of (C, *places, *window)."""
     for at in place:
         windows = windows.select(1, at)

@@ -279,8 +279,8 @@ class Checkpoint(Hook):
         }
         model, world = run.model.whole_model, run.grid.world
         scheme_state = scheme_memory.collect_scheme_memory(model.exchanged_arrays, _scheme_state_key(run), world)
-        if scheme_state.text:
-            texts[scheme_memory.MEMORY_TEXT_NAME] = scheme_state.text
+        if scheme_state.json_text:
+            texts[scheme_memory.SCHEME_MEMORY_TEXT_NAME] = scheme_state.json_text
         return [*_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
     def _is_time_due(self, run: TrainState) -> bool:

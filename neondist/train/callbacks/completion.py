@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ...comm import all_or_none
-from ...io.files import file_errors, write_text
+from ...io.files import convert_file_errors, write_text
 from ..state import TrainState
 from .hook import Hook
 
@@ -21,7 +21,7 @@ class CompletionMarker(Hook):
         """Remove the marker of an earlier run."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                with file_errors(self.path, "cannot be removed"):
+                with convert_file_errors(self.path, "cannot be removed"):
                     self.path.unlink(missing_ok=True)
 
     def after_run(self, run: TrainState) -> None:

@@ -59,7 +59,7 @@ class ProgressBar(Hook):
     def after_step(self, run: TrainState) -> None:
         """Update the bar, or print the line that is due; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
-            where = run.model.whole_model.nonfinite_monitor.where
+            where = run.model.whole_model.nonfinite_monitor.nonfinite_value
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         now = time.perf_counter()
         speed = (run.samples_seen - self.first_sample) / max(now - self.start_time, 1e-9)

@@ -13,8 +13,8 @@ from ...comm import Transport, all_or_none
 from ...errors import DataError, OutputError
 from ...io.checkpoint import SnapshotStore
 from ...io.files import append_text
-from ...io.generation_log import format_event, read_run_key
 from ...io.output import GENERATIONS
+from ...io.run_event_log import format_event, read_run_key
 from ...parallel import Flag
 from ...terminal.console import say
 from ..state import TrainState

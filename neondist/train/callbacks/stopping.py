@@ -119,10 +119,10 @@ class TimeLimit(Hook):
             self.checkpoint_seconds, self.after_pause = max(self.checkpoint_seconds, took), False
         else:
             self.step_seconds.append(took)
-        if run.stop is None and run.model.sync.flags.count_ranks(Flag.TIME):
+        if run.stop is None and run.model.sync.flags.count_ranks(Flag.TIME_LIMIT):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
         elif run.first_rank and self.last_time + self.reserve_seconds(run) > self.deadline:
-            run.model.sync.flags.own_flags[Flag.TIME] = 1
+            run.model.sync.flags.own_flags[Flag.TIME_LIMIT] = 1
 
     def after_epoch(self, run: TrainState) -> None:
         """Measure the evaluation; the time until the next step is mostly the checkpoint."""

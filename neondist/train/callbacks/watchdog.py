@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...comm import ProcessGrid, Transport
-from ...runtime.observers.whereabouts import Whereabouts, innermost_calls
+from ...runtime.observers.current_activity import CurrentActivity, innermost_calls
 from ..state import TrainState
 from .hook import Hook
 from .io_counts import disk_bytes, file_states, is_stopped
@@ -71,7 +71,7 @@ class Watchdog(Hook):
         self.thread_id = 0
         self.world: Transport | None = None
         self.peers: dict[int, int] = {}
-        self.whereabouts: Whereabouts | None = None
+        self.whereabouts: CurrentActivity | None = None
         self.run: TrainState | None = None
 
     def open(self) -> None:
@@ -105,7 +105,7 @@ class Watchdog(Hook):
         """Observe the passes on a grid."""
         self._stop_observing()
         self.world, self.rank, self.size = grid.world, grid.rank, grid.size
-        self.whereabouts = Whereabouts(grid)
+        self.whereabouts = CurrentActivity(grid)
         grid.observers.add(self.whereabouts)
 
     def _stop_observing(self) -> None:

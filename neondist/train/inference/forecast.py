@@ -96,7 +96,7 @@ def forecast(
                 raise DataError(f"{path}: {problem}") from None
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
-                fields.check_compatible(names, units, dataset.lead, series.time_step, series.axis_orders)
+                fields.check_compatible(names, units, dataset.lead, series.step_seconds, series.axis_orders)
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill
@@ -199,7 +199,7 @@ def _valid_times(
     for months in (fields.month_step, series.month_step):
         if months is not None and months.matches(series.times, series.calendar):
             return [months.advance(start, lead, series.calendar) for start, lead in pairs]
-    return [start + lead * (series.time_step or fields.time_step) for start, lead in pairs]
+    return [start + lead * (series.step_seconds or fields.time_step) for start, lead in pairs]
 
 
 def _single_steps(method: WholeImagePrediction, fields: CheckpointFields) -> Forecasts:

@@ -17,9 +17,9 @@ from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...models import Model, TrainableModel
 from ...plan import Plan, Training, compile_plan
-from ...plan.blocks import IMAGE_COPIES, find_obstacles, fit_blocks, shrink_to_fit
+from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_to_fit
 from ...runtime.blocks import BlockwiseExecutor
-from ...system.memory import PROCESS_OVERHEAD_BYTES, format_bytes, free_bytes, network_bytes_per_rank
+from ...system.memory import PROCESS_OVERHEAD_BYTES, format_bytes, free_bytes, model_bytes_per_rank
 from .images import Images
 
 DEFAULT_BLOCK_EXTENTS = {1: 1 << 18, 2: 2048, 3: 256}
@@ -224,7 +224,7 @@ def choose_method(
         return _choose_module_method(model, images, grid, batch, block, limit, extra_cells)
     serial_plan = forward_plan(model, shape, GridShape(), 1)
     graph = serial_plan.graph
-    obstacle = next(find_obstacles(graph), None)
+    obstacle = next(find_blockwise_obstacles(graph), None)
     if block is not None and obstacle is not None:
         raise ConfigError(
             f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out block"
@@ -313,7 +313,7 @@ def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int
 def memory_limit(memory: int | None, ranks: int) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
-        return network_bytes_per_rank(memory, ranks)
+        return model_bytes_per_rank(memory, ranks)
     free = free_bytes()
     return 1 << 62 if free is None else max(PROCESS_OVERHEAD_BYTES, free // 2 // ranks)
 
@@ -322,5 +322,5 @@ def _peak_bytes(plan: Plan) -> int:
     """Return the peak bytes of a rank for whole images: the network, and images read and written."""
     io_bytes = 0
     for shape in (plan.input_shape, plan.output_shape):
-        io_bytes += plan.grid.partition(shape[:-1]).largest * shape[-1] * plan.samples(0) * plan.itemsize
+        io_bytes += plan.grid.partition(shape[:-1]).max_tile_size * shape[-1] * plan.samples(0) * plan.itemsize
     return max(plan.memory(rank) for rank in range(plan.grid.size)) + IMAGE_COPIES * io_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...comm import ProcessGrid, all_or_none
 from ...errors import DataError, ShapeError
-from ...formats.base import read_errors
+from ...formats.base import convert_read_errors
 from ...geometry import GridShape
 from ...io.checkpoint import open_checkpoint
 from ...io.checkpoint.checksum import USER_BLOCK_SIZE
@@ -106,7 +106,7 @@ def _require_numbers(name: str, numbers: list[Any]) -> list[float]:
 
 def _file_hash(path: Path) -> str:
     """Return a hash of a checkpoint's first block, which contains its checksum."""
-    with read_errors(path), open_regular(path) as file:
+    with convert_read_errors(path), open_regular(path) as file:
         return _short_hash(file.read(USER_BLOCK_SIZE))
 
 

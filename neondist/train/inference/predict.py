@@ -15,7 +15,7 @@ from ...comm import ProcessGrid, all_or_none
 from ...data import ClimateFiles
 from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
-from ...formats.draft import is_published
+from ...formats.draft import clean_up_if_published
 from ...geometry import part_range
 from ...io.files import make_folder
 from ...io.files import partial_path as unfinished
@@ -281,7 +281,7 @@ def _open_sinks(
     if len(done) == method.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
-                complete = [kind for kind, path in paths.items() if is_published(path)]
+                complete = [kind for kind, path in paths.items() if clean_up_if_published(path)]
         complete = grid.world.bcast(complete)
     with _remove_on_failure(factories, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():

@@ -14,7 +14,7 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...errors import AxesError, ConfigError, DataError
 from ...formats import open_source
-from ...formats.base import read_errors
+from ...formats.base import convert_read_errors
 from ...io.regular_file import open_regular, read_bytes
 from ...terminal.console import counted
 from .images import Images, open_images
@@ -182,7 +182,7 @@ class TrainedModule:
     def _identities(self) -> dict[str, str]:
         """Return hashes that a resumed job must have in common with the original."""
         weights = hashlib.sha256()
-        with read_errors(self.weights), open_regular(self.weights) as file:
+        with convert_read_errors(self.weights), open_regular(self.weights) as file:
             while chunk := file.read(1 << 20):
                 weights.update(chunk)
         options = self.name, self.windows, self.stride, self.scale, self.mean, self.std, str(self.model.module)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from availability import KERNELS, make_backend
+from availability import KERNEL_VARIANTS, make_backend
 
 import neondist as nd
 
 from .case import Case, Grid, list_leaves
 
-EXECUTION = ("strips", "memory", "recompute", "accumulate")
+EXECUTION_FIELDS = ("strips", "memory", "recompute", "accumulate")
 CONTAINERS = ("Sequential", "Sum", "Concat")
 
 
@@ -46,10 +46,10 @@ def _create_model(case: Case, dist: bool, scheme: str, with_execution: bool) -> 
         cost=getattr(nd, case.cost)(),
         optimizer=getattr(nd, name)(**arguments),
         seed=case.seed,
-        backend=make_backend(case.backend if case.backend in KERNELS else "numpy"),
+        backend=make_backend(case.backend if case.backend in KERNEL_VARIANTS else "numpy"),
         dtype=case.dtype,
         scheme=scheme,
-        **({field: getattr(case, field) for field in EXECUTION} if with_execution else {}),
+        **({field: getattr(case, field) for field in EXECUTION_FIELDS} if with_execution else {}),
     )
 
 

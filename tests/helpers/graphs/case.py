@@ -11,7 +11,7 @@ from typing import Any
 Grid = tuple[int, int, int, int]
 """(replicas, planes, rows, columns)"""
 
-PROGRAM = """\
+PROGRAM_TEMPLATE = """\
 import sys
 
 sys.path.insert(0, "tests/helpers")  # from the top folder of the repository
@@ -74,7 +74,7 @@ class Case:
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         lines = [f"{name}={pprint.pformat(value, width=100, sort_dicts=False)}" for name, value in arguments.items()]
         body = "".join("    " + line.replace("\n", "\n    ") + ",\n" for line in lines)
-        return PROGRAM.format(case=f"Case(\n{body})")
+        return PROGRAM_TEMPLATE.format(case=f"Case(\n{body})")
 
     def replace(self, **changes: Any) -> Case:
         """Return a copy of the case with changed fields."""

@@ -23,7 +23,7 @@ from .execution import (
 )
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
-TIMEOUT = 120  # seconds that a virtual rank waits for a message on a busy machine
+TIMEOUT_SECONDS = 120  # seconds that a virtual rank waits for a message on a busy machine
 SENSITIVITY = 1e-3
 """A deviation is ignored if a perturbation of the images by this fraction of the tolerance causes a similar one, as at
 a tie of a maximum or a root of zero."""
@@ -118,14 +118,14 @@ def check_bytes(case: Case, grid: Grid, ranks: Sequence[RankResult]) -> None:
 def _run_on_ranks(case: Case, state: Arrays) -> list[Arrays]:
     """Return the arrays of every rank, from the first grid and then the second."""
     firsts: list[RankResult] = loopback.run(
-        count_ranks(case.grid), lambda comm: run_first_part(case, state, comm), timeout=TIMEOUT
+        count_ranks(case.grid), lambda comm: run_first_part(case, state, comm), timeout=TIMEOUT_SECONDS
     )
     for result in firsts[1:]:
         for name, array in result.arrays.items():
             if not np.array_equal(array, firsts[0].arrays[name]):
                 raise Mismatch(f"ranks of {case.grid} differ in {name}")
     seconds = loopback.run(
-        count_ranks(case.second_grid), lambda comm: run_second_part(case, firsts[0], comm), timeout=TIMEOUT
+        count_ranks(case.second_grid), lambda comm: run_second_part(case, firsts[0], comm), timeout=TIMEOUT_SECONDS
     )
     check_bytes(case, case.grid, firsts)
     check_bytes(case, case.second_grid, seconds)

@@ -15,7 +15,7 @@ from .case import Case, Grid, list_leaves
 from .layouts import LAYOUTS
 
 Shape = tuple[int, ...]
-LARGEST = 400
+MAX_ARRAY_SIZE = 400
 """maximum number of elements of an activation"""
 ACTIVATIONS = ["ReLU", "Tanh", "Logistic", "Softmax", "Identity"]
 EXACT_SCHEMES = [
@@ -50,7 +50,7 @@ class ChoiceSampler:
         """Return one of the choices."""
         return choices[self.int(0, len(choices) - 1)]
 
-    def early(self, choices: Sequence[Any]) -> Any:
+    def pick_early(self, choices: Sequence[Any]) -> Any:
         """Return one of the choices, preferring early ones."""
         return choices[int(len(choices) * self.rng.random() ** 1.6)]
 
@@ -197,8 +197,8 @@ IMAGE_LAYERS = VECTOR_LAYERS | {
     "Upsample": draw_upsample, "Pad": draw_pad, "Crop": draw_crop, "LocalFiltering": draw_local_filtering,
     "LCN": draw_lcn, "InstanceNorm": draw_instance_norm, "GlobalAvgPooling": draw_nothing,
 }  # fmt: skip
-ENDS = ("FC", "GlobalAvgPooling")
-WINDOWED = (
+IMAGE_TO_VECTOR_LAYERS = ("FC", "GlobalAvgPooling")
+WINDOWED_LAYERS = (
     "Conv",
     "Deconv",
     "MaxPooling",
@@ -210,7 +210,7 @@ WINDOWED = (
     "LocalFiltering",
     "LCN",
 )
-WEIGHTS = {"Conv": 6, "Deconv": 2, "MaxPooling": 2, "LocalFiltering": 1.5}
+DRAW_WEIGHTS = {"Conv": 6, "Deconv": 2, "MaxPooling": 2, "LocalFiltering": 1.5}
 
 
 def draw_case(seed: int, number: int, grids: Sequence[Grid] = GRIDS, others: Sequence[Grid] = GRIDS) -> Case:
@@ -225,12 +225,12 @@ def draw_case(seed: int, number: int, grids: Sequence[Grid] = GRIDS, others: Seq
 def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) -> Case | None:
     ndim = d.pick([1, 2, 2, 2, 3])
     shape = (*(d.int(1, (0, 17, 9, 5)[ndim]) for _ in range(ndim)), d.channels(4))
-    grid, other = d.early(grids), d.early(others)
+    grid, other = d.pick_early(grids), d.pick_early(others)
     approximate = d.maybe(0.2)
     schemes = APPROXIMATE_SCHEMES if approximate else EXACT_SCHEMES
     network, output_shape = _draw_chain(d, shape, d.int(1, 4), depth=2, schemes=schemes)
     if d.maybe(0.4) and len(output_shape) > 1:
-        network, output_shape = _append_layer(d, network, output_shape, d.pick(ENDS), schemes)
+        network, output_shape = _append_layer(d, network, output_shape, d.pick(IMAGE_TO_VECTOR_LAYERS), schemes)
     if not list_leaves(network):
         return None
     replicas = max(grid[0], other[0])
@@ -285,7 +285,9 @@ def _draw_chain(
             nodes.append(draw_identity(d))
         else:
             kinds = list(IMAGE_LAYERS) if len(shape) > 1 else list(VECTOR_LAYERS)
-            weights = np.array([0.3 if kind in ENDS and depth else WEIGHTS.get(kind, 1) for kind in kinds])
+            weights = np.array(
+                [0.3 if kind in IMAGE_TO_VECTOR_LAYERS and depth else DRAW_WEIGHTS.get(kind, 1) for kind in kinds]
+            )
             kind = str(d.rng.choice(kinds, p=weights / weights.sum()))
             nodes, shape = _append_layer(d, nodes, shape, kind, schemes)
     return nodes, shape
@@ -297,7 +299,7 @@ def _append_layer(
     """Append a layer of this kind unless eight draws are invalid."""
     for _ in range(8):
         layer = (kind, {"name": d.name(kind)} | (IMAGE_LAYERS[kind])(d, shape))
-        if kind in WINDOWED and d.maybe(0.12):
+        if kind in WINDOWED_LAYERS and d.maybe(0.12):
             layer[1]["scheme"] = d.pick(schemes)
         output = _find_output_shape(layer, shape)
         if output is not None:
@@ -314,7 +316,7 @@ def _find_output_shape(layer: tuple[str, dict[str, Any]], shape: Shape) -> Shape
         nd.Convnet([created]).plan(shape)
     except nd.UserError:
         return None
-    return output if max(sizes) <= LARGEST else None
+    return output if max(sizes) <= MAX_ARRAY_SIZE else None
 
 
 def _draw_container(d: ChoiceSampler, shape: Shape, depth: int, schemes: Sequence[str]) -> tuple[Any, Shape]:
@@ -331,7 +333,7 @@ def _draw_container(d: ChoiceSampler, shape: Shape, depth: int, schemes: Sequenc
         fitted += [(draw_identity(d), shape) for _ in range(d.pick([0, 1, 1, 2]))]
     d.rng.shuffle(fitted)  # type: ignore[arg-type]
     fitted = [pair for pair in fitted if pair[1] is not None]
-    if not fitted or prod(target[:-1]) * sum(output[-1] for _, output in fitted) > LARGEST:
+    if not fitted or prod(target[:-1]) * sum(output[-1] for _, output in fitted) > MAX_ARRAY_SIZE:
         return [], shape
     channels = sum(output[-1] for _, output in fitted) if kind == "Concat" else target[-1]
     return (kind, [nodes for nodes, _ in fitted]), (*target[:-1], channels)

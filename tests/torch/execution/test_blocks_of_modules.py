@@ -23,14 +23,14 @@ from neondist.io.journal import Journal  # noqa: E402
 from neondist.train import evaluate_files, predict  # noqa: E402
 
 SEED = int(os.environ["NEONDIST_SEED"])
-LOCAL = (
+LOCAL_STEPS = (
     "conv conv_function conv_transpose max_pool avg_pool lp_pool pad interpolate pixels slice_axes flip cat split"
     " pointwise combine channel_linear channel_shuffle in_place coordinates"
 )
 
 
 def test_random_modules(monkeypatch):
-    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL.split()})
+    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL_STEPS.split()})
     exact = 0
     for number in range(6):
         case = random_modules.draw_module(SEED, number)
@@ -195,7 +195,7 @@ def build_segmenter(last=nn.Identity):
     )  # fmt: skip
 
 
-class Cells(nd.Synthetic):
+class LabelledImages(nd.Synthetic):
     """Synthetic images with a label per cell."""
 
     def open_splits(self, grid):
@@ -215,7 +215,9 @@ class Cells(nd.Synthetic):
 def make_experiment(build=build_segmenter, memory=None, **options):
     loss = ndt.TorchLoss("CrossEntropyLoss", {"weight": [1.0, 2.0, 0.5], "ignore_index": 0, "label_smoothing": 0.1})
     model = ndt.TorchModel(build, loss=loss, shape=[2, 12, 8], dtype="float64", **options)
-    return nd.FitExperiment(Cells((12, 8, 2), classes=3, train=4, test=2), model, batch_size=2, epochs=1, memory=memory)
+    return nd.FitExperiment(
+        LabelledImages((12, 8, 2), classes=3, train=4, test=2), model, batch_size=2, epochs=1, memory=memory
+    )
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 import random_modules  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from module_steps import STEPS  # noqa: E402
-from test_blocks_of_modules import LOCAL, Globe, Net  # noqa: E402
+from test_blocks_of_modules import LOCAL_STEPS, Globe, Net  # noqa: E402
 from torch import nn  # noqa: E402
 from zoo import ZOO  # noqa: E402
 
 from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
 from neondist.torch.execution.image_blocks import TracedImage  # noqa: E402
-from neondist.torch.execution.program_lowering import Program, even_layout, ranges_at  # noqa: E402
+from neondist.torch.execution.program_lowering import RecordedProgram, even_layout, ranges_at  # noqa: E402
 from neondist.torch.execution.recomputed_blocks import nonempty_ranges  # noqa: E402
 from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
@@ -56,7 +56,7 @@ def trace_parts(module, shape, dtype=torch.float64):
             parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
         with suppress(UserError):
             whole = Mesh((1,) * (len(shape) - 1))
-            trunk = Trunk.find(Program(program, whole, [whole.image_layout(shape)], ()), 3)
+            trunk = Trunk.find(RecordedProgram(program, whole, [whole.image_layout(shape)], ()), 3)
             parts += trunk.parts if trunk.outputs else []
         with suppress(UserError):
             search = SegmentSearch(
@@ -66,7 +66,7 @@ def trace_parts(module, shape, dtype=torch.float64):
     return parts
 
 
-def check_needs(traced, rng, grids=2):
+def check_cut_ranges(traced, rng, grids=2):
     """Compare `cut_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
     merged = sum(each.source.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
@@ -80,7 +80,7 @@ def check_needs(traced, rng, grids=2):
 
 
 def test_random_modules(monkeypatch):
-    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL.split()})
+    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL_STEPS.split()})
     compared = 0
     for number in range(60 if os.environ.get("NEONDIST_CASES") == "all" else 8):
         rng = random.Random(f"{SEED} {number}")
@@ -90,7 +90,7 @@ def test_random_modules(monkeypatch):
                 parts = trace_parts(case.module(), case.shapes[0])
                 compared += len(parts)
                 for traced in parts:
-                    check_needs(traced, rng)
+                    check_cut_ranges(traced, rng)
     assert compared >= 4
 
 
@@ -136,7 +136,7 @@ class LossModule(nn.Module):
 def test_modules(module, shape):
     parts = trace_parts(module.double(), shape)
     assert any(isinstance(part, TracedImage) for part in parts)
-    merged = sum(check_needs(part, random.Random(SEED), 3) for part in parts)
+    merged = sum(check_cut_ranges(part, random.Random(SEED), 3) for part in parts)
     assert bool(merged) == isinstance(module, ShiftedWindows)
 
 
@@ -146,5 +146,5 @@ def test_public_models(name):
     entry = next(entry for entry in ZOO if entry.name == name)
     parts = trace_parts(entry.make(), entry.example_shape, torch.float32)
     assert any(len(part.steps) > 10 for part in parts)
-    merged = sum(check_needs(part, random.Random(SEED), 1) for part in parts)
+    merged = sum(check_cut_ranges(part, random.Random(SEED), 1) for part in parts)
     assert bool(merged) == (name == "torchvision.swin")

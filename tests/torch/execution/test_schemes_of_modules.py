@@ -20,7 +20,7 @@ from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.errors import ConfigError  # noqa: E402
 
-STEPS = 5
+NUM_STEPS = 5
 NETS = {
     "images": (
         (2, 2, 13, 11),
@@ -37,7 +37,7 @@ NETS = {
 }
 CASES = [("images", (1, 3, 2)), ("images", (1, 4, 1)), ("volumes", (2, 1, 5))]
 """networks and grids (replicas, rows, cols); tiles of the last one are smaller than their halos, or empty"""
-PROGRAMS = {}
+CAPTURED_PROGRAMS = {}
 
 
 @lru_cache
@@ -56,8 +56,8 @@ def test_schemes_match_layers(case, scheme):
     name, (replicas, rows, cols) = case
     shape, (module, layers_model) = NETS[name][0], convert_to_layers(name)
     rng = np.random.default_rng(1)
-    images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(STEPS)]
-    gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
+    images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(NUM_STEPS)]
+    gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(NUM_STEPS)]
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
@@ -67,21 +67,21 @@ def test_schemes_match_layers(case, scheme):
             )
             layers.load_state(layers_model.state())
             layers.build(layers_model.input_shape, shape[0], ranks)
-            for step in range(STEPS):
-                training = step != STEPS - 2
+            for step in range(NUM_STEPS):
+                training = step != NUM_STEPS - 2
                 model.train(training)
                 x = model.scatter(images[step]).requires_grad_()
                 y = model(x)
                 dy = model.tiling.local_part(gradients[step], model._compiled_state().layouts[0])
                 y.backward(dy)
-                layers.step = step - (step == STEPS - 1)  # evaluation does not count as a step
+                layers.step = step - (step == NUM_STEPS - 1)  # evaluation does not count as a step
                 run = layers.forward(x.detach().movedim(1, -1).numpy(), training)
                 expected = torch.from_numpy(run.output.copy()).movedim(-1, 1)
                 dx = torch.from_numpy(run.backward(dy.movedim(1, -1).numpy())).movedim(-1, 1)
                 torch.testing.assert_close(y.detach(), expected, rtol=1e-11, atol=1e-11)
                 torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
 
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         loopback.run(replicas * rows * cols, body)
 
 
@@ -99,7 +99,7 @@ def run_distributed(scheme, dtype=torch.float32, **options):
             ]
             return schemes, count_sent_bytes(model), model.plan.traffic(ranks.rank)
 
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         return loopback.run(4, body)
 
 

@@ -78,7 +78,7 @@ def train(module, shape, target, ranks=1, replicas=1, memory=None):
     def body(world):
         with ProcessGrid(world, replicas=replicas) as grid:
             model = ndt.distribute(copy.deepcopy(module), shape, grid, memory=memory)
-            parts = [step.run.parts for step in model.plan.steps if step.name == "blocks" and step.run][-1:]
+            blocks = [step.blocks for step in model.plan.steps if step.name == "blocks" and step.blocks]
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             torch.manual_seed(4)
             for x, y in zip(images, targets, strict=True):
@@ -86,7 +86,7 @@ def train(module, shape, target, ranks=1, replicas=1, memory=None):
                 model.loss(F.cross_entropy, model(model.scatter(x)), model.scatter_target(y)).backward()
                 optimizer.step()
             assert not hasattr(model, "unused") or model.unused.grad is None
-            return model.state_dict(), np.prod(parts)
+            return model.state_dict(), np.prod(blocks[-1].block_counts if blocks else ())
 
     return loopback.run(ranks, body)[0]
 

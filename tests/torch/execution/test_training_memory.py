@@ -151,7 +151,7 @@ def test_blocks_are_planned(options, ranks, recompute, monkeypatch):
     monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
     options = options | {"criterion": sum_of_image, "recompute": recompute}
     for plan, planned, measured in measure(build_local_net, ranks, **options):
-        assert any(prod(step.blocks.parts) > 1 for step in plan.steps if step.blocks is not None)
+        assert any(prod(step.blocks.block_counts) > 1 for step in plan.steps if step.blocks is not None)
         assert planned == pytest.approx(measured, rel=0.15)
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_and_its_view_are_saved_once(monkeypatch):
 
     with share_captures():
         shared = [live for live, _ in nd.loopback.run(2, live_after_forward)]
-        monkeypatch.setattr(training_memory, "MIN_BYTES", 1 << 30)
+        monkeypatch.setattr(training_memory, "MIN_DEDUPLICATED_BYTES", 1 << 30)
         separate = [live for live, _ in nd.loopback.run(2, live_after_forward)]
     result = 8 * 8 * 12 * 4  # bytes of the ReLU's result on each rank
     assert [b - a for a, b in zip(shared, separate, strict=True)] == [result, result]

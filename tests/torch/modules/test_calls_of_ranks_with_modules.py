@@ -20,7 +20,7 @@ import neondist.torch as ndt  # noqa: E402
 SHAPE = (2, 1, 6, 6)
 IMAGE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 WINDOW = nd.Window(3, padding=1)
-COLLECTIVE = {
+COLLECTIVE_CALLS = {
     "distribute": ("distribute", lambda state: ndt.distribute(state.net, SHAPE, state.grid)),
     "DistributedModule.forward": ("forward", lambda state: state.model(state.tile)),
     "DistributedModule.loss": ("loss", lambda state: state.model.loss(F.mse_loss, state.y, state.tile)),
@@ -40,7 +40,7 @@ COLLECTIVE = {
     "from_torch": ("from_torch", lambda state: ndt.from_torch(state.net, SHAPE, grid=state.grid)),
     "to_torch": ("state", lambda state: ndt.to_torch(state.layers_model)),
 }
-LOCAL = {
+LOCAL_NAMES = {
     "DistributedModule", "TorchLoss", "TorchModel", "TorchOptimizer", "TorchTransport", "UnsupportedOperator", "rule",
     "rules", "world",
 }  # fmt: skip
@@ -48,13 +48,13 @@ LOCAL_METHODS = {
     "set_export_context", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter",
     "scatter_target",
 }  # fmt: skip
-CALLS = dict(COLLECTIVE.values())
-PROGRAMS = {}
+CALLS = dict(COLLECTIVE_CALLS.values())
+CAPTURED_PROGRAMS = {}
 
 
 @pytest.fixture(autouse=True)
 def shared_programs():
-    with share_captures(PROGRAMS), warnings.catch_warnings():
+    with share_captures(CAPTURED_PROGRAMS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -83,8 +83,8 @@ def set_up(world):
 
 
 def test_all_public_names_are_covered():
-    assert set(ndt.__all__) == LOCAL | {name for name in COLLECTIVE if name in ndt.__all__}
-    names = {name.split(".")[-1] for name in COLLECTIVE} | LOCAL_METHODS
+    assert set(ndt.__all__) == LOCAL_NAMES | {name for name in COLLECTIVE_CALLS if name in ndt.__all__}
+    names = {name.split(".")[-1] for name in COLLECTIVE_CALLS} | LOCAL_METHODS
     assert list_public_methods(ndt.DistributedModule) <= names
 
 
@@ -128,7 +128,7 @@ def test_early_exit_of_a_rank():
     check_early_exit(set_up, CALLS)
 
 
-def alter(x):
+def yield_altered(x):
     """Yield tensors of the shape of x with other values or another order."""
     yield from (x + 1e-6, x.flip(-1), x.flip(-2), x.flip(0), x.roll(1, -1), torch.full_like(x, torch.nan))
 
@@ -140,7 +140,7 @@ def test_different_tensors_on_a_rank(argument, ranks):
         grid, errors = nd.ProcessGrid(world, replicas=ranks if argument == "image" else 1), []
         model = ndt.distribute(build_net(), (6, 1, 6, 6), grid)
         x = torch.randn((6, 1, 6, 6), generator=torch.Generator().manual_seed(2))
-        for wrong in alter(x):
+        for wrong in yield_altered(x):
             image, target = (
                 wrong if world.rank == ranks - 1 and argument == name else x for name in ("image", "target")
             )
@@ -191,13 +191,13 @@ def change_weights(model, wrong):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-SUM = r"after \d steps the sum of '0.(weight|bias)' is"
+SUM_PATTERN = r"after \d steps the sum of '0.(weight|bias)' is"
 DIFFERENT_ARGUMENTS = {
-    f"{SUM} .*but": lambda state, wrong: train_with(
+    f"{SUM_PATTERN} .*but": lambda state, wrong: train_with(
         state, wrong, lambda m, w: torch.optim.SGD(m.parameters(), 0.1 + w)
     ),
-    f"{SUM} -?[0-9]": lambda state, wrong: train_with(state, wrong, change_rate),
-    f"{SUM} [0-9.]+, but": lambda state, wrong: train_with(state, wrong, change_weights),
+    f"{SUM_PATTERN} -?[0-9]": lambda state, wrong: train_with(state, wrong, change_rate),
+    f"{SUM_PATTERN} [0-9.]+, but": lambda state, wrong: train_with(state, wrong, change_weights),
     "its factor is 2": lambda state, wrong: (
         state.model.loss(F.mse_loss, state.y, state.tile) * (1 + wrong)
     ).backward(),
@@ -235,7 +235,7 @@ def test_different_buffers_on_a_rank():
 
 
 def test_checksums_depend_on_each_bit_and_position():
-    from neondist.comm.agree import checksum_of as array_checksum
+    from neondist.comm.agreement import checksum_of as array_checksum
     from neondist.torch.capture.checks import checksum_of
 
     x = torch.arange(3 * 70000, dtype=torch.int32).view(3, -1)  # several blocks of rows and a remainder
@@ -280,7 +280,7 @@ def test_warnings_for_losses_without_model_loss(name, replicas):
             model.zero_grad()
             y, t = model(model.scatter(IMAGE)), model.scatter_target(IMAGE)
             loss(model, y, t).backward()
-        return [p.grad.clone() for p in model.parameters()], model.backward_check._warned
+        return [p.grad.clone() for p in model.parameters()], model.backward_check._has_warned
 
     plain = SimpleNamespace(loss=lambda criterion, y, t: criterion(y, t), parameters=(single := build_net()).parameters)
     loss(plain, single(IMAGE), IMAGE).backward()
@@ -298,7 +298,7 @@ def test_no_warning_for_scattered_gradients():
         y.backward(model.scatter_target(IMAGE))
         with torch.no_grad():
             model(model.scatter(IMAGE)).mean()
-        return model.backward_check._warned
+        return model.backward_check._has_warned
 
     assert nd.loopback.run(2, body) == [False, False]
 
@@ -321,7 +321,7 @@ def test_generators_of_the_caller_are_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the weights files
     before = read_generator_states()
     nd.loopback.run(2, body)
-    PROGRAMS.clear()
+    CAPTURED_PROGRAMS.clear()
     model = ndt.distribute(build_net(nn.ReLU()), SHAPE, nd.ProcessGrid.serial())
     model.loss(F.mse_loss, model(IMAGE), IMAGE).backward()
     assert read_generator_states() == before

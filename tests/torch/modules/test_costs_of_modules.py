@@ -50,7 +50,7 @@ def test_sends_match_receives(seed):
     transfer = Transfer(
         mesh.parts, tuple(draw_request(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes))
     )
-    assert transfer.separable is not odd
+    assert transfer.is_separable is not odd
     expected = {rank: Counter() for rank in range(mesh.size)}
     for needer in range(mesh.size):
         for piece in transfer.receives(needer):
@@ -58,7 +58,7 @@ def test_sends_match_receives(seed):
                 expected[piece.peer][replace(piece, peer=needer)] += 1
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
-        if transfer.separable:
+        if transfer.is_separable:
             sent, received = (cells.item() for cells in RankSubset(mesh, [rank]).moved_cells(transfer))
             assert sent == sum(piece.source.size for piece in transfer.sends(rank))
             assert received == sum(piece.source.size for piece in transfer.receives(rank) if piece.peer != rank)
@@ -105,7 +105,7 @@ def test_costs_sum_to_traffic(shape, recompute):
     summed = plan.all_costs.traffic["sum", "gradients", "backward"]
     assert summed.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
     forward = {(kind, name): n for (kind, name, direction), n in traffic[0].items() if direction == "forward"}
-    assert all(kind in costs[plan.row_of(name)].crosses for kind, name in forward)
+    assert all(kind in costs[plan.benchmark_row_of(name)].crosses for kind, name in forward)
     memory = steps.memory(plan.all_costs.max_memory_rank) + plan.parameters.memory(plan.all_costs.max_memory_rank)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
     assert not recompute or plan.max_training_memory == memory

@@ -40,7 +40,7 @@ def run_on_grid(grid, body):
     return loopback.run(replicas * rows * cols, rank, timeout=20.0)
 
 
-def cut_tile(image, grid):
+def crop_to_tile(image, grid):
     lo, hi = grid.sample_range(len(image))
     return image[(slice(lo, hi), slice(None), *grid.tile_box(image.shape[2:]).slices)].clone()
 
@@ -54,7 +54,7 @@ def test_halo_and_its_adjoint_match_global_array(name, grid):
     def body(ranks):
         n, c, *extent = IMAGE
         array = nd.GlobalArray(ranks, (n, *extent, c), window, dtype="float64")
-        x = cut_tile(image, ranks).requires_grad_()
+        x = crop_to_tile(image, ranks).requires_grad_()
         view = ndt.halo(x, window, ranks)
         expected = array.get_fprop_view(x.detach().movedim(1, -1).numpy())
         np.testing.assert_array_equal(view.detach().movedim(1, -1).numpy(), expected)
@@ -82,11 +82,11 @@ def test_convolution_in_other_dimensions(shape):
 
     def body(world):
         with nd.ProcessGrid(world, planes=2 if ndim == 3 else 1) as grid:
-            x = cut_tile(image, grid).requires_grad_()
+            x = crop_to_tile(image, grid).requires_grad_()
             y = convolve(ndt.halo(x, nd.Window(3, padding=1, ndim=ndim), grid), weights)
             y.square().sum().backward()
-            torch.testing.assert_close(y, cut_tile(expected.detach(), grid))
-            torch.testing.assert_close(x.grad, cut_tile(global_image.grad, grid))
+            torch.testing.assert_close(y, crop_to_tile(expected.detach(), grid))
+            torch.testing.assert_close(x.grad, crop_to_tile(global_image.grad, grid))
 
     loopback.run(4, body, timeout=20.0)
 
@@ -106,7 +106,7 @@ def test_training_step_matches_single_process():
     loss, dx, dweights = run_single_process()
 
     def body(grid):
-        x, weights = cut_tile(image, grid).requires_grad_(), initial_weights.clone().requires_grad_()
+        x, weights = crop_to_tile(image, grid).requires_grad_(), initial_weights.clone().requires_grad_()
         y = F.conv2d(ndt.halo(x, nd.Window(3, padding=1), grid), weights)
         cells = IMAGE[2] * IMAGE[3]
         y = y - ndt.reduce(y.sum((2, 3), keepdim=True), "sum", grid) / cells
@@ -114,7 +114,7 @@ def test_training_step_matches_single_process():
         partial_loss = y.exp().sum() / (IMAGE[0] * 3 * cells)
         partial_loss.backward()
         torch.testing.assert_close(ndt.reduce(partial_loss.detach(), "sum", grid, group="world"), loss)
-        torch.testing.assert_close(x.grad, cut_tile(dx, grid))
+        torch.testing.assert_close(x.grad, crop_to_tile(dx, grid))
         torch.testing.assert_close(ndt.reduce(weights.grad, "sum", grid, group="world"), dweights)
 
     for grid in GRIDS[1:]:
@@ -142,7 +142,7 @@ def test_changing_image_sizes():
     def body(grid):
         for extent in (5, 6, 5, 6):
             image = draw_tensor(1, 1, extent, 4)
-            view = ndt.halo(cut_tile(image, grid), window, grid)
+            view = ndt.halo(crop_to_tile(image, grid), window, grid)
             padded = F.pad(image, (1, 1, 1, 1))
             lo, hi = nd.part_range(extent, 2, grid.row)
             torch.testing.assert_close(view, padded[:, :, lo : hi + 2])
@@ -183,7 +183,7 @@ def test_training_step_compiles_to_one_graph():
             return (y / ndt.reduce(y.abs().amax((2, 3), keepdim=True), "max", grid)).exp().sum()
 
         def compute_gradients(function):
-            x, weights = cut_tile(image, grid).requires_grad_(), initial_weights.clone().requires_grad_()
+            x, weights = crop_to_tile(image, grid).requires_grad_(), initial_weights.clone().requires_grad_()
             function(x, weights).backward()
             return x.grad, weights.grad
 
@@ -196,7 +196,7 @@ def test_training_step_compiles_to_one_graph():
 def test_compilation_without_the_global_shape():
     def body(grid):
         view = torch.compile(lambda x: ndt.halo(x, nd.Window(3, padding=1), grid).sin(), backend="aot_eager")
-        x = cut_tile(draw_tensor(*IMAGE), grid)
+        x = crop_to_tile(draw_tensor(*IMAGE), grid)
         torch.testing.assert_close(view(x), ndt.halo(x, nd.Window(3, padding=1), grid).sin())
 
     run_on_grid((1, 2, 1), body)
@@ -213,7 +213,7 @@ def test_checkpoint_preserves_message_order():
 
         gradients = []
         for run in (function, lambda x: checkpoint(function, x, use_reentrant=False)):
-            x = cut_tile(image, grid).requires_grad_()
+            x = crop_to_tile(image, grid).requires_grad_()
             run(x).sum().backward()
             gradients.append(x.grad)
         torch.testing.assert_close(*gradients)

@@ -18,13 +18,13 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 
 RANKS = 2
-PROGRAMS = {}
+CAPTURED_PROGRAMS = {}
 """captured programs of Net and the criteria, shared by all tests"""
 
 
 @pytest.fixture
 def shared_programs():
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         yield
 
 
@@ -222,11 +222,11 @@ class Criterion:
 NO_RULE = (
     "test_torch_bad_input.py:{}: aten.histc.default cannot be distributed because it has no rule; write the criterion"
 )
-LINE = Criterion.__call__.__code__.co_firstlineno
+CRITERION_LINE = Criterion.__call__.__code__.co_firstlineno
 CRITERIA = {
-    "no rule, object": (Criterion(), NO_RULE.format(LINE)),
-    "no rule, method": (Criterion().method, NO_RULE.format(LINE)),
-    "no rule, partial": (functools.partial(Criterion.method, None), NO_RULE.format(LINE)),
+    "no rule, object": (Criterion(), NO_RULE.format(CRITERION_LINE)),
+    "no rule, method": (Criterion().method, NO_RULE.format(CRITERION_LINE)),
+    "no rule, partial": (functools.partial(Criterion.method, None), NO_RULE.format(CRITERION_LINE)),
     "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9), such as one value"),
     "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: returned a tensor of shape (2, 3, 11, 9)"),
     "two": (lambda y, t: (y.mean(), y.sum()), "criterion: must return one tensor"),

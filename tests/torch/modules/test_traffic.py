@@ -41,12 +41,12 @@ class MixedNet(nn.Module):
 
 
 SHAPE = (2, 2, 17, 14)
-PROGRAMS = {}
+CAPTURED_PROGRAMS = {}
 
 
 @pytest.fixture(autouse=True)
 def shared_programs():
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         yield
 
 
@@ -230,7 +230,7 @@ def test_unplanned_traffic_raises():
         with ProcessGrid(world, rows=2) as ranks:
             model = ndt.distribute(copy.deepcopy(original), (1, 1, 8, 8), ranks)
             assert model.plan.bytes(ranks.rank) == 8 * 4  # one row in forward; the gradient of the input is not needed
-            model.comm.record = lambda *account: None
+            model.comm.record_traffic = lambda *account: None
             with pytest.raises(RuntimeError, match="were planned"):
                 model(model.scatter(torch.ones(1, 1, 8, 8)))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neondist.torch.exchange.channel import CHANNELS_LAST, memory_format_of
+from neondist.torch.exchange.channel import CHANNELS_LAST_BY_NDIM, memory_format_of
 from neondist.torch.kernels import convolution
 
 CASES = {
@@ -25,14 +25,14 @@ def test_results_and_gradients(case, channels_last):
     shape, weights, stride, padding, groups = CASES[case]
     n = len(shape) - 2
     x, w, b = (torch.randn(s, dtype=torch.float64) for s in (shape, weights, weights[:1]))
-    x = x.to(memory_format=CHANNELS_LAST[n + 2]) if channels_last else x
+    x = x.to(memory_format=CHANNELS_LAST_BY_NDIM[n + 2]) if channels_last else x
     settings = (stride,) * n, (padding,) * n, (1,) * n, groups
     reference = {2: F.conv2d, 3: F.conv3d}[n]
     inputs, reference_inputs = ([tensor.clone().requires_grad_() for tensor in (x, w, b)] for _ in range(2))
     actual, expected = convolution.conv(*inputs, *settings), reference(*reference_inputs, *settings)
     if channels_last or case != "one cell":
         assert "_Convolution" in type(actual.grad_fn).__name__
-        assert memory_format_of(actual) == CHANNELS_LAST[n + 2]
+        assert memory_format_of(actual) == CHANNELS_LAST_BY_NDIM[n + 2]
     dy = torch.randn_like(expected)
     actual.backward(dy)
     expected.backward(dy)

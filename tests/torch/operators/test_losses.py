@@ -11,7 +11,7 @@ import losses  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import run_distributed, run_serial, share_captures  # noqa: E402
 
-TABLE = losses.list_losses()
+LOSS_BY_NAME = losses.list_losses()
 CASES = (
     # cells, samples, (replicas, rows, cols), planes
     ((5, 4), 2, (1, 1, 2), 1), ((5, 4), 2, (1, 2, 2), 1), ((5, 3), 2, (1, 3, 1), 1), ((4, 5), 3, (2, 1, 2), 1),
@@ -19,7 +19,7 @@ CASES = (
 )  # fmt: skip
 """including uneven samples or tiles, and ranks without cells"""
 leaves = torch.utils._pytree.tree_leaves
-HOLES = "some", "a tile", "all"
+HOLE_KINDS = "some", "a tile", "all"
 SEED = int(os.environ["NEONDIST_SEED"])
 LOSSES_PER_CASE = 7
 """number of losses per case, in one module; drawn by seed"""
@@ -31,7 +31,7 @@ class Losses(nn.Module):
     def __init__(self, names, spatial):
         super().__init__()
         self.names, kind = names, {2: nn.Conv2d, 3: nn.Conv3d}[spatial]
-        self.losses = [TABLE[name] for name in names]  # all of TABLE would be watched if forward used it
+        self.losses = [LOSS_BY_NAME[name] for name in names]  # all of LOSS_BY_NAME would be watched if forward used it
         self.logits = kind(losses.CLASSES, losses.CLASSES, 1)
 
     def extra_repr(self):
@@ -82,22 +82,22 @@ def is_equal(actual, expected):
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.long
 def test_losses_match_single_process(case):
-    names = random.Random(f"losses {SEED} {case}").sample(sorted(TABLE), LOSSES_PER_CASE)
-    check_losses(names, *CASES[case], HOLES[case % len(HOLES)])
+    names = random.Random(f"losses {SEED} {case}").sample(sorted(LOSS_BY_NAME), LOSSES_PER_CASE)
+    check_losses(names, *CASES[case], HOLE_KINDS[case % len(HOLE_KINDS)])
 
 
-@pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.parametrize("holes", HOLE_KINDS)
 @pytest.mark.long
 def test_ignored_classes_may_exceed_the_weights(holes):
     parts = ", weights, 255", ", weights, 1000000"
-    names = [name for name in TABLE if "mean, images" in name and any(part in name for part in parts)]
+    names = [name for name in LOSS_BY_NAME if "mean, images" in name and any(part in name for part in parts)]
     assert len(names) == 8
     check_losses(names, *CASES[1], holes)
 
 
 def test_weight_of_l1_loss():
     """PyTorch does not pass it to overrides of its functions."""
-    check_losses([name for name in TABLE if "l1_loss, weight" in name and "images" in name], *CASES[0], "some")
+    check_losses([name for name in LOSS_BY_NAME if "l1_loss, weight" in name and "images" in name], *CASES[0], "some")
 
 
 def test_negative_variance_gives_nan():

@@ -12,7 +12,7 @@ from neondist.errors import UserError  # noqa: E402
 from neondist.torch import distribute  # noqa: E402
 from neondist.torch.ir.functionalize import RUNNING_STATS, written_arguments  # noqa: E402
 
-_OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # for other devices or dtypes
+_FOREIGN_WORDS = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # for other devices or dtypes
 
 
 def list_operators():
@@ -40,7 +40,9 @@ def list_norm_operators():
     """Return the names of operators with running statistics on this device."""
     named = {str(op): {arg.name for arg in op._schema.arguments} for op in list_operators()}
     return [
-        name for name, args in named.items() if set(RUNNING_STATS) <= args and not any(part in name for part in _OTHER)
+        name
+        for name, args in named.items()
+        if set(RUNNING_STATS) <= args and not any(part in name for part in _FOREIGN_WORDS)
     ]
 
 
@@ -84,7 +86,7 @@ def average(x):
     return x.detach().mean((0, 2, 3))
 
 
-def first(x, *_):
+def take_first(x, *_):
     return x
 
 
@@ -97,20 +99,20 @@ WRITES = {
     )[0],
     "batch_norm": lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
     "instance_norm": lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
-    "batch_norm_update_stats": lambda x, m, v: first(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
-    "out": lambda x, m, v: first(x, torch.add(m, average(x), out=m)),
-    "several outs": lambda x, m, v: first(x, torch.frexp(average(x), out=(m, v.int()))),
-    "_foreach_add_": lambda x, m, v: first(x, torch._foreach_add_([m, v], [average(x), average(x)])),
-    "_foreach_mul_ of numbers": lambda x, m, v: first(x, torch._foreach_mul_([m, v], 0.5)),
-    "_fused_sgd_": lambda x, m, v: first(x, torch._fused_sgd_(
+    "batch_norm_update_stats": lambda x, m, v: take_first(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
+    "out": lambda x, m, v: take_first(x, torch.add(m, average(x), out=m)),
+    "several outs": lambda x, m, v: take_first(x, torch.frexp(average(x), out=(m, v.int()))),
+    "_foreach_add_": lambda x, m, v: take_first(x, torch._foreach_add_([m, v], [average(x), average(x)])),
+    "_foreach_mul_ of numbers": lambda x, m, v: take_first(x, torch._foreach_mul_([m, v], 0.5)),
+    "_fused_sgd_": lambda x, m, v: take_first(x, torch._fused_sgd_(
         [m], [average(x)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
         is_first_step=True,
     )),
-    "index_put_": lambda x, m, v: first(x, m.index_put_((torch.tensor([1, 2]),), average(x)[:2])),
-    "copy_ to a view": lambda x, m, v: first(x, m[1:3].copy_(average(x)[:2])),
-    "scatter_": lambda x, m, v: first(x, m.scatter_(0, torch.tensor([0, 3]), average(x)[:2])),
-    "set_": lambda x, m, v: first(x, m.set_(average(x))),
-    "resize_": lambda x, m, v: first(x, m.resize_(2).fill_(1.0)),
+    "index_put_": lambda x, m, v: take_first(x, m.index_put_((torch.tensor([1, 2]),), average(x)[:2])),
+    "copy_ to a view": lambda x, m, v: take_first(x, m[1:3].copy_(average(x)[:2])),
+    "scatter_": lambda x, m, v: take_first(x, m.scatter_(0, torch.tensor([0, 3]), average(x)[:2])),
+    "set_": lambda x, m, v: take_first(x, m.set_(average(x))),
+    "resize_": lambda x, m, v: take_first(x, m.resize_(2).fill_(1.0)),
     "rrelu_with_noise_": lambda x, m, v: torch.ops.aten.rrelu_with_noise_(x, torch.zeros_like(x), 0.1, 0.3, False),
 }  # fmt: skip
 REJECTED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}

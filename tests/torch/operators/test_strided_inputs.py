@@ -22,8 +22,8 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 
-CASES = 10
-MEMORY = {
+NUM_CASES = 10
+MEMORY_LAYOUTS = {
     "contiguous": lambda make, shape: make(shape),
     "movedim": lambda make, shape: make((shape[0], *shape[2:], shape[1])).movedim(-1, 1),
     "permute": lambda make, shape: make(shape[::-1]).permute(*reversed(range(len(shape)))),
@@ -65,7 +65,7 @@ def draw_case(rng):
         options["output_padding"] = tuple(int(rng.integers(0, s)) for s in stride)
     extents = tuple(map(int, rng.integers(4, 10, n)))
     dtype = [torch.float32, torch.float64][int(rng.integers(2))]
-    memory = list(MEMORY)[int(rng.integers(len(MEMORY)))]
+    memory = list(MEMORY_LAYOUTS)[int(rng.integers(len(MEMORY_LAYOUTS)))]
     rows = int(rng.integers(1, 4))
     kind = f"Conv{'Transpose' if transposed else ''}{n}d"
     return kind, (8, 16, kernel), options, (2, 8, *extents), memory, dtype, rows
@@ -103,7 +103,7 @@ def check(kind, sizes, options, shape, memory, dtype, rows):
 
     torch.manual_seed(1)
     serial_module = getattr(torch.nn, kind)(*sizes, **options).to(dtype)
-    x = MEMORY[memory](make, shape)
+    x = MEMORY_LAYOUTS[memory](make, shape)
     image = x.detach().requires_grad_()
     y = compute_reference(serial_module, image)
     target = torch.randn(y.shape, dtype=torch.float64).to(dtype)
@@ -135,7 +135,7 @@ def check(kind, sizes, options, shape, memory, dtype, rows):
 def check_all(seed):
     """Check all cases of a seed, printing each first so that a crash can be attributed."""
     rng = np.random.default_rng(seed)
-    for number in range(CASES):
+    for number in range(NUM_CASES):
         case = draw_case(rng)
         print(number, case, flush=True)
         check(*case)
@@ -147,7 +147,7 @@ def check_autocast():
     """Check that such calls are avoided under autocast too, where no compiled kernels apply."""
     for kind, extents in (("Conv2d", (8, 6)), ("Conv3d", (6, 6, 6))):
         module = getattr(torch.nn, kind)(8, 16, 1, stride=2)
-        x = MEMORY["movedim"](torch.ones, (2, 8, *extents))
+        x = MEMORY_LAYOUTS["movedim"](torch.ones, (2, 8, *extents))
 
         def body(world, module=module, x=x):
             with nd.ProcessGrid(world, rows=2) as grid, torch.autocast("cpu", torch.bfloat16):

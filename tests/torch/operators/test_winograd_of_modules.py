@@ -29,7 +29,7 @@ def test_results_and_gradients(data, n, c, o, dilation):
 
 
 def test_slabs(monkeypatch):
-    monkeypatch.setattr(winograd, "_BATCH_BYTES", 1)  # a row of tiles at a time
+    monkeypatch.setattr(winograd, "_MAX_BATCH_BYTES", 1)  # a row of tiles at a time
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64).requires_grad_()
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64).requires_grad_()
     run = lambda x, weight: winograd._WinogradConvolution.apply(x, weight, (1, 1), (1, 1))  # noqa: E731

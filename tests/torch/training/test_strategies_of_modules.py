@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from builders import BUILDERS
+from builders import SYNCHRONOUS_STRATEGIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +19,6 @@ import neondist.torch as ndt
 from neondist.io.checkpoint import ArrayPart, open_checkpoint, write_checkpoint
 from neondist.plan import GRADIENTS
 
-SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]
 GRIDS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 SHAPE, BATCH = (7, 9, 2), 7
 OPTIMIZERS = {
@@ -86,7 +85,7 @@ def train_serial(optimizer):
 
 
 @settings(max_examples=8)
-@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS, ("allreduce", "bucketed"))))
+@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS_STRATEGIES, GRIDS, ("allreduce", "bucketed"))))
 @pytest.mark.long
 def test_strategies_match_single_process(optimizer, strategy, shape, sync):
     replicas, rows, cols = shape
@@ -112,7 +111,7 @@ def test_strategies_match_single_process(optimizer, strategy, shape, sync):
 @settings(max_examples=3)
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
-    st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS, GRIDS))), min_size=3, max_size=3),
+    st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS_STRATEGIES, GRIDS))), min_size=3, max_size=3),
 )
 @pytest.mark.long
 def test_checkpoints_resume_under_any_strategy_and_grid(optimizer, stretches):
@@ -207,7 +206,7 @@ def train_script(module, optimizer, model=None, steps=range(4)):
 
 
 @settings(max_examples=4)
-@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, SYNCHRONOUS, GRIDS)))
+@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS_STRATEGIES, SYNCHRONOUS_STRATEGIES, GRIDS)))
 def test_scripts_with_distributed_optimizer(name, before, after, shape):
     replicas, rows, cols = shape
     arguments, tolerance = OPTIMIZERS[name]
@@ -337,7 +336,7 @@ class BagOfWords(nn.Module):
 
 @settings(max_examples=6)
 @given(
-    st.sampled_from(SYNCHRONOUS),
+    st.sampled_from(SYNCHRONOUS_STRATEGIES),
     st.sampled_from([(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]),
     st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 1, 2)]),
 )

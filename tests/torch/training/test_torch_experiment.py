@@ -109,7 +109,7 @@ epochs: 2
 dtype: float64
 """
 FILES = {"classifier": CLASSIFIER, "segmenter": SEGMENTER}
-PROGRAMS = {}
+CAPTURED_PROGRAMS = {}
 """captured programs of the few networks"""
 
 
@@ -120,7 +120,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         yield tmp_path
     sys.modules.pop("nets", None)
 
@@ -212,13 +212,13 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
     optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **arguments)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
     x, labels = np.random.default_rng(0).normal(size=(4, 3, 3, 1)), np.array([0, 1, 1, 0])
-    rule.check_epochs(12)
+    rule.check_run_length(12)
     for step in range(12):
         optimizer.zero_grad()
         nn.functional.cross_entropy(other(torch.from_numpy(x)), torch.from_numpy(labels)).backward()
         optimizer.step()
         schedule.step()
-        model.learning_rate_scale, model.scheduled_momentum = rule.schedule_factor(step), rule.momentum_at(step)
+        model.learning_rate_scale, model.scheduled_momentum = rule.rate_factor_at(step), rule.momentum_at(step)
         model.train_batch(x, labels)
     for actual, expected in zip(model.module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
@@ -226,7 +226,7 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
 
 def test_one_cycle_requires_a_momentum():
     with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has no momentum to schedule"):
-        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_epochs(3)
+        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_run_length(3)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])

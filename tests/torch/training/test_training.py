@@ -38,7 +38,7 @@ from neondist.torch.module import module as capturing  # noqa: E402
 
 GRIDS = (1, 1, 1), (1, 3, 1), (1, 2, 2), (2, 1, 2)
 """(replicas, rows, cols)"""
-PROGRAMS = {}
+CAPTURED_PROGRAMS = {}
 """captured programs of the scripts' few modules"""
 HELPERS = Path(__file__).parents[2] / "helpers"
 
@@ -56,7 +56,7 @@ def run_on_grid(grid, body):
 
 def check_script(script, grids=GRIDS, tolerance=1e-9):
     expected = script(lambda module, _: SerialModel(module))
-    with share_captures(PROGRAMS):
+    with share_captures(CAPTURED_PROGRAMS):
         for grid in grids:
             results = run_on_grid(
                 grid, lambda ranks: script(lambda module, shape: ndt.distribute(module, shape, ranks))

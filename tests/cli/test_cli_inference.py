@@ -7,7 +7,7 @@ import pytest
 from availability import needs_mpirun
 from cli_runs import build_command, run_command, run_in_process
 
-TOY = """
+EXPERIMENT_FILE = """
 !FitExperiment
 backend: numpy
 dtype: float64
@@ -18,15 +18,15 @@ model: !ConvnetDist
     - !FCLayerDist {out_features: 3}
 batch_size: 4
 """
-WORDS = "toy.yaml", "--checkpoint", "runs/toy/checkpoint.h5"
-FILES = "--input", "x.npy", "--output", "y.npy"
+EXPERIMENT_AND_CHECKPOINT = "toy.yaml", "--checkpoint", "runs/toy/checkpoint.h5"
+INPUT_AND_OUTPUT = "--input", "x.npy", "--output", "y.npy"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with an experiment trained in one process."""
     folder = tmp_path_factory.mktemp("apply")
-    (folder / "toy.yaml").write_text(TOY)
+    (folder / "toy.yaml").write_text(EXPERIMENT_FILE)
     code, _, err = run_in_process(folder, "run", "toy.yaml")
     assert code == 0, err
     np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(9, 7, 6)))
@@ -44,17 +44,19 @@ def succeed(folder, *words):
 def test_evaluate_and_predict_do_not_depend_on_ranks(folder):
     log = json.loads((folder / "runs" / "toy" / "metrics.jsonl").read_text())
     for ranks in ((), ("-n", 2)):
-        metrics = json.loads(succeed(folder, "evaluate", *WORDS, *ranks))
+        metrics = json.loads(succeed(folder, "evaluate", *EXPERIMENT_AND_CHECKPOINT, *ranks))
         assert metrics["samples"] == 5
         assert metrics["loss"] == pytest.approx(log["test_loss"], rel=1e-12)
         assert metrics["error"] == log["test_error"]
-        out = succeed(folder, "predict", *WORDS, "--input", "x.npy", "--output", f"y{len(ranks)}.npy", *ranks)
+        out = succeed(
+            folder, "predict", *EXPERIMENT_AND_CHECKPOINT, "--input", "x.npy", "--output", f"y{len(ranks)}.npy", *ranks
+        )
         assert f"written: y{len(ranks)}.npy, 9 x 3" in out
     np.testing.assert_allclose(np.load(folder / "y2.npy"), np.load(folder / "y0.npy"), rtol=1e-12)
 
 
 def test_evaluate_on_the_validation_split(folder):
-    words = "evaluate", *WORDS, "--split", "validation"
+    words = "evaluate", *EXPERIMENT_AND_CHECKPOINT, "--split", "validation"
     options = "--set", "dataset.validation=3", "metrics=[!ConfusionMatrix {}]", "--report", "a.html"
     code, out, err = run_in_process(folder, *words, *options)
     metrics = json.loads(out)  # nothing else
@@ -68,7 +70,7 @@ def test_evaluate_on_the_validation_split(folder):
 
 
 def test_predict_classes_without_data_set(folder):
-    words = "predict", *WORDS, "--input", "x.npy", "--output", "c.h5", "--classes"
+    words = "predict", *EXPERIMENT_AND_CHECKPOINT, "--input", "x.npy", "--output", "c.h5", "--classes"
     assert "written: c.h5, 9" in succeed(folder, *words, "--set", "dataset=!MNIST {path: nowhere}")
     import h5py
 
@@ -77,7 +79,7 @@ def test_predict_classes_without_data_set(folder):
 
 
 def test_predict_names_each_file_of_several_outputs(folder):
-    words = "predict", *WORDS, "--input", "x.npy", "--output", "several.npy", "--raw", "--classes"
+    words = "predict", *EXPERIMENT_AND_CHECKPOINT, "--input", "x.npy", "--output", "several.npy", "--raw", "--classes"
     out = succeed(folder, *words)
     assert out.endswith("written: several-raw.npy, 9 x 3\nwritten: several-classes.npy, 9\n")
     assert np.load(folder / "several-raw.npy").shape == (9, 3)
@@ -97,11 +99,14 @@ def test_init_from_reports_loaded_arrays(folder):
     ("words", "message"),
     [
         (("evaluate", "toy.yaml", "--checkpoint", "none.h5"), "none.h5: no such file"),
-        (("predict", "toy.yaml", "--checkpoint", "toy.yaml", *FILES), "toy.yaml: is not a neondist checkpoint"),
-        (("predict", *WORDS, "--input", "z.npy", "--output", "y.npy"), "z.npy: no such file"),
+        (
+            ("predict", "toy.yaml", "--checkpoint", "toy.yaml", *INPUT_AND_OUTPUT),
+            "toy.yaml: is not a neondist checkpoint",
+        ),
+        (("predict", *EXPERIMENT_AND_CHECKPOINT, "--input", "z.npy", "--output", "y.npy"), "z.npy: no such file"),
         (("run", "toy.yaml", "--output", "third", "--init-from", "none.h5"), "none.h5: no such file"),
         (("run", "toy.yaml", "--resume", "--init-from", "x"), "pass only one of resume and init_from"),
-        (("evaluate", *WORDS, "--set", "model.layers.0.out_channels=3"), "does not fit the model"),
+        (("evaluate", *EXPERIMENT_AND_CHECKPOINT, "--set", "model.layers.0.out_channels=3"), "does not fit the model"),
     ],
 )
 def test_errors_are_reported_once(folder, words, message):

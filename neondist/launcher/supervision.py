@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
-from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE, signal_name
-from .filter_mpirun import NoticeFilter, copy_stream
-from .monitor import EXITED_UNREPORTED, Monitor
+from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE, describe_exit_code
+from .monitor import UNREPORTED_EXIT_TEXT, Monitor
+from .mpirun_notices import NoticeFilter, copy_stream
 from .parent_watch import end_process, parent_death_preexec
 
-_MAX_LINGER = 20.0
+_MPIRUN_EXIT_TIMEOUT = 20.0
 """seconds after the end of the ranks before an mpirun that has not noticed it is ended"""
-_REPORT_WAIT = 0.2
+_LOST_NODE_REPORT_TIMEOUT = 0.2
 """seconds for mpirun to report a lost daemon, whose ranks die with it"""
-_EXIT_WAIT = 2.0
+_EXIT_TIMEOUT_AFTER_LOSS = 2.0
 """seconds for mpirun to exit and to remove its files after a loss"""
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,9 +35,9 @@ class JobEnding:
 
     Attributes
     ----------
-    code : int
+    exit_code : int
         Exit code of `neondist run`; never 0 after a loss.
-    loss : str
+    loss_text : str
         Description of the lost rank or node; '' if none.
     lost_nodes : tuple of str
         Nodes whose daemons were lost.
@@ -47,18 +47,18 @@ class JobEnding:
         Whether the job was stopped, with a checkpoint, because `hosts_changed` returned true.
     """
 
-    code: int
-    loss: str = ""
+    exit_code: int
+    loss_text: str = ""
     lost_nodes: tuple[str, ...] = ()
     silent_ranks: tuple[int, ...] = ()
     stopped_for_hosts: bool = False
 
 
-def supervise(
+def supervise_command(
     command: Sequence[str],
     env: Mapping[str, str],
     inherited_descriptors: Sequence[int] = (),
-    graceful: bool = False,
+    ranks_handle_stop: bool = False,
     monitor: Monitor | None = None,
     received_signals: Sequence[str] = (),
     hosts_changed: Callable[[], bool] | None = None,
@@ -66,16 +66,16 @@ def supervise(
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
     It inherits the file descriptors `inherited_descriptors`. If ranks listen, SIGTERM is forwarded as SIGUSR1, which
-    requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `graceful`, both are
-    held back until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received_signals` names
-    earlier signals. Once `hosts_changed` returns true, listening ranks are requested to stop as well.
+    requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `ranks_handle_stop`,
+    both are held back until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received_signals`
+    names earlier signals. Once `hosts_changed` returns true, listening ranks are requested to stop as well.
     """
-    forwarder, changing = _SignalForwarder(graceful), False
+    forwarder, changing = _SignalForwarder(ranks_handle_stop), False
     handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
     try:
         for name in received_signals:
             forwarder.forward(getattr(signal, name))
-        if forwarder.deferred:
+        if forwarder.deferred_signals:
             return JobEnding(STOPPED_EXIT_CODE)
         forwarder.process = process = subprocess.Popen(
             command,
@@ -89,23 +89,23 @@ def supervise(
         )
         notice_filter = NoticeFilter()
         copiers = [_start_copier(process.stderr, sys.stderr.fileno(), notice_filter), _start_copier(process.stdout, 1)]
-        forwarder.send(forwarder.pending)
+        forwarder.send(forwarder.pending_signals)
         code = None
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            forwarder.ranks_listen = monitor.all_handle_stop() if monitor is not None else graceful
+            forwarder.ranks_listen = monitor.all_handle_stop() if monitor is not None else ranks_handle_stop
             if forwarder.ranks_listen:
-                forwarder.send(forwarder.deferred)
+                forwarder.send(forwarder.deferred_signals)
             if forwarder.ranks_listen and not changing and hosts_changed is not None and hosts_changed():
                 changing = True
                 forwarder.send([signal.SIGUSR1])
-            if code is None and monitor is not None and (monitor.loss_text or _mpirun_lingers(monitor)):
+            if code is None and monitor is not None and (monitor.loss_text or _is_mpirun_overdue(monitor)):
                 code = 128 + signal.SIGKILL if monitor.loss_text else monitor.exit_code
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_REPORT_WAIT)
-                monitor.end_ranks()
-                end_process(process, _EXIT_WAIT)  # hangs if it waits for a lost daemon
+                    process.wait(_LOST_NODE_REPORT_TIMEOUT)
+                monitor.kill_remaining_ranks()
+                end_process(process, _EXIT_TIMEOUT_AFTER_LOSS)  # hangs if it waits for a lost daemon
         if monitor is not None:
             monitor.drain_connections()
         for copier in filter(None, copiers):
@@ -115,19 +115,19 @@ def supervise(
             signal.signal(number, handler)
     signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
     ending = _determine_ending(code, signals, monitor, notice_filter)
-    if changing and ending.code == STOPPED_EXIT_CODE and not forwarder.received_signals:
+    if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
         ending = replace(ending, stopped_for_hosts=True)
-    if not ending.loss:
+    if not ending.loss_text:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
-        failed = ending.code not in (0, STOPPED_EXIT_CODE)
+        failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)
         if failed and not notice_filter.has_output:  # no rank reported an error: mpirun names it
             sys.stderr.write(notice_filter.notices.decode(errors="replace"))
     return ending
 
 
-def _mpirun_lingers(monitor: Monitor) -> bool:
+def _is_mpirun_overdue(monitor: Monitor) -> bool:
     """Whether the ranks ended or one failed, but mpirun has not noticed."""
-    return monitor.end_time is not None and time.monotonic() - monitor.end_time > _MAX_LINGER
+    return monitor.end_time is not None and time.monotonic() - monitor.end_time > _MPIRUN_EXIT_TIMEOUT
 
 
 def _determine_ending(
@@ -143,20 +143,21 @@ def _determine_ending(
         return JobEnding(code)
     loss = monitor.loss_text
     if killed:
-        loss = f"mpirun was killed ({signal_name(code)})"
+        loss = f"mpirun was killed ({describe_exit_code(code)})"
     elif len(lost_nodes := notice_filter.lost_nodes) == 1:
         loss = f"node {lost_nodes[0]} was lost: its daemon was killed, or the network to it failed"
     elif lost_nodes:
         loss = f"nodes {', '.join(lost_nodes)} were lost: their daemons were killed, or the network to them failed"
     elif monitor.lost_rank in notice_filter.signals_by_rank:
-        loss = f"{monitor.describe(monitor.lost_rank)} was killed by {notice_filter.signals_by_rank[monitor.lost_rank]}"
+        text = notice_filter.signals_by_rank[monitor.lost_rank]
+        loss = f"{monitor.describe_rank(monitor.lost_rank)} was killed by {text}"
     elif not loss and code == 0:
-        loss = f"{monitor.describe(monitor.unreported_ranks()[0])} {EXITED_UNREPORTED}"
+        loss = f"{monitor.describe_rank(monitor.unreported_ranks()[0])} {UNREPORTED_EXIT_TEXT}"
     elif not loss and notice_filter.signals_by_rank:
         rank, text = next(iter(notice_filter.signals_by_rank.items()))
-        loss = f"{monitor.describe(rank)} was killed by {text}"
+        loss = f"{monitor.describe_rank(rank)} was killed by {text}"
     elif not loss and code > 128:
-        loss = f"a rank was killed ({signal_name(code)})"
+        loss = f"a rank was killed ({describe_exit_code(code)})"
     if not loss:
         return JobEnding(code)
     return JobEnding(code if code > 128 else 128 + signal.SIGKILL, loss, notice_filter.lost_nodes, monitor.silent_ranks)
@@ -176,21 +177,22 @@ def _start_copier(
 class _SignalForwarder:
     """Running command, and the signals to forward to it."""
 
-    def __init__(self, graceful: bool) -> None:
-        self.graceful, self.ranks_listen = graceful, False
+    def __init__(self, ranks_handle_stop: bool) -> None:
+        self.ranks_handle_stop, self.ranks_listen = ranks_handle_stop, False
         self.process: subprocess.Popen[bytes] | None = None
         self.received_signals: list[int] = []
-        self.pending: list[int] = []  # to be sent once the command runs
-        self.deferred: list[int] = []  # to be sent once the ranks listen
+        self.pending_signals: list[int] = []  # to be sent once the command runs
+        self.deferred_signals: list[int] = []  # to be sent once the ranks listen
 
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Receive a signal, and forward it once the command can handle it."""
         self.received_signals.append(number)
-        sent = _translate_signal(number, self.graceful or self.ranks_listen)
-        (self.deferred if self.graceful and sent == signal.SIGUSR1 else self.pending).append(sent)
-        self.send(self.pending)
+        sent = _translate_signal(number, self.ranks_handle_stop or self.ranks_listen)
+        is_deferred = self.ranks_handle_stop and sent == signal.SIGUSR1
+        (self.deferred_signals if is_deferred else self.pending_signals).append(sent)
+        self.send(self.pending_signals)
         if self.ranks_listen:
-            self.send(self.deferred)
+            self.send(self.deferred_signals)
 
     def send(self, signal_numbers: list[int]) -> None:
         """Send and remove the signals of a list, to which more may be added meanwhile."""
@@ -199,9 +201,9 @@ class _SignalForwarder:
                 self.process.send_signal(signal_numbers.pop(0))
 
 
-def _translate_signal(number: int, graceful: bool) -> int:
+def _translate_signal(number: int, ranks_handle_stop: bool) -> int:
     if number in (signal.SIGTERM, signal.SIGHUP):
-        return signal.SIGUSR1 if graceful and number == signal.SIGTERM else signal.SIGTERM
+        return signal.SIGUSR1 if ranks_handle_stop and number == signal.SIGTERM else signal.SIGTERM
     return number
 
 

@@ -10,18 +10,20 @@ from processes import communicate, is_alive, kill
 from waiting import wait_until
 
 from neondist import safe_path
-from neondist.launcher import supervise as supervising
+from neondist.launcher import supervision
 from neondist.launcher.monitor import Monitor
 
-PARENT = """\
+SUPERVISOR_SCRIPT = """\
 import os, sys
-from neondist.launcher.supervise import supervise
-sys.exit(supervise(sys.argv[1:], os.environ, graceful="GRACEFUL" in os.environ).code)
+from neondist.launcher.supervision import supervise_command
+sys.exit(supervise_command(sys.argv[1:], os.environ, ranks_handle_stop="GRACEFUL" in os.environ).exit_code)
 """
 
 
 def start_supervisor(*command, **options):
-    return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR_SCRIPT, *command], stdout=subprocess.PIPE, text=True, **options
+    )
 
 
 def wait_for_exit_code(process):
@@ -88,7 +90,7 @@ def test_child_dies_with_its_parent():
         kill([child])
 
 
-BOUND = """\
+BOUND_CHILD_SCRIPT = """\
 import subprocess
 from neondist import safe_path
 process = subprocess.Popen(safe_path.python_command("code", "-q", ends_with_parent=True))
@@ -100,7 +102,7 @@ process.wait()
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_bound_command_dies_with_its_parent():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", BOUND], text=True, **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", BOUND_CHILD_SCRIPT], text=True, **pipes) as process:
         child = int(process.stdout.readline())
         try:
             process.stdin.write("print('bound')\n")
@@ -142,7 +144,7 @@ def test_notices_of_silently_failing_jobs_are_printed():
 @pytest.mark.parametrize("words", [("ended 0", "ended 0"), ("ended 3", None)])
 def test_unresponsive_launcher_is_ended(words, monkeypatch):
     """End it after all ranks have ended, or one has failed while the other runs."""
-    monkeypatch.setattr(supervising, "_MAX_LINGER", 0.5)
+    monkeypatch.setattr(supervision, "_MPIRUN_EXIT_TIMEOUT", 0.5)
     launcher = (
         "import os, time\n"
         "from neondist.system import heartbeat\n"
@@ -156,13 +158,13 @@ def test_unresponsive_launcher_is_ended(words, monkeypatch):
     )
     with Monitor(2) as monitor:
         env = {**os.environ, **monitor.environment}
-        ending = supervising.supervise([sys.executable, "-c", launcher], env, monitor=monitor)
-    assert ending == supervising.JobEnding(3 if None in words else 0)
+        ending = supervision.supervise_command([sys.executable, "-c", launcher], env, monitor=monitor)
+    assert ending == supervision.JobEnding(3 if None in words else 0)
 
 
 def test_launcher_that_exits_before_its_ranks():
     """Emulate mpirun, which exits with 0 if the daemon of a node is killed."""
     with Monitor(2) as monitor:
-        ending = supervising.supervise(["true"], os.environ, monitor=monitor)
-    assert ending.code == 137
-    assert ending.loss.startswith("rank 0 of 2 exited without reporting an error")
+        ending = supervision.supervise_command(["true"], os.environ, monitor=monitor)
+    assert ending.exit_code == 137
+    assert ending.loss_text.startswith("rank 0 of 2 exited without reporting an error")

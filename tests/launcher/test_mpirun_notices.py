@@ -2,21 +2,27 @@
 
 import pytest
 
-from neondist.launcher.filter_mpirun import NoticeFilter
+from neondist.launcher.mpirun_notices import NoticeFilter
 
-RULE = b"-" * 74 + b"\n"
-EXIT = (
-    RULE
+DASHED_LINE = b"-" * 74 + b"\n"
+EXIT_NOTICE = (
+    DASHED_LINE
     + b"prterun detected that one or more processes exited with non-zero status,\nthus causing it to be terminated.\n"
-    + RULE
+    + DASHED_LINE
 )
-ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\nNOTE: x\n" + RULE
-CALLED = RULE + b"prterun has exited due to process rank 1 with PID 0 on node vm calling\n" + RULE + b"\n"
-SIGNAL = RULE + b"prterun noticed that process rank 1 exited on signal 9 (Killed).\n" + RULE
-LOST = (
-    RULE
+ABORT_NOTICE = (
+    DASHED_LINE
+    + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\nNOTE: x\n"
+    + DASHED_LINE
+)
+EARLY_EXIT_NOTICE = (
+    DASHED_LINE + b"prterun has exited due to process rank 1 with PID 0 on node vm calling\n" + DASHED_LINE + b"\n"
+)
+SIGNAL_NOTICE = DASHED_LINE + b"prterun noticed that process rank 1 exited on signal 9 (Killed).\n" + DASHED_LINE
+LOST_NODE_NOTICE = (
+    DASHED_LINE
     + b"PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-vm-1@0,0] on node vm\n"
-    + (b"  Remote daemon: [prterun-vm-1@0,3] on node nodeC\n\nThis is\n" + RULE)
+    + (b"  Remote daemon: [prterun-vm-1@0,3] on node nodeC\n\nThis is\n" + DASHED_LINE)
 )
 
 
@@ -30,19 +36,22 @@ def filter_chunks(data, size):
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"error: x\n" + EXIT, b"error: x\n"),
-        (b"trace\n" + ABORT + CALLED + b"more\n", b"trace\nmore\n"),
-        (b"trace\n" + ABORT + b"late line of another rank\n" + CALLED, b"trace\nlate line of another rank\n"),
-        (b"trace\n" + CALLED + b"\0error: x\n\0", b"trace\nerror: x\n"),
+        (b"error: x\n" + EXIT_NOTICE, b"error: x\n"),
+        (b"trace\n" + ABORT_NOTICE + EARLY_EXIT_NOTICE + b"more\n", b"trace\nmore\n"),
+        (
+            b"trace\n" + ABORT_NOTICE + b"late line of another rank\n" + EARLY_EXIT_NOTICE,
+            b"trace\nlate line of another rank\n",
+        ),
+        (b"trace\n" + EARLY_EXIT_NOTICE + b"\0error: x\n\0", b"trace\nerror: x\n"),
         (b"[warn] Epoll MOD(4) on fd 20 failed. Old events\nx\n", b"x\n"),
         (b"[warning] mine\n[warn] Ep", b"[warning] mine\n[warn] Ep"),
         (b"[vm:0712] PMIX ERROR: PMIX_ERR_UNREACH in file x.c at line 3146\nx\n", b"x\n"),
         (b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n", b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n"),
-        (SIGNAL, b""),
-        (LOST + b"[nodeC:0] *** MPI_ERRORS_ARE_FATAL (processes\nx\n", b"x\n"),
+        (SIGNAL_NOTICE, b""),
+        (LOST_NODE_NOTICE + b"[nodeC:0] *** MPI_ERRORS_ARE_FATAL (processes\nx\n", b"x\n"),
         (b"a\n\nb\n", b"a\n\nb\n"),
         (b"no end", b"no end"),
-        (RULE + b"one rule only\n", RULE + b"one rule only\n"),
+        (DASHED_LINE + b"one rule only\n", DASHED_LINE + b"one rule only\n"),
         (b"--- short\n", b"--- short\n"),
         (b"10%\r20%\rdone\n", b"10%\r20%\rdone\n"),
         (b"", b""),
@@ -61,15 +70,15 @@ def test_incomplete_lines_are_passed_through_immediately():
 )
 def test_notices_are_kept_for_silent_jobs(output, has_output):
     messages = NoticeFilter()
-    for data in (output, EXIT):
+    for data in (output, EXIT_NOTICE):
         messages.feed(data)
     messages.flush()
-    assert (messages.has_output, messages.notices) == (has_output, EXIT)
+    assert (messages.has_output, messages.notices) == (has_output, EXIT_NOTICE)
 
 
 def test_losses_in_notices():
     messages = NoticeFilter()
-    messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
+    messages.feed(LOST_NODE_NOTICE + SIGNAL_NOTICE + b"[nodeC:0] *** on a NULL communicator\n")
     assert (messages.lost_nodes, messages.signals_by_rank) == (("nodeC",), {1: "signal 9 (Killed)"})
     assert messages.fatal_lines == b"[nodeC:0] *** on a NULL communicator\n"
     assert (NoticeFilter().lost_nodes, NoticeFilter().signals_by_rank) == ((), {})

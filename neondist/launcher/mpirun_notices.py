@@ -6,7 +6,7 @@ import os
 import re
 from contextlib import suppress
 
-_DASHES = b"-" * 60
+_DASHED_LINE = b"-" * 60
 # mpirun closes pipes of lost ranks, or replies to them
 _CONNECTION_WARNINGS = re.compile(
     rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH|plm:ssh: Warning: setpgid\(.*failed in parent)"
@@ -82,7 +82,7 @@ class NoticeFilter:
     def _may_be_notice(self) -> bool:
         """Whether the partial line may be the beginning of a notice."""
         return self._follows_notice() or any(
-            start.startswith(self.partial_line[: len(start)]) for start in (_DASHES, b"[")
+            start.startswith(self.partial_line[: len(start)]) for start in (_DASHED_LINE, b"[")
         )
 
     def _follows_notice(self) -> bool:
@@ -93,7 +93,7 @@ class NoticeFilter:
         return out
 
     def _process_line(self) -> bytes:
-        rule = self.partial_line.startswith(_DASHES)
+        rule = self.partial_line.startswith(_DASHED_LINE)
         if not self.held_lines and not rule:
             fatal = _FATAL_LINE.match(self.partial_line)
             if fatal or self._follows_notice() or _CONNECTION_WARNINGS.match(self.partial_line):

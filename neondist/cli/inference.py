@@ -17,14 +17,13 @@ from ..errors import ConfigError
 from ..io.files import partial_path as unfinished
 from ..io.files import write_text
 from ..launcher.ranks import run_on_ranks
-from ..system.job import LAUNCHED_RANKS, detect_job
+from ..system.job import LAUNCHED_RANKS_VARIABLE, detect_job
 from ..terminal.console import emit, say
 from . import options
 from .experiment import load_and_validate, load_factory, load_on_all_ranks
-from .run import parse_duration
+from .run import parse_duration_seconds
 
-DEFAULT_POLL_SECONDS = 30.0
-"""seconds between two polls for checkpoints"""
+DEFAULT_CHECKPOINT_POLL_SECONDS = 30.0
 _WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
 
 
@@ -43,9 +42,11 @@ def add_parser(commands: Any) -> None:
         help="instead of --checkpoint: evaluate each new checkpoint of a run or session until it completes",
     )  # fmt: skip
     cmd.add_argument(
-        "--every", type=parse_duration, metavar="TIME", help="with --follow: polling interval (default 30s)"
+        "--every", type=parse_duration_seconds, metavar="TIME", help="with --follow: polling interval (default 30s)"
     )
-    cmd.add_argument("--max-time", type=parse_duration, metavar="TIME", help="with --follow: stop after this time")
+    cmd.add_argument(
+        "--max-time", type=parse_duration_seconds, metavar="TIME", help="with --follow: stop after this time"
+    )
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="DIR",
         help="with --follow: folder for metrics.jsonl and loggers (default evaluation/ in the followed folder)",
@@ -68,9 +69,7 @@ def add_parser(commands: Any) -> None:
     cmd.set_defaults(command=evaluate, watched=True)
 
     cmd = commands.add_parser(
-        "predict",
-        help="apply a checkpoint or a trained module to new images",
-        allow_abbrev=False,
+        "predict", help="apply a checkpoint or a trained module to new images", allow_abbrev=False
     )
     options.add_experiment_options(cmd, required=False)
     _add_checkpoint_option(cmd, required=False)
@@ -229,7 +228,7 @@ def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
         from ..session import follow_checkpoints
         from ..session.checkpoint_follower import EVALUATION_FOLDER, METRICS_FILE
 
-        times = arguments.every or DEFAULT_POLL_SECONDS, arguments.max_time
+        times = arguments.every or DEFAULT_CHECKPOINT_POLL_SECONDS, arguments.max_time
         follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *times)
         if grid.rank == 0:
             folder = Path(arguments.output or Path(arguments.follow, EVALUATION_FOLDER))
@@ -257,7 +256,7 @@ def _note_unfinished_output(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        first = LAUNCHED_RANKS not in os.environ and (job is None or job.is_first_rank)
+        first = LAUNCHED_RANKS_VARIABLE not in os.environ and (job is None or job.is_first_rank)
         if first and journal_time() not in (None, before):
             say(
                 f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"
@@ -267,7 +266,6 @@ def _note_unfinished_output(path: Path) -> Iterator[None]:
 
 
 def _predict_experiment(arguments: argparse.Namespace) -> int:
-    """Write the outputs of an experiment's checkpoint."""
     _reject_weights_options(arguments)
     if arguments.file is None or arguments.checkpoint is None:
         raise ConfigError("predict: give FILE.yaml and --checkpoint FILE, or --weights W and --factory FILE.py:NAME")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from neondist.comm.effects import ProcessHooks
+from neondist.comm.process_hooks import ProcessHooks
 from neondist.comm.transport import Transport
 from neondist.errors import DataError
 

@@ -19,10 +19,10 @@ from .files import append_text, write_text
 from .output import GENERATIONS
 from .regular_file import read_bytes
 
-_MAX_LOG_BYTES = 1 << 24  # bytes
+_MAX_EVENT_LOG_BYTES = 1 << 24  # bytes
 
 
-class GenerationLog:
+class RunEventLog:
     """Log of a run, to which this process appends.
 
     Parameters
@@ -78,7 +78,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     path, events = folder / GENERATIONS, []
     if not path.is_file():
         return []
-    for text in read_bytes(path, _MAX_LOG_BYTES, folder).decode(errors="replace").splitlines():
+    for text in read_bytes(path, _MAX_EVENT_LOG_BYTES, folder).decode(errors="replace").splitlines():
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):

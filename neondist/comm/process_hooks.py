@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 
 from ..errors import UserError
-from .agree import CALL_KEY, check_equal_on_ranks
+from .agreement import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
 
 
@@ -35,7 +35,7 @@ class ProcessHooks:
 
     @classmethod
     def add_grid(cls, transport: Transport) -> ProcessHooks:
-        """Return the effects of this process, after adding a grid."""
+        """Return the hooks of this process, after adding a grid."""
         hooks = sys.excepthook if isinstance(sys.excepthook, cls) else cls(transport)
         hooks.open_worlds.append(transport)
         return hooks
@@ -52,7 +52,7 @@ class ProcessHooks:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End the job, as Python's excepthook."""
         if self.open_worlds:
-            end_job(self.open_worlds[-1], error)
+            abort_with_error(self.open_worlds[-1], error)
         else:  # a hook installed later delegates to this one
             self.previous_hook(kind, error, trace)
 
@@ -63,10 +63,10 @@ class ProcessHooks:
                 if not world.ended:
                     check_equal_on_ranks(world, {CALL_KEY: "exit"})
             except Exception as error:
-                end_job(world, error)
+                abort_with_error(world, error)
 
 
-def end_job(transport: Transport, error: BaseException) -> None:
+def abort_with_error(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
         time.sleep(1)  # unless rank 0 catches the error, it prints it and ends this rank

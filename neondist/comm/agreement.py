@@ -15,11 +15,11 @@ from .transport import Transport
 
 CALL_KEY = "the call"
 """Name of the first value of a collective call."""
-ROWS_PER_SUM, ROW_BYTES = 16, 8192
+ROWS_PER_CHECKSUM, ROW_BYTES = 16, 8192
 
 
 def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error; collective.
+    """Raise on every rank if any rank has an error. Collective.
 
     A rank with an error of its own raises that; the others raise a UserError of the same class with the message of the
     first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else RemoteError. A
@@ -43,16 +43,16 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
     Sixteen rows of 8 KiB are summed, 64 bits at a time, before the CRC-32, which is then bound by memory only.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    rows = data.size // (ROWS_PER_SUM * ROW_BYTES)
+    rows = data.size // (ROWS_PER_CHECKSUM * ROW_BYTES)
     sums = np.add.reduce(
-        data[: rows * ROWS_PER_SUM * ROW_BYTES].view(np.uint64).reshape(rows, ROWS_PER_SUM, ROW_BYTES // 8), 1
+        data[: rows * ROWS_PER_CHECKSUM * ROW_BYTES].view(np.uint64).reshape(rows, ROWS_PER_CHECKSUM, ROW_BYTES // 8), 1
     )
-    return zlib.crc32(data[rows * ROWS_PER_SUM * ROW_BYTES :].data, zlib.crc32(sums.data, start))
+    return zlib.crc32(data[rows * ROWS_PER_CHECKSUM * ROW_BYTES :].data, zlib.crc32(sums.data, start))
 
 
 @contextmanager
 def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
-    """Run a block without communication, then raise on all ranks if any rank raised; collective.
+    """Run a block without communication, then raise on all ranks if any rank raised. Collective.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
 def check_equal_on_ranks(
     world: Transport, values: Mapping[str, Any], error: Exception | None = None, versions: Sequence[int] = ()
 ) -> bool:
-    """Raise on all ranks if any rank has an error, or values that differ from rank 0's; collective.
+    """Raise on all ranks if any rank has an error, or values that differ from rank 0's. Collective.
 
     One small message precedes every call, so that ranks that make different calls do not wait for each other.
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from .arguments import expand_options
+from .arguments import normalise_option_words
 
 
 def print_completions(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def print_completions(parser: argparse.ArgumentParser) -> None:
     head, _, word = line[:point].rpartition(" ")
     typed = head.split()
     repeated = "".join(
-        f"{option} " for option in expand_options([*typed, "x="])[len(expand_options(typed)) : -1]
+        f"{option} " for option in normalise_option_words([*typed, "x="])[len(normalise_option_words(typed)) : -1]
     )  # implicit --set
     if repeated and not word.startswith("-"):
         os.environ |= {"COMP_LINE": f"{head} {repeated}{word}{line[point:]}", "COMP_POINT": str(point + len(repeated))}

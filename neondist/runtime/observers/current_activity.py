@@ -10,10 +10,10 @@ from ...comm import Exchange, ProcessGrid
 from ...observer import Observer
 
 _WORK_PREFIXES = {"cost": "cost: ", "sync": "sum of gradients: ", "update": "update: "}
-_MAX_CALLS = 12
+_MAX_LISTED_CALLS = 12
 
 
-class Whereabouts(Observer):
+class CurrentActivity(Observer):
     """Current activity in the passes of a grid's models, readable from another thread.
 
     Attributes
@@ -81,5 +81,5 @@ def innermost_calls(thread: int) -> str:
     for section in text.split("\n\n"):
         head, *lines = section.strip().splitlines()
         if f"0x{thread:016x}" in head:
-            return "\n".join(lines[:_MAX_CALLS])
+            return "\n".join(lines[:_MAX_LISTED_CALLS])
     return ""
