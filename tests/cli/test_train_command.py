@@ -147,7 +147,10 @@ def test_tiled_replicas_match_one_process(project):
         (MODEL_DEFINITION.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
         (MODEL_DEFINITION.replace("def loss(", "def loss(("), "SyntaxError"),
         (MODEL_DEFINITION.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
-        (MODEL_DEFINITION.replace("torch.optim.SGD(parameters, lr)", "3"), "returned a int"),
+        (
+            MODEL_DEFINITION.replace("torch.optim.SGD(parameters, lr)", "3"),
+            "optimizer must return a torch optimizer, got int",
+        ),
         (MODEL_DEFINITION.replace("4 * 4", "5"), "out"),
     ],
 )

@@ -11,7 +11,7 @@ def find_idle_cells(model, tiles):
     """Return descriptions of received lines of cells that do not change the result of a pass; collective."""
     recorder = _PerturbingRunner(model.comm, model.plan)
     with torch.no_grad():
-        recorder(tiles, *model._watch.tensors())
+        recorder(tiles, *model.programs.watch.named_parameters_and_buffers())
     return recorder.idle
 
 

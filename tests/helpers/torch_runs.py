@@ -21,7 +21,7 @@ from neondist.torch.execution.image_blocks import TracedImage
 from neondist.torch.ir.layout import place_ranges, shape_of
 from neondist.torch.lowering import training_memory
 from neondist.torch.module import criteria
-from neondist.torch.module import module as capturing
+from neondist.torch.module import programs as capturing
 from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():
@@ -166,7 +166,7 @@ def _run_distributed_pass(model, inputs, gradients):
     inputs, gradients = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (inputs, gradients))
     tiles = [model.scatter(x, index).requires_grad_(x.is_floating_point()) for index, x in enumerate(inputs)]
     outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
-    layouts = [layout for layout in model._compiled_state().layouts if layout is not None]
+    layouts = [layout for layout in model.programs.current.layouts if layout is not None]
     local_gradients = [model.tiling.local_part(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
     torch.autograd.backward(*select_differentiable(outputs, local_gradients))
     trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
@@ -185,7 +185,7 @@ def _run_distributed_pass(model, inputs, gradients):
 
 def gather_input_gradient(model, index, gradient):
     """Return the full gradient of an input from local ones, which add up where tiles overlap."""
-    layout, overlaps = model.tiling.input_layouts[index], model._compiled_state().widened_ranges
+    layout, overlaps = model.tiling.input_layouts[index], model.programs.current.widened_ranges
     if not overlaps or not overlaps[index]:
         return _to_host(model.tiling.gather(gradient, layout))
     full = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")

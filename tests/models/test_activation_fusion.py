@@ -97,8 +97,8 @@ def test_fused_steps():
     assert hosts == [*norms, "Conv"]  # the last one is the logistic function; tanh is not fused with norms
     plan = section.plan
     for index, host in graph.fused_activations.items():
-        assert graph.steps[host].output_value not in plan.values
-        assert index not in plan.gradients  # not even of sums, which reuse the gradient of the next step
+        assert graph.steps[host].output_value not in plan.value_ranges
+        assert index not in plan.gradient_ranges  # not even of sums, which reuse the gradient of the next step
     cleared = [
         type(graph.steps[host].layer or graph.steps[host].join).__name__ for host in graph.deferred_relu_gradients
     ]

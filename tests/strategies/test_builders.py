@@ -219,7 +219,7 @@ def test_another_model_names_the_first_difference():
     for other, message in (
         ([ParameterSpec("a", (2,)), ParameterSpec("b", (4,))], "'b' has shape (3,), but (4,)"),
         ([ParameterSpec("a", (2,)), ParameterSpec("c", (3,))], "no entry for parameter 'c'"),
-        ([ParameterSpec("a", (2,))], "'b' does not exist"),
+        ([ParameterSpec("a", (2,))], "parameter 'b' is not in the model"),
         ([ParameterSpec("a", (2,), "float64"), ParameterSpec("b", (3,))], "dtype float32, but float64"),
     ):
         with pytest.raises(nd.ConfigError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ...comm import ProcessGrid
 from ...comm.agreement import all_or_none
 from ...errors import ConfigError, ShapeError, UserError
 from ...halo import Phase
-from ..capture.capture import capture_module, device_of
+from ..capture.capture import device_of
 from ..capture.checks import (
     BackwardCheck,
     check_module,
@@ -25,49 +24,15 @@ from ..capture.checks import (
     checksum_of,
     requires_grad_flags,
 )
-from ..capture.consistency import as_bytes_tensor, check_weight_drift, program_digest, version_counters
-from ..capture.tracing import leave_inference_mode
-from ..capture.watch import StateWatch
+from ..capture.consistency import as_bytes_tensor, check_weight_drift, version_counters
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
-from ..execution.runner import Runner
-from ..execution.tiling import Tiling
 from ..ir.graph import autocast_states
-from ..ir.layout import Layout, NeededRanges, shape_of
-from ..lowering.norm_gradients import ContiguousNormGradients, has_single_sample_norm
+from ..ir.layout import Layout, shape_of
+from ..lowering.norm_gradients import ContiguousNormGradients
 from ..lowering.plan import TorchPlan
 from .criteria import CriterionCache, parameter_owner
-
-MAX_CACHED_PROGRAMS = 64
-"""Maximum number of cached states of a module."""
-
-
-@dataclass(eq=False)
-class _CompiledState:
-    """Compiled program for one state of a module.
-
-    Attributes
-    ----------
-    changes_module : bool
-        Whether a forward may change the module's own attributes.
-    target_layouts : dict of shape to Layout
-        Layouts of targets by shape.
-    widened_ranges : sequence of NeededRanges
-        Ranges of the inputs that ranks receive, if larger than their tiles.
-    single_sample_norm : bool
-        Whether a norm sees a single sample, whose gradients need a workaround.
-    """
-
-    runner: Runner
-    output_tree: Any
-    layouts: list[Layout | None]
-    digest: str
-    computed_in_parts: bool
-    dtypes: list[torch.dtype]
-    widened_ranges: Sequence[NeededRanges]
-    single_sample_norm: bool
-    changes_module: bool = True
-    target_layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
+from .programs import CompiledProgram, ProgramCache
 
 
 class DistributedModule(nn.Module):
@@ -101,12 +66,7 @@ class DistributedModule(nn.Module):
         # share the module's own dictionaries, so that names, hooks of optimisers and `to` behave as on the module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.grid, self._compiler = grid, compiler
-        self._export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._shapes, self._dtypes = tuple(shapes), list(dtypes)
-        self._compiled_states: dict[Any, _CompiledState] = {}
-        self._current: tuple[Any, _CompiledState] | None = None
-        self.step = 0
+        self.grid, self.step = grid, 0
         self._versions: tuple[int, ...] = ()
         self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
@@ -116,29 +76,27 @@ class DistributedModule(nn.Module):
         self.backward_check = BackwardCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
-            self._watch = StateWatch(module)
             self.execution = ExecutionOptions.of(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
-            self.tiling, self._criteria = Tiling(self.comm, self._shapes), CriterionCache(self.comm)
-            self._compiled_state()
+            arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
+            self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)
+            self.tiling, digest = self.programs.tiling, self.programs.current.digest
         self.comm.connect_devices(device_of(module))
-        self._check_weights({"the module's steps": self._compiled_state().digest, "example_shape": self._shapes})
+        self._check_weights({"the module's steps": digest, "example_shape": self.programs.shapes})
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs. Collective."""
-        self._set_input_shapes(self._global_shapes(tiles))
+        self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
-            state, prepared = self._state_and_program()
+            state, prepared = self.programs.current_state_and_program()
             self._check_tiles(tiles, prepared)
-            # the plan keys random numbers, so that they are the same on every grid
-            plan = prepared.runner.plan
-            if not (plan.seed_id is not None or plan.recompute or prepared.computed_in_parts):
+            if prepared.can_run_module:
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
         try:
-            prepared = self._compiled_state()
-            parameters, buffers = self._watch.named_parameters_and_buffers()
+            prepared = self.programs.current
+            parameters, buffers = self.programs.watch.named_parameters_and_buffers()
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             values |= self._values_to_compare(tiles, prepared, parameters)
@@ -160,14 +118,11 @@ class DistributedModule(nn.Module):
             torch.zeros((), requires_grad=True).exp()
         return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
 
-    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _CompiledState) -> Any:
+    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that its forward changes do not trigger a recapture."""
         with ContiguousNormGradients() if prepared.single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
-        if prepared.changes_module:
-            if self._watch.key() != state:
-                self._compiled_states[self._shapes, self._watch.exclude_changed_values(state)] = prepared
-            prepared.changes_module = self._watch.key() != state
+        self.programs.ignore_changes_by_forward(state, prepared)
         return self._record_layouts(outputs, prepared.layouts)
 
     def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
@@ -193,7 +148,7 @@ class DistributedModule(nn.Module):
 
     def set_export_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Export the module within the contexts that this callable returns."""
-        self._export_context = context
+        self.programs.export_context = context
 
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
@@ -202,8 +157,7 @@ class DistributedModule(nn.Module):
         leaves cells of other tiles unfilled, raises a HaloError that names it. Messages are delayed at random.
         """
         self.comm.guard(seed)
-        self._compiled_states.clear()
-        self._current = None
+        self.programs.clear()
         self._criteria.clear()
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -230,12 +184,12 @@ class DistributedModule(nn.Module):
     @property
     def plan(self) -> TorchPlan:
         """The compiled plan for the module's current mode."""
-        return self._compiled_state().runner.plan
+        return self.programs.current.runner.plan
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
         """Global shapes of the tensor outputs."""
-        return [shape_of(layout) for layout in self._output_layouts()]
+        return [shape_of(layout) for layout in self.programs.current.output_layouts]
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Return this rank's tile of a whole input, the same on every rank; with its margin for `overlap_tile`.
@@ -248,11 +202,12 @@ class DistributedModule(nn.Module):
             Position of the input.
         """
         check_tensor("image", image)
-        self._set_input_shapes((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
+        shapes = self.programs.shapes
+        self.programs.set_shapes((*shapes[:index], self._check_image(image, index), *shapes[index + 1 :]))
         if self.grid.size > 1:
-            name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
+            name = "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
             self.grid.record_replicated_array(name, checksum_of(image))
-        overlaps = self._compiled_state().widened_ranges if self.execution.tiles_may_have_margins else ()
+        overlaps = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
         return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
@@ -262,13 +217,13 @@ class DistributedModule(nn.Module):
         others, (N,) or (N, C), are split only along the batch, over replicas.
         """
         # on one rank, targets are whole in every state of the module
-        current = self._current if self.grid.size == 1 else None
-        targets = (self._compiled_state() if current is None else current[1]).target_layouts
+        program = (self.programs.last if self.grid.size == 1 else None) or self.programs.current
+        targets = program.target_layouts
 
         def scatter_leaf(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
             if shape not in targets:
-                targets[shape] = self.tiling.training_target_layout(shape, self._output_layouts())
+                targets[shape] = self.tiling.training_target_layout(shape, program.output_layouts)
             return self.tiling.local_part(leaf, targets[shape])
 
         for tensor in pytree.tree_leaves(target):
@@ -337,72 +292,29 @@ class DistributedModule(nn.Module):
         shape = tuple(image.shape)
         if not self._matches_example(shape, index):
             raise ShapeError(
-                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one with"
+                f"expected a whole tensor of shape {self.programs.shapes[index]}, the same on every rank, or one with"
                 f" another batch or image size, got {shape}"
             )
         return shape
 
     def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
         """Return whether an input has the axes and channels of the example."""
-        expected, channels = self._shapes[index], slice(1, 2 if self.comm.mesh.spatial else 1)
+        expected, channels = self.programs.shapes[index], slice(1, 2 if self.comm.mesh.spatial else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous ones."""
-        shapes = list(self._shapes)
+        shapes = list(self.programs.shapes)
         for index, tile in enumerate(tiles[: len(shapes)]):
             shape = self.tiling.global_shape(tile)
             if shape is not None and self._matches_example(shape, index):
                 shapes[index] = shape
         return tuple(shapes)
 
-    def _set_input_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Set the global shapes of the inputs."""
-        if shapes != self._shapes:
-            self._shapes, self._current = shapes, None
-            self.tiling.set_input_shapes(shapes)
-
-    def _compiled_state(self) -> _CompiledState:
-        return self._state_and_program()[1]
-
-    def _state_and_program(self) -> tuple[Any, _CompiledState]:
-        """Return the module's current state and its compiled program."""
-        with self._export_context(), leave_inference_mode():
-            return self._compile_state()
-
-    def _compile_state(self) -> tuple[Any, _CompiledState]:
-        state = self._watch.key()
-        if self._current is not None and state == self._current[0]:  # avoids hashing, slow in small steps
-            return self._current
-        if (self._shapes, state) not in self._compiled_states:
-            dtypes = self._input_dtypes()
-            program = capture_module(self.module, list(zip(self._shapes, dtypes, strict=True)))
-            location = self.comm.mesh, self.grid.rank, self.tiling.input_layouts
-            plan, tree, lowering = self.execution.lower(program, *location, self.module)
-            layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-            digest = program_digest(plan, program)
-            if self._compiler is not None:
-                plan.compile(self._compiler)
-            computed_in_parts = lowering is not None and lowering.computes_in_parts
-            overlaps = lowering.widened_ranges if lowering is not None else ()
-            runner, single_sample = Runner(self.comm, plan, self._deferred_gradients), has_single_sample_norm(plan)
-            prepared = _CompiledState(runner, tree, layouts, digest, computed_in_parts, dtypes, overlaps, single_sample)
-            state = self._watch.exclude_changed_values(state, program.reads)
-            if len(self._compiled_states) >= MAX_CACHED_PROGRAMS:
-                del self._compiled_states[next(iter(self._compiled_states))]
-            self._compiled_states[self._shapes, state] = prepared
-        self._current = state, self._compiled_states[self._shapes, state]
-        return self._current
-
     def _output_layouts(self) -> list[Layout]:
-        return [layout for layout in self._compiled_state().layouts if layout is not None]
+        return self.programs.current.output_layouts
 
-    def _input_dtypes(self) -> list[torch.dtype]:
-        floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
-        default = next(floating, torch.get_default_dtype())
-        return [default if dtype is None else dtype for dtype in self._dtypes]
-
-    def _check_tiles(self, tiles: Sequence[Any], prepared: _CompiledState) -> None:
+    def _check_tiles(self, tiles: Sequence[Any], prepared: CompiledProgram) -> None:
         count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
@@ -423,7 +335,7 @@ class DistributedModule(nn.Module):
                 )
 
     def _values_to_compare(
-        self, tiles: Sequence[torch.Tensor], prepared: _CompiledState, parameters: Mapping[str, torch.Tensor]
+        self, tiles: Sequence[torch.Tensor], prepared: CompiledProgram, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Return the values that determine the messages of a pass, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]

@@ -18,7 +18,8 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ..ir.errors import definition_site
 from .distributing import distribute
-from .module import MAX_CACHED_PROGRAMS, DistributedModule
+from .module import DistributedModule
+from .programs import MAX_CACHED_PROGRAMS
 from .tiled_output import ScatteredInput, TiledOutput
 
 

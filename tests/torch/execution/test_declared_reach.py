@@ -68,7 +68,7 @@ def trace_parts(module, shape, dtype=torch.float64):
 
 def check_cut_ranges(traced, rng, grids=2):
     """Compare `cut_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
-    merged = sum(each.source.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
+    merged = sum(each.source_atom.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
         mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
         layouts = [even_layout(output, mesh) for output in traced.outputs]

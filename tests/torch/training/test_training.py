@@ -34,7 +34,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.launcher.mpirun import find_mpirun  # noqa: E402
 from neondist.torch.module import criteria  # noqa: E402
-from neondist.torch.module import module as capturing  # noqa: E402
+from neondist.torch.module import programs as capturing  # noqa: E402
 
 GRIDS = (1, 1, 1), (1, 3, 1), (1, 2, 2), (2, 1, 2)
 """(replicas, rows, cols)"""

@@ -1,0 +1,159 @@
+"""Compiled programs of a module, one for each of its states and shapes of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.capture import capture_module
+from ..capture.consistency import program_digest
+from ..capture.tracing import leave_inference_mode
+from ..capture.watch import StateWatch
+from ..exchange.mesh_comm import MeshComm
+from ..execution.options import ExecutionOptions
+from ..execution.runner import Runner
+from ..execution.tiling import Tiling
+from ..ir.layout import Layout, NeededRanges, Shape
+from ..lowering.norm_gradients import has_single_sample_norm
+
+MAX_CACHED_PROGRAMS = 64
+
+
+@dataclass(eq=False)
+class CompiledProgram:
+    """Compiled program for one state of a module.
+
+    Attributes
+    ----------
+    changes_module : bool
+        Whether a forward may change the module's own attributes.
+    target_layouts : dict of shape to Layout
+        Layouts of targets by shape.
+    widened_ranges : sequence of NeededRanges
+        Ranges of the inputs that ranks receive, if larger than their tiles.
+    single_sample_norm : bool
+        Whether a norm sees a single sample, whose gradients need a workaround.
+    """
+
+    runner: Runner
+    output_tree: Any
+    layouts: list[Layout | None]
+    digest: str
+    computed_in_parts: bool
+    dtypes: list[torch.dtype]
+    widened_ranges: Sequence[NeededRanges]
+    single_sample_norm: bool
+    changes_module: bool = True
+    target_layouts: dict[Shape, Layout] = field(default_factory=dict)
+
+    @property
+    def output_layouts(self) -> list[Layout]:
+        """Layouts of the outputs that are tensors."""
+        return [layout for layout in self.layouts if layout is not None]
+
+    @property
+    def can_run_module(self) -> bool:
+        """Whether one rank can run the module itself: the plan keys random numbers, so that all grids have the same."""
+        plan = self.runner.plan
+        return not (plan.seed_id is not None or plan.recompute or self.computed_in_parts)
+
+
+class ProgramCache:
+    """Compiled programs of a module, captured when they are first needed.
+
+    Parameters
+    ----------
+    dtypes : for each input its dtype; None: that of the module's first floating-point parameter
+    deferred_gradients : as of Runner
+
+    Attributes
+    ----------
+    shapes : global shapes of the inputs
+    export_context : callable
+        Returns the context in which the module is exported.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: MeshComm,
+        execution: ExecutionOptions,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[torch.dtype | None],
+        compiler: Callable[..., Any] | None,
+        deferred_gradients: Mapping[int, list[torch.Tensor] | None],
+    ) -> None:
+        self.module, self.comm, self.execution, self.compiler = module, comm, execution, compiler
+        self.shapes, self.dtypes, self.deferred_gradients = tuple(shapes), list(dtypes), deferred_gradients
+        self.watch, self.tiling = StateWatch(module), Tiling(comm, self.shapes)
+        self.export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._programs: dict[Any, CompiledProgram] = {}
+        self._current: tuple[Any, CompiledProgram] | None = None
+
+    def set_shapes(self, shapes: tuple[Shape, ...]) -> None:
+        """Set the global shapes of the inputs."""
+        if shapes != self.shapes:
+            self.shapes, self._current = shapes, None
+            self.tiling.set_input_shapes(shapes)
+
+    @property
+    def current(self) -> CompiledProgram:
+        """The program for the module's current state and the shapes of its inputs."""
+        return self.current_state_and_program()[1]
+
+    @property
+    def last(self) -> CompiledProgram | None:
+        """The program of these shapes that was used last, possibly for another state."""
+        return None if self._current is None else self._current[1]
+
+    def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
+        """Return the module's current state and its compiled program."""
+        with self.export_context(), leave_inference_mode():
+            state = self.watch.key()
+            if self._current is None or state != self._current[0]:  # comparing avoids hashing, slow in small steps
+                if (self.shapes, state) not in self._programs:
+                    program, reads = self._compile()
+                    state = self.watch.exclude_changed_values(state, reads)
+                    if len(self._programs) >= MAX_CACHED_PROGRAMS:
+                        del self._programs[next(iter(self._programs))]
+                    self._programs[self.shapes, state] = program
+                self._current = state, self._programs[self.shapes, state]
+            return self._current
+
+    def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
+        """Use a program also for the state that its forward has left, if the next one leaves the module unchanged."""
+        if program.changes_module:
+            if self.watch.key() != state:
+                self._programs[self.shapes, self.watch.exclude_changed_values(state)] = program
+            program.changes_module = self.watch.key() != state
+
+    def clear(self) -> None:
+        """Remove all programs."""
+        self._programs.clear()
+        self._current = None
+
+    def _compile(self) -> tuple[CompiledProgram, Any]:
+        """Return the program for the current state, and the module's values that its capture has read."""
+        dtypes = self._input_dtypes()
+        captured = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
+        location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
+        plan, tree, lowering = self.execution.lower(captured, *location, self.module)
+        layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
+        digest = program_digest(plan, captured)
+        if self.compiler is not None:
+            plan.compile(self.compiler)
+        computed_in_parts = lowering is not None and lowering.computes_in_parts
+        overlaps = lowering.widened_ranges if lowering is not None else ()
+        runner, single_sample = Runner(self.comm, plan, self.deferred_gradients), has_single_sample_norm(plan)
+        program = CompiledProgram(runner, tree, layouts, digest, computed_in_parts, dtypes, overlaps, single_sample)
+        return program, captured.reads
+
+    def _input_dtypes(self) -> list[torch.dtype]:
+        floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
+        default = next(floating, torch.get_default_dtype())
+        return [default if dtype is None else dtype for dtype in self.dtypes]
