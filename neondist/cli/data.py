@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,28 +85,36 @@ def download(arguments: argparse.Namespace) -> int:
 
 def write_records(arguments: argparse.Namespace) -> int:
     """Write the records of a source."""
+    from ..train.inference.progress import ProgressLine
+
     reader = open_record_source(arguments.source, Mode(arguments.role))
-    if arguments.to.suffix == ".csv":
-        with atomic_replacement(arguments.to) as file:
+    with ProgressLine(len(reader), sys.stderr, "record") as progress:
+
+        def read_records() -> Iterator[np.ndarray]:
             for number in range(len(reader)):
-                np.savetxt(file, reader.read([number])[0].reshape(1, -1), fmt="%.17g", delimiter=",")
-    elif arguments.to.suffix == ".recordio":
-        with RecordIOWriter(arguments.to) as records:
-            for number in range(len(reader)):
-                records.write(reader.read([number])[0])
-    else:
-        raise ConfigError(f"--to {arguments.to}: the name must end in .csv or .recordio")
+                yield reader.read([number])[0]
+                progress.add(1)
+
+        if arguments.to.suffix == ".csv":
+            with atomic_replacement(arguments.to) as file:
+                for record in read_records():
+                    np.savetxt(file, record.reshape(1, -1), fmt="%.17g", delimiter=",")
+        elif arguments.to.suffix == ".recordio":
+            with RecordIOWriter(arguments.to) as records:
+                for record in read_records():
+                    records.write(record)
+        else:
+            raise ConfigError(f"--to {arguments.to}: the name must end in .csv or .recordio")
     emit(f"{arguments.to}: {counted(len(reader), 'record')}")
     return 0
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert with a progress bar, and print the shapes and the data set field."""
-    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
-
+    """Convert, reporting progress, and print the shapes and the data set field."""
     from ..data.convert import convert, open_split_sources
     from ..errors import ConfigError
     from ..formats.image_loader import ImageLoader
+    from ..train.inference.progress import ProgressLine
 
     if arguments.size is not None and min(arguments.size) < 1:
         raise ConfigError(
@@ -115,8 +124,14 @@ def convert(arguments: argparse.Namespace) -> int:
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
     parts = open_split_sources(arguments.source, loader, labels, maps)
     target = Path(arguments.to).expanduser()
-    with progress_bars(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        shapes = convert(parts, target, arguments.compress, progress)
+    written = dict.fromkeys(parts, 0)
+    with ProgressLine(sum(part.count for part in parts.values()), sys.stderr, "sample") as progress:
+
+        def report(name: str, done: int, total: int) -> None:
+            progress.add(done - written[name])
+            written[name] = done
+
+        shapes = convert(parts, target, arguments.compress, report)
     for part in parts.values():
         for note in part.messages:
             emit(note)

@@ -211,6 +211,21 @@ def test_skipped_inputs_are_reported(tmp_path, capsys):
     assert "left out: the array z\n" in capsys.readouterr().out
 
 
+def test_long_conversions_report_progress(tmp_path, capsys, monkeypatch):
+    """Without a terminal too: the samples written and an estimate."""
+    from neondist.cli import main
+
+    monkeypatch.setattr("neondist.train.inference.progress.FIRST_DELAY", 0)
+    monkeypatch.setattr("neondist.train.inference.progress.LINE_INTERVAL", 0)
+    monkeypatch.setattr("neondist.data.split_source.BLOCK_BYTES", 4096)
+    np.savez(tmp_path / "x.npz", x=np.zeros((70, 16, 16)), y=np.arange(70) % 3)
+    assert main(["data", "convert", str(tmp_path / "x.npz"), "--to", str(tmp_path / "out.h5")]) == 0
+    *lines, last = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("sample")]
+    assert lines[0].startswith("sample 0 of 70")
+    assert any(line.endswith("left") for line in lines[1:])
+    assert last.startswith("sample 70 of 70")
+
+
 def test_test_folder_without_training_folder(tmp_path):
     for part in ("Test", "other"):
         write_image_folder(tmp_path / "in" / part)
