@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .box import Box
-from .lattice import Cells, hull_of, outputs_using
+from .lattice import Cells, outputs_using
 from .window import Window
 
 
@@ -33,12 +32,6 @@ class GradientWindow(Window):
 
     def _output_extent_along(self, axis: int, n: int) -> int:
         return self.extent[axis]
-
-    def needs(self, cells: Box) -> Box:
-        """Return the box of output cells of the window that depend on the input cells."""
-        return Box.from_ranges(
-            hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(cells.axes())
-        )
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""

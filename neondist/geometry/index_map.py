@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .box import Box
-from .lattice import Cells, group_into_ranges, hull_of
+from .lattice import Cells, group_into_ranges
 from .window import Window
 
 
@@ -30,11 +29,6 @@ class IndexMap(Window):
     def pointwise(self) -> bool:
         """Whether every output cell depends only on the input cell at the same position: unknown, hence False."""
         return False
-
-    def needs(self, out: Box) -> Box:
-        """Return the hull of the cells that the output cells `out` depend on."""
-        first, last = hull_of(self.used_cells(out.lo[0], out.hi[0]))
-        return Box((first,), (last,))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the cells that the outputs [lo, hi) depend on."""

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
-from .lattice import Cells, Lattice, Range, group_into_ranges, shift_range
+from .lattice import Cells, Lattice, Range, group_into_ranges, hull_of, shift_range
 from .partition import Partition
 from .transfer import AxisOverlap, DimRequest, Piece, Transfer
 from .window import Window
@@ -293,7 +293,7 @@ def needs_along(outputs: Partition, window: Window, axis: int) -> list[Range]:
     if window.pointwise:
         return ranges
     axis_window = window.axis_window(axis)
-    return [next(axis_window.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
+    return [hull_of(axis_window.used_cells(*ends)) for ends in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> Range:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .box import Box
 from .lattice import Cells
 from .window import Window
 
@@ -33,19 +32,9 @@ class Upsampling(Window):
     def _output_extent_along(self, axis: int, n: int) -> int:
         return n * self.factor[axis]
 
-    def needs(self, out: Box) -> Box:
-        """Return the input cells that the output cells `out` read; linear ones may extend one cell outside."""
-        first = [self.source_cell(axis, lo) for axis, lo in enumerate(out.lo)]
-        last = [
-            self.source_cell(axis, lo + n - 1) + self.kernel[axis] if n else at
-            for axis, (lo, n, at) in enumerate(zip(out.lo, out.shape, first, strict=True))
-        ]
-        return Box(tuple(first), tuple(last))
-
     def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the input cells that the output cells [lo, hi) of a window of one axis depend on."""
-        ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
-        return (range(first, last),)
+        """Return the cells that the outputs [lo, hi) of a window of one axis read; linear ones may be one outside."""
+        return (range(self.source_cell(0, lo), self.source_cell(0, hi - 1) + self.kernel[0]),) if lo < hi else ()
 
     def source_cell(self, axis: int, output: int) -> int:
         """Return the first input cell that output cell `output` reads."""

@@ -13,7 +13,7 @@ from ..registry import suggest
 from ..registry.arguments import type_checked
 from ..terminal.console import counted
 from .box import Box
-from .lattice import Cells, cells_used_by
+from .lattice import Cells, cells_used_by, hull_of
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
 
@@ -122,13 +122,10 @@ class Window:
         return max(0, (n + sum(self.padding[axis]) - self.span[axis]) // self.stride[axis] + 1)
 
     def needs(self, out: Box) -> Box:
-        """Return the input cells in the windows of the output cells `out`; may extend outside the image."""
-        lo = [o * s - p for o, s, (p, _) in zip(out.lo, self.stride, self.padding, strict=True)]
-        hi = [
-            start + (n - 1) * s + span if n else start
-            for start, n, s, span in zip(lo, out.shape, self.stride, self.span, strict=True)
-        ]
-        return Box(tuple(lo), tuple(hi))
+        """Return the hull of the cells that the output cells `out` depend on; may extend outside the image."""
+        return Box.from_ranges(
+            hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(out.axes())
+        )
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the cells, inside the image or not, that outputs [lo, hi) of a window of one axis depend on."""
