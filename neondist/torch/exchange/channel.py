@@ -31,6 +31,7 @@ class Channel:
             [replace(piece, source=piece.source.shift(part)) for piece in pieces]
             for pieces in (transfer.local(rank), transfer.sends(rank))
         )
+        self.includes_own_part = transfer.includes_own_part(rank)
         self.arriving = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
         self.leaving = _by_peer(leaving)
         self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
@@ -103,17 +104,15 @@ class Channel:
             self._lattice_view(part, piece.source).add_(cells)
         return part
 
-    def own_cells(
-        self, view: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
-    ) -> torch.Tensor | None:
-        """Return the cells of this rank's part, of this shape, in a result of `view`; None if it lacks some."""
-        view = without_padding(view, pads)
-        own = [self._lattice_view(view, piece.target) for piece in self.own]
-        return own[0] if len(own) == 1 and own[0].shape == tuple(shape) else None
+    def own_part_of(self, view: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor | None:
+        """Return this rank's part in a result of `view`; None if it lacks some cells of the part."""
+        if not self.includes_own_part:
+            return None
+        return self._lattice_view(without_padding(view, pads), self.own[0].target)
 
     def own_gradient_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
-        whole = self.own_cells(gradient, shape)
+        whole = self.own_part_of(gradient)
         if whole is not None:
             return whole if in_place else whole.clone(memory_format=memory_format_of(gradient))
         part = gradient.new_zeros(tuple(shape))

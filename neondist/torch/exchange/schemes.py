@@ -74,7 +74,7 @@ class SchemeChannel:
         padded[tuple(inside)] = view
         return padded
 
-    def own_cells(self, view: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]]) -> None:
+    def own_part_of(self, view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) -> None:
         """Return None: a scheme need not copy the cells of this rank's part."""
 
     def adjoint(

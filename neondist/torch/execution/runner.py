@@ -202,7 +202,7 @@ class Runner:
         channel = self.channels[id(step)]
         view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unshared_gradient)
         if self._saved_tensors.includes(x):
-            own = channel.own_cells(view.detach(), x.shape, step.pads)
+            own = channel.own_part_of(view.detach(), step.pads)
             if own is not None:
                 self._saved_tensors.replace(x, own)
         return (view,)

@@ -166,13 +166,13 @@ class _Lifetimes:
 
     def _copies_in_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Return for values of which a view has a copy the view's step, and the view, which is kept instead."""
-        copies = dict[int, tuple[int, int]]()
+        copies, rank = dict[int, tuple[int, int]](), self.plan.rank  # its views, too, stand for those of all ranks
         for at, step, _ in self.steps:
-            if step.kind == "view" and step.scheme is None and not self.plan.recompute:
-                value, view = owner.get(step.inputs[0], step.inputs[0]), step.outputs[0]
-                size, view_size = (self.ranks.nbytes(self.plan.values[each])[0] for each in (value, view))
-                if MIN_DEDUPLICATED_BYTES <= size <= view_size:
-                    copies.setdefault(value, (at, view))
+            if step.kind == "view" and step.scheme is None and step.outputs[0] not in self.timeline.segment_of_value:
+                value = owner.get(step.inputs[0], step.inputs[0])
+                is_large = self.ranks.nbytes(self.plan.values[value])[0] >= MIN_DEDUPLICATED_BYTES
+                if is_large and step.transfer is not None and step.transfer.includes_own_part(rank):
+                    copies.setdefault(value, (at, step.outputs[0]))
         return copies
 
     def _add_gradients(self) -> None:

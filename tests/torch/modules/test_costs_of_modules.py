@@ -108,7 +108,6 @@ def test_costs_sum_to_traffic(shape, recompute):
     assert all(kind in costs[plan.benchmark_row_of(name)].crosses for kind, name in forward)
     memory = steps.memory(plan.all_costs.max_memory_rank) + plan.parameters.memory(plan.all_costs.max_memory_rank)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
-    assert not recompute or plan.max_training_memory == memory
     assert f"planned peak: {report.format_size(plan.max_training_memory)}, " in plan.describe()
     assert plan.memory(plan.all_costs.max_memory_rank) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
