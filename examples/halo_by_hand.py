@@ -19,7 +19,7 @@ def correlate(view, weights):
     return sum(weights[i, j] * view[:, i : i + h, j : j + w] for i, j in np.ndindex(weights.shape))
 
 
-def view_gradient(dy, weights, shape):
+def compute_view_gradient(dy, weights, shape):
     """Return the gradient of a view of this shape."""
     dview, (h, w) = np.zeros(shape), dy.shape[1:3]
     for i, j in np.ndindex(weights.shape):
@@ -27,7 +27,7 @@ def view_gradient(dy, weights, shape):
     return dview
 
 
-def weights_gradient(view, dy, k=3):
+def compute_weights_gradient(view, dy, k=3):
     """Return this rank's contribution to the gradient of the weights, flat (k * k,)."""
     h, w = dy.shape[1:3]
     return [np.sum(view[:, i : i + h, j : j + w] * dy) for i, j in np.ndindex(k, k)]
@@ -61,8 +61,12 @@ for step in range(steps):
     residual = correlate(view2, b) - target
 
     # gradients of halo cells are returned to their owners and added
-    dtile = second.get_bprop_view(view_gradient(residual, b, view2.shape))
-    sums = [*weights_gradient(view1, dtile), *weights_gradient(view2, residual), 0.5 * np.sum(residual**2)]
+    dtile = second.get_bprop_view(compute_view_gradient(residual, b, view2.shape))
+    sums = [
+        *compute_weights_gradient(view1, dtile),
+        *compute_weights_gradient(view2, residual),
+        0.5 * np.sum(residual**2),
+    ]
     means = np.array(sums) / side**2
     grid.world.allreduce(means)  # gradients and loss in one message
     sgd.update(weights, means[:18], slots, step)

@@ -12,7 +12,7 @@ import numpy as np
 import neondist as nd
 
 
-def blobs(rng, shape, count, radii):
+def draw_ellipsoids(rng, shape, count, radii):
     """Return a mask of random ellipsoids: 1 inside, 0 outside."""
     mask = np.zeros(shape, np.uint8)
     for _ in range(count):
@@ -26,7 +26,7 @@ def blobs(rng, shape, count, radii):
     return mask
 
 
-def smooth(rng, shape, spacing):
+def draw_smooth_field(rng, shape, spacing):
     """Return a smooth random field with a correlation length of about `spacing` cells, mean 0 and unit variance."""
     field = rng.normal(size=[n // spacing + 3 for n in shape])
     for axis, n in enumerate(shape):
@@ -37,13 +37,13 @@ def smooth(rng, shape, spacing):
     return field / field.std()
 
 
-def observed(rng, mask, spacing, noise):
+def simulate_image(rng, mask, spacing, noise):
     """Return a simulated image of a microscope or scanner: bright objects, uneven light, noise; uint8."""
-    light = 60 + 8 * smooth(rng, mask.shape, spacing) + 50 * mask
+    light = 60 + 8 * draw_smooth_field(rng, mask.shape, spacing) + 50 * mask
     return np.clip(light + noise * rng.standard_normal(mask.shape, np.float32), 0, 255).astype(np.uint8)
 
 
-def save(path, array, axes):
+def write_array(path, array, axes):
     """Write a whole array with an additional channel axis."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = array[..., None]
@@ -52,21 +52,21 @@ def save(path, array, axes):
         sink.commit()
 
 
-def images(folder, shape, axes, suffix, count, density, radii, spacing, noise):
+def write_images_and_masks(folder, shape, axes, suffix, count, density, radii, spacing, noise):
     """Write training images and masks, and an image `new` for prediction with its mask."""
     for number in range(count + 1):
         rng = np.random.default_rng(number)
-        mask = blobs(rng, shape, int(np.prod(shape) * density), radii)
+        mask = draw_ellipsoids(rng, shape, int(np.prod(shape) * density), radii)
         name = f"{number:02}" if number < count else "new"
-        save(
+        write_array(
             folder / ("images" if number < count else ".") / f"{name}{suffix}",
-            observed(rng, mask, spacing, noise),
+            simulate_image(rng, mask, spacing, noise),
             axes,
         )
-        save(folder / ("masks" if number < count else "truth") / f"{name}{suffix}", mask, axes)
+        write_array(folder / ("masks" if number < count else "truth") / f"{name}{suffix}", mask, axes)
 
 
-def picture(out, *paths):
+def plot_side_by_side(out, *paths):
     """Plot the middle of each array: image, prediction and ground truth."""
     import matplotlib
 
@@ -89,13 +89,13 @@ def picture(out, *paths):
 def main(what, folder="data", side=None, *more):
     """Write the images of one example, or a picture."""
     if what == "picture":
-        picture(folder, side, *more)
+        plot_side_by_side(folder, side, *more)
     elif what == "slides":
         n = int(side or 4096)
-        images(Path(folder), (n, n), "YXC", ".tif", 6, 1 / 3000, (8, 20), 256, 25)
+        write_images_and_masks(Path(folder), (n, n), "YXC", ".tif", 6, 1 / 3000, (8, 20), 256, 25)
     else:
         n = int(side or 64)
-        images(Path(folder), (n, n, n), "ZYXC", ".nii", 8, 1 / 12000, (5, 10), 32, 30)
+        write_images_and_masks(Path(folder), (n, n, n), "ZYXC", ".nii", 8, 1 / 12000, (5, 10), 32, 30)
 
 
 if __name__ == "__main__":

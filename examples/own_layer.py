@@ -11,7 +11,7 @@ import neondist as nd
 
 # begin layer
 #        row, column, weight in the vertical derivative, weight in the horizontal derivative
-TAPS = [(i, j, (i - 1) * (1, 2, 1)[j] / 8, (j - 1) * (1, 2, 1)[i] / 8) for i in range(3) for j in range(3)]
+SOBEL_TAPS = [(i, j, (i - 1) * (1, 2, 1)[j] / 8, (j - 1) * (1, 2, 1)[i] / 8) for i in range(3) for j in range(3)]
 
 
 class SobelLayer(nd.Layer):
@@ -19,14 +19,14 @@ class SobelLayer(nd.Layer):
 
     def forward(self, ctx, view):
         h, w = ctx.output_box.shape
-        dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in TAPS)
-        dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in TAPS)
+        dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in SOBEL_TAPS)
+        dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in SOBEL_TAPS)
         ctx.save(dv=dv, dh=dh, y=ctx.xp.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # 1e-6: differentiable at 0
         return ctx.y
 
     def backward(self, ctx, dy):
         dview, (h, w) = ctx.xp.zeros(ctx.shape, dy.dtype), ctx.output_box.shape
-        for i, j, v, u in TAPS:
+        for i, j, v, u in SOBEL_TAPS:
             dview[:, i : i + h, j : j + w] += dy / ctx.y * (v * ctx.dv + u * ctx.dh)
         return dview
 
@@ -38,20 +38,20 @@ class SobelLayerDist(nd.Dist, SobelLayer): ...
 
 
 # begin checks
-def build(cls, layer, grid=None):
+def build_model(cls, layer, grid=None):
     model = cls([layer], dtype="float64")
     model.build(input_shape=(33, 22, 3), batch_size=4, grid=grid)
     return model
 
 
-def equality(serial, tiled, x, dy):
+def compute_largest_difference(serial, tiled, x, dy):
     """Return the largest difference of outputs and input gradients between one process and the tiles."""
     y, y_tiled = serial.fprop(x), tiled.gather(tiled.fprop(tiled.scatter(x)))
     dx, dx_tiled = serial.bprop(dy), tiled.gather_input(tiled.bprop(tiled.scatter_output(dy)))
     return max(np.abs(y - y_tiled).max(), np.abs(dx - dx_tiled).max())
 
 
-def dot_test(tiled, x, direction, dy, h=1e-5):
+def compute_dot_test_error(tiled, x, direction, dy, h=1e-5):
     """Return the relative difference of <J direction, dy> (central differences) and <direction, J' dy> (bprop)."""
     above = tiled.gather(tiled.fprop(tiled.scatter(x + h * direction)))
     below = tiled.gather(tiled.fprop(tiled.scatter(x - h * direction)))
@@ -63,9 +63,12 @@ def dot_test(tiled, x, direction, dy, h=1e-5):
 
 def main():
     grid = nd.ProcessGrid()
-    serial, tiled = build(nd.Convnet, SobelLayer()), build(nd.ConvnetDist, SobelLayerDist(), grid)
+    serial, tiled = build_model(nd.Convnet, SobelLayer()), build_model(nd.ConvnetDist, SobelLayerDist(), grid)
     x, direction, dy = np.random.default_rng(0).normal(size=(3, 4, 33, 22, 3))  # the same on every rank
-    difference, error = equality(serial, tiled, x, dy), dot_test(tiled, x, direction, dy)
+    difference, error = (
+        compute_largest_difference(serial, tiled, x, dy),
+        compute_dot_test_error(tiled, x, direction, dy),
+    )
     if grid.rank == 0:
         print(f"{grid.rows} x {grid.cols} tiles: differs from one process by {difference:.1e}, dot test {error:.1e}")
     assert difference < 1e-12

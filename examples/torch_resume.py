@@ -12,18 +12,18 @@ from torch import nn
 import neondist.torch as ndt
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-FILE = Path(sys.argv[2] if len(sys.argv) > 2 else "torch_resume.safetensors")
+CHECKPOINT_FILE = Path(sys.argv[2] if len(sys.argv) > 2 else "torch_resume.safetensors")
 HEIGHT, WIDTH = 83, 101
 
 
-def build():
+def build_network():
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
         nn.Conv2d(6, 12, 3), nn.GroupNorm(3, 12), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 3),
     )  # fmt: skip
 
 
-def batch(step):
+def draw_batch(step):
     """Return images (4, 1, HEIGHT, WIDTH) of stripes in noise, and the direction of the stripes (4,)."""
     generator = torch.Generator().manual_seed(step)
     kinds = torch.randint(3, (4,), generator=generator)
@@ -34,17 +34,17 @@ def batch(step):
 
 torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(1)
-model = ndt.distribute(build(), (4, 1, HEIGHT, WIDTH))
+model = ndt.distribute(build_network(), (4, 1, HEIGHT, WIDTH))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 criterion = nn.CrossEntropyLoss()
 
-done = ndt.load_weights(model, FILE, optimizer)["step"] if FILE.exists() else 0
+done = ndt.load_weights(model, CHECKPOINT_FILE, optimizer)["step"] if CHECKPOINT_FILE.exists() else 0
 for step in range(done, STEPS):
-    images, kinds = batch(step)
+    images, kinds = draw_batch(step)
     loss = model.loss(criterion, model(model.scatter(images)), model.scatter_target(kinds))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     if model.grid.rank == 0:
         print(f"step {step:3d}  loss {loss.item():.9f}", flush=True)
-ndt.save_weights(model, FILE, optimizer, step=STEPS)
+ndt.save_weights(model, CHECKPOINT_FILE, optimizer, step=STEPS)

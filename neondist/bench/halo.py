@@ -13,7 +13,7 @@ from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
 from ..io.environment import describe_environment
-from ..train.inference.progress import ProgressLine
+from ..train.inference.progress_line import ProgressLine
 from .sleeping_barrier import sleeping_barrier
 
 BATCH_SIZE, CHANNELS = 8, 64
@@ -34,10 +34,10 @@ def bench_halo(
     sizes = []
     for n in extents:
         if progress is not None:
-            progress.begin(f"{n} x {n} cells")
+            progress.begin_part(f"{n} x {n} cells")
         sizes.append(_measure_size(grid, n))
         if progress is not None:
-            progress.add(1)
+            progress.add_done_parts(1)
     return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 

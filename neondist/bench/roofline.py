@@ -69,7 +69,7 @@ def count_products(plan: LayerPlan) -> int:
     weights = plan.trained_parameters.get("weights")
     if weights is None:
         return 0
-    image = plan.input_shape if plan.reverse_halos else plan.output_shape
+    image = plan.input_shape if plan.adds_output_halo else plan.output_shape
     return (1 if weights.layout.is_partitioned else prod(image[:-1])) * prod(weights.shape)
 
 

@@ -18,7 +18,7 @@ from ..halo import as_scheme
 from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
 from ..terminal.console import counted, emit
 from ..train import Record
-from ..train.inference.progress import first_rank_progress
+from ..train.inference.progress_line import first_rank_progress
 from .tables import markdown_table
 
 RESULTS_FILE = "results.jsonl"
@@ -35,7 +35,7 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
         Receives results.jsonl, one line per completed run.
     """
     rows: list[Record] = []
-    with first_rank_progress(world.rank, sys.stderr, len(runs), "run", first=0) as progress:
+    with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
         for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
@@ -43,7 +43,7 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
             row = world.bcast(results.get(key))
             if row is None:
                 if progress is not None:
-                    progress.begin(f"{description.scheme}, seed {description.seed}")
+                    progress.begin_part(f"{description.scheme}, seed {description.seed}")
                 row = Record(
                     key=key, scheme=description.scheme, seed=description.seed, **_train_and_summarise(experiment, world)
                 )
@@ -51,11 +51,13 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
                     make_folder(folder)
                     append_text(folder / RESULTS_FILE, json.dumps(row) + "\n")
             elif progress is not None:
-                progress.resumed += 1  # trained by an earlier command: excluded from the estimate of the time left
+                progress.resumed_parts += (
+                    1  # trained by an earlier command: excluded from the estimate of the time left
+                )
             if progress is not None:
                 error = f"{row.selection_split} error {100 * row.selection_value('error'):.2f} %"
                 emit(f"{row['scheme']}, {counted(count_tiles(row), 'tile')}, seed {row['seed']}: {error}")
-                progress.add(1)
+                progress.add_done_parts(1)
             rows.append(row)
     return rows
 

@@ -91,7 +91,7 @@ def _own_part(layer: Layer, kind: str, array: Any) -> Any:
     if kind == "gradient":
         return array
     own = layer.context.grid.tile_box(layer.output_shape[:-1])
-    return array[(slice(None), *own.relative_to(layer.tile).slices)]
+    return array[(slice(None), *own.relative_to(layer.output_tile).slices)]
 
 
 def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:

@@ -18,12 +18,12 @@ from ..comm import ProcessGrid, raise_if_any_failed
 from ..data import Split
 from ..errors import UserError
 from ..io.environment import describe_environment
-from ..models import Model, ModelStep, TrainableModel, require_layers
+from ..models import Model, ModelStep, TrainableModel, require_layer_model
 from ..plan import ModelPlan
 from ..runtime.observers.clock import WORK_KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
-from ..train.inference.progress import ProgressLine
+from ..train.inference.progress_line import ProgressLine
 from . import memory
 from .allocations import measure_allocations
 from .noise import relative_noise
@@ -80,11 +80,11 @@ def bench_step(
         Contents of the JSON file: seconds are medians of the slowest rank; in 'layers', means over the ranks.
     """
     model, dataset, empty = experiment.model, experiment.dataset, memory.resident_bytes()
-    plan = model.fit_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
+    plan = model.fit_plan_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
     batch_size, (x, targets) = experiment.batch_size, load_own_batch(experiment, grid, plan)
     memory.reset_peak()
     model.build(dataset.sample_shape, batch_size, grid, plan)
-    model.set_cost_layout(dataset.fields)
+    model.restrict_cost_to_local_cells(dataset.fields)
     results = {"bench": "step", "batch_size": batch_size, "steps": steps, "sample_shape": list(dataset.sample_shape)}
     results |= {"backend": get_backend(model.backend).name}
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
@@ -92,7 +92,7 @@ def bench_step(
     turns = max(MIN_READ_STEPS, steps)
     later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # and those by layer
     if progress is not None:
-        progress.expect(WARM_UP_STEPS + 1 + steps + later_steps + 1)
+        progress.expect_parts(WARM_UP_STEPS + 1 + steps + later_steps + 1)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -102,7 +102,7 @@ def bench_step(
             model.train_batch(images, labels, batch_size=batch_size)
         seconds = max(grid.world.allgather(time.perf_counter() - begin))
         if progress is not None:
-            progress.add(count)
+            progress.add_done_parts(count)
         return seconds
 
     with _start_baseline(model, grid, x, targets, batch_size, threads, against) as (baseline, agreement):
@@ -110,7 +110,7 @@ def bench_step(
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
         if progress is not None:  # whole rounds, and one by layer
-            progress.parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
+            progress.total_parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
@@ -136,7 +136,7 @@ def bench_step(
         results["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _layer_rows(model, grid, lambda: train(count), count)
     if roofline:
-        of_layers = require_layers(model, "roofline", "leave it out")
+        of_layers = require_layer_model(model, "roofline", "leave it out")
         machine = measure_peak_rates(of_layers, grid.world)
         results, layers = results | {"machine": machine}, roofline_rows(of_layers, layers, machine)
         if results["backend"] == "torch":
@@ -182,7 +182,7 @@ def _start_baseline(
     if not against:
         yield None, {}
         return
-    model = require_layers(trained, "against", "leave it out")
+    model = require_layer_model(trained, "against", "leave it out")
     whole, state = model.gather_input(x), model.state()
     local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
     labels = model.output.gather(local)[..., 0]

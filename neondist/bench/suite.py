@@ -9,7 +9,7 @@ from typing import Any
 
 from ..comm import SingleTransport
 from ..errors import ConfigError, LaunchError
-from ..models import require_layers
+from ..models import require_layer_model
 from ..train import FitExperiment
 from .step import ROUND_SECONDS, WARM_UP_STEPS, load_own_batch
 from .torch_baseline import TorchBaseline
@@ -135,11 +135,11 @@ class TorchSide:
     def __init__(self, experiment: FitExperiment, threads: int, settings: Mapping[str, str]) -> None:
         self.threads, self.settings = threads, settings
         grid, dataset = experiment.open_grid(SingleTransport()), experiment.dataset
-        self.model = require_layers(experiment.model, "networks", "name others")
+        self.model = require_layer_model(experiment.model, "networks", "name others")
         plan = self.model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
         self.batch = load_own_batch(experiment, grid, plan)
         self.model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-        self.model.set_cost_layout(dataset.fields)
+        self.model.restrict_cost_to_local_cells(dataset.fields)
         self.state, self.trained = self.model.state(), list(self.model.gradients())
 
     def measure(self, side: str, steps: int) -> Results:

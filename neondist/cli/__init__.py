@@ -18,7 +18,7 @@ from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report_error
 from ..launcher.workers import end_with_supervisor
 from ..system.heartbeat import send_to_supervisor
-from ..system.signals import INTERRUPTED_EXIT_CODE, Signals, find_command_signals
+from ..system.signals import INTERRUPTED_EXIT_CODE, SignalRecorder, find_command_signal_recorder
 from .arguments import create_parser
 from .completion import print_completions
 
@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     until it exits.
     """
     if argv is not None:
-        signals = Signals().install_handlers()
+        signals = SignalRecorder().install_handlers()
         try:
             return _run_and_flush(argv, signals)
         finally:
             signals.restore_handlers()
-    signals = find_command_signals() or Signals(whole_process=True).install_handlers()
+    signals = find_command_signal_recorder() or SignalRecorder(whole_process=True).install_handlers()
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
+def _run_and_flush(argv: Sequence[str], signals: SignalRecorder) -> int:
     try:
         try:
             return _run_command(argv, signals)
@@ -79,7 +79,7 @@ def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
         return 2
 
 
-def _run_command(argv: Sequence[str], signals: Signals) -> int:
+def _run_command(argv: Sequence[str], signals: SignalRecorder) -> int:
     command_parser = create_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         print_completions(command_parser)

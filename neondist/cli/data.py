@@ -85,7 +85,7 @@ def download(arguments: argparse.Namespace) -> int:
 
 def write_records(arguments: argparse.Namespace) -> int:
     """Write the records of a source."""
-    from ..train.inference.progress import ProgressLine
+    from ..train.inference.progress_line import ProgressLine
 
     reader = open_record_source(arguments.source, Mode(arguments.role))
     with ProgressLine(len(reader), sys.stderr, "record") as progress:
@@ -93,7 +93,7 @@ def write_records(arguments: argparse.Namespace) -> int:
         def read_records() -> Iterator[np.ndarray]:
             for number in range(len(reader)):
                 yield reader.read([number])[0]
-                progress.add(1)
+                progress.add_done_parts(1)
 
         if arguments.to.suffix == ".csv":
             with atomic_replacement(arguments.to) as file:
@@ -114,7 +114,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from ..data.convert import convert, open_split_sources
     from ..errors import ConfigError
     from ..formats.image_loader import ImageLoader
-    from ..train.inference.progress import ProgressLine
+    from ..train.inference.progress_line import ProgressLine
 
     if arguments.size is not None and min(arguments.size) < 1:
         raise ConfigError(
@@ -128,7 +128,7 @@ def convert(arguments: argparse.Namespace) -> int:
     with ProgressLine(sum(part.count for part in parts.values()), sys.stderr, "sample") as progress:
 
         def report(name: str, done: int, total: int) -> None:
-            progress.add(done - written[name])
+            progress.add_done_parts(done - written[name])
             written[name] = done
 
         shapes = convert(parts, target, arguments.compress, report)

@@ -39,13 +39,13 @@ def load_from_arguments(arguments: argparse.Namespace) -> Any:
 def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment after validating file, data and grid on every rank. Collective."""
 
-    from ..models import require_layers
+    from ..models import require_layer_model
 
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
         feature, remedy = getattr(arguments, "layers_only_feature", None) or ("", "")
         if feature:
-            require_layers(experiment.model, feature, remedy)
+            require_layer_model(experiment.model, feature, remedy)
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(

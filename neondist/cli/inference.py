@@ -350,10 +350,10 @@ def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _print_written_shape(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
     if grid.rank == 0:
-        from ..train.inference import results
+        from ..train.inference import output_kinds
 
-        kinds = results.selected_kinds(arguments.raw, arguments.probabilities, arguments.classes)
-        for kind, path in results.output_paths(kinds, Path(arguments.output)).items():
+        kinds = output_kinds.selected_output_kinds(arguments.raw, arguments.probabilities, arguments.classes)
+        for kind, path in output_kinds.output_paths(kinds, Path(arguments.output)).items():
             extents = shape[:-1] if kind == "classes" and kinds[0] != "classes" else shape
             emit(f"written: {path}, {' x '.join(map(str, extents))}")
 

@@ -46,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..plan import search
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
-    from ..train.inference.progress import preparation_progress
+    from ..train.inference.progress_line import preparation_progress
 
     with preparation_progress(whole_process=arguments.signals.whole_process):
         experiment = load_from_arguments(arguments)
@@ -89,7 +89,7 @@ def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tupl
     from ..system.memory import PROCESS_OVERHEAD_BYTES, format_bytes
 
     model, memory = experiment.model, experiment.model.memory
-    model.memory = model.available_bytes = None
+    model.memory = model.available_bytes_per_rank = None
     if memory is None:
         return None, None
     local_ranks = min(ranks, machine.cores_per_node)
@@ -108,7 +108,7 @@ def _plan_in_strips(experiment: Any, plan: Any, limit: int) -> Any:
     model = experiment.model
     model.memory = (limit + PROCESS_OVERHEAD_BYTES) * plan.grid.size
     try:
-        return model.fit_to_memory(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
+        return model.fit_plan_to_memory(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
     finally:
         model.memory = None
 

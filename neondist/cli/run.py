@@ -166,7 +166,7 @@ def check(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or (job.size if job and job.size else 1)
     from ..terminal.rich_console import Console
     from ..train import describe_experiment
-    from ..train.inference.progress import preparation_progress
+    from ..train.inference.progress_line import preparation_progress
 
     is_first_rank = job is None or job.is_first_rank
     with preparation_progress(int(not is_first_rank), arguments.signals.whole_process):

@@ -31,9 +31,9 @@ from ..system.job import detect_job
 from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import escape_invisible, say
 from ..train import Best
-from ..train.html_report import read_records
-from ..train.inference.progress import ProgressLine, preparation_progress
-from ..train.page import escape_text, format_value, html_page, is_finite, table_tag
+from ..train.html_elements import escape_html, html_page, is_plottable, table_html, value_html
+from ..train.html_report import read_epoch_records
+from ..train.inference.progress_line import ProgressLine, preparation_progress
 from ..train.svg_plot import line_plot_svg
 from . import options
 from .experiment import load_and_validate, load_from_arguments
@@ -92,7 +92,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     with preparation_progress(whole_process=arguments.signals.whole_process):
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
-    best.check_metric_name(experiment.metrics)
+    best.check_metric_is_recorded(experiment.metrics)
     folder = options.output_folder(arguments, "sweep")
     with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / DATABASE_FILE):
         study = optuna.create_study(
@@ -189,11 +189,11 @@ class _RunningTrial:
             previous, self._read_size = self._read_size, path.stat().st_size
             if self.pruned or self._read_size == previous:
                 return
-            records = read_records(path)
+            records = read_epoch_records(path)
             name = best.metric_name(records)
             for record in records[self._reported_epochs :]:
                 value = record.get(name)
-                self.trial.report(value if value is not None and is_finite(value) else float("nan"), record["epoch"])
+                self.trial.report(value if value is not None and is_plottable(value) else float("nan"), record["epoch"])
                 self._reported_epochs += 1
                 if self.trial.should_prune():
                     self.pruned = True
@@ -208,9 +208,9 @@ def _run_trials(
     from optuna.trial import TrialState
 
     trials, running, stopped = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
-    progress = ProgressLine(unit="trial", file=sys.stderr, first=0)
+    progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
     finished = len([t for t in study.trials if t.state.is_finished()])
-    progress.expect(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
+    progress.expect_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
     while True:
         while len(running) < arguments.jobs and not stopped and (trial := next(trials, None)) is not None:
             target = _trial_folder(folder, trial.number)
@@ -220,7 +220,7 @@ def _run_trials(
                 _run_environment(arguments),
             )
             running.append(_RunningTrial(trial, process, target))
-            progress.begin(", ".join(str(run.trial.number) for run in running))
+            progress.begin_part(", ".join(str(run.trial.number) for run in running))
         if not running:
             progress.close()
             return stopped or _report_results(study, folder)
@@ -245,9 +245,9 @@ def _run_trials(
                 value = _read_objective(run.folder, best, metrics) if code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
             chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
-            line_start = "\r\x1b[K" if progress.terminal else ""
+            line_start = "\r\x1b[K" if progress.is_terminal else ""
             say(f"trial {number}: {chosen}: {_describe_result(result, folder)}", start=line_start)
-            progress.add(1)
+            progress.add_done_parts(1)
 
 
 def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
@@ -321,10 +321,10 @@ def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> A
 
 def _read_objective(run: Path, best: Best, metrics: Any) -> float | None:
     """Return the number to optimise at a run's best epoch; None if it is finite in none."""
-    records = read_records(run / "metrics.jsonl")
-    epoch = best.best_epoch(records, metrics)
+    records = read_epoch_records(run / "metrics.jsonl")
+    epoch = best.find_best_epoch(records, metrics)
     values = [record.get(best.metric_name(records)) for record in records if record["epoch"] == epoch]
-    return next((float(value) for value in values if value is not None and is_finite(value)), None)
+    return next((float(value) for value in values if value is not None and is_plottable(value)), None)
 
 
 def _log_path(run: Path) -> Path:
@@ -348,7 +348,7 @@ def _describe_result(trial: FrozenTrial, folder: Path) -> str:
 def _best_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
     """Return the point of the best trial in the plot of a field; None if the field is not a number."""
     position, value = trial.params[key], trial.value
-    return (position, value) if is_finite(position) and value is not None else None
+    return (position, value) if is_plottable(position) and value is not None else None
 
 
 def _report_results(study: Study, folder: Path) -> int:
@@ -369,7 +369,7 @@ def _report_results(study: Study, folder: Path) -> int:
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
-        [format_value(v) for v in (t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys))]
+        [value_html(v) for v in (t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
     trial_table = Table(*head)
@@ -378,21 +378,21 @@ def _report_results(study: Study, folder: Path) -> int:
     Console(soft_wrap=True).print(trial_table)
     completed = [t for t in trials if t.state.name == "COMPLETE"]
     finished = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
-    points = {key: [(params[key], value) for _, value, params in finished if is_finite(params[key])] for key in keys}
+    points = {key: [(params[key], value) for _, value, params in finished if is_plottable(params[key])] for key in keys}
     text = read_bytes(_trial_folder(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
     origin = f"# trial {trials[0].number} of {escape_invisible(str(folder), keep='')}: {trials[0].value:.6g}"
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", html_page(folder.resolve().name, [
-        f"<p class='lead'>Best {escape_text(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
+        f"<p class='lead'>Best {escape_html(head[1])}: {value_html(trials[0].value)}, trial {trials[0].number}</p>",
         "<h2>Results</h2>", line_plot_svg(
             head[1], {head[1]: [(number, value) for number, value, _ in finished]}, points_only=True,
-            best=(trials[0].number, float(trials[0].value)), x_label="trial",
+            best_point=(trials[0].number, float(trials[0].value)), x_label="trial",
         ),
         *(line_plot_svg(head[1], {head[1]: values}, points_only=True,
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
-               best=_best_point(trials[0], key), x_label=key)
+               best_point=_best_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
-        table_tag(head, rows), f"<h2>Best experiment</h2><pre>{escape_text(text, len(text))}</pre>",
+        table_html(head, rows), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

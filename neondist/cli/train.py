@@ -187,7 +187,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them."""
-    from ..train.inference.records import predict_records
+    from ..train.inference.record_prediction import predict_records
 
     definition = load_definition(arguments.file, _custom_names(arguments))
     processor = definition.processor()
@@ -316,15 +316,15 @@ def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
 
 
 def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
-    from ..train.callbacks.evaluations import Evaluations
-    from ..train.callbacks.local_tasks import LocalTasks
+    from ..train.callbacks.periodic_evaluation import PeriodicEvaluation
+    from ..train.callbacks.task_queue_hook import TaskQueueHook
 
     hooks: list[Any] = []
     if arguments.distribution_strategy == "Local":
         records = arguments.minibatch_size * arguments.num_minibatches_per_task
-        hooks.append(LocalTasks(arguments.folder, records, arguments.training_data))
+        hooks.append(TaskQueueHook(arguments.folder, records, arguments.training_data))
     if arguments.evaluation_steps:
-        hooks.append(Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics))
+        hooks.append(PeriodicEvaluation(arguments.folder, arguments.evaluation_steps, experiment.metrics))
     return hooks
 
 

@@ -11,7 +11,7 @@ from ..registry import DistributedMixin, Registered, dist_class, registered_clas
 from ..registry.fields import Field, constructor_fields
 from ..registry.functions import NamedFunction
 from ..registry.names import classes_by_name, classes_by_short_name, subclasses
-from ..registry.words import describe_hint, registered_classes_in_hint
+from ..registry.type_hints import describe_hint, registered_classes_in_hint
 from ..yaml_nodes.tree import Node, join_path, node_error
 from .convert import convert_node
 from .source import SourcePosition, add_location, describe_location, set_source

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..registry import registered_classes, suggest
 from ..registry.arguments import in_range_of_hint
 from ..registry.functions import accepts_functions
-from ..registry.words import describe_hint, is_class, registered_classes_in_hint, union_members, unwrap_hint
+from ..registry.type_hints import describe_hint, is_class, registered_classes_in_hint, union_members, unwrap_hint
 from ..yaml_nodes.tree import Node, join_path, node_error
 
 BuildObject: TypeAlias = Callable[[Node, str, Any], Any]

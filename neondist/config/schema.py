@@ -15,7 +15,7 @@ from ..registry import registered_classes
 from ..registry.fields import Field, constructor_fields
 from ..registry.names import classes_by_name, subclasses
 from ..registry.ranges import Range
-from ..registry.words import ranges_in_hint, registered_classes_in_hint, union_members, unwrap_hint
+from ..registry.type_hints import ranges_in_hint, registered_classes_in_hint, union_members, unwrap_hint
 
 _SCHEMA_BY_SCALAR_TYPE: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},

@@ -18,7 +18,7 @@ TileSum: TypeAlias = Callable[[Any], Any]
 
 
 def no_reduction(array: Any) -> Any:
-    """Return the array, the sum if no other rank shares the samples."""
+    """Return the array itself, which is the sum if no other rank shares the samples."""
     return array
 
 
@@ -48,7 +48,7 @@ class Cost(Registered, ABC):
         """The costs whose means are added, each times its factor."""
         return ((1.0, self),)
 
-    def check_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_cell_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless the weights of cells, if any, exist for outputs of this global shape."""
 
     def restrict_to_box(self, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> Cost:
@@ -86,19 +86,16 @@ class Cost(Registered, ABC):
         if classes is not None and y_shape[-1] < classes:
             raise ShapeError(
                 f"the last layer has {counted(y_shape[-1], 'output')}, but the data set has"
-                f" {counted(classes, 'class', 'classes')}; give the layer"
-                f" {counted(classes, 'output')}"
+                f" {counted(classes, 'class', 'classes')}; give the layer {counted(classes, 'output')}"
             )
 
-    def check_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
+    def check_output_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
         """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""
         if weights is None:
             return
-        wrong = (
-            ""
-            if len(weights) == outputs
-            else f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give {outputs}"
-        )
+        wrong = ""
+        if len(weights) != outputs:
+            wrong = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give {outputs}"
         if wrong or not any(weights):
             error = ConfigError(f"{name}: {wrong or 'all are 0; give one that is not'}")
             error.subject = self

@@ -45,7 +45,7 @@ class CrossEntropy(Cost):
         if self._has_equal_weights(y, targets):
             label_terms, weight = value_at_label(shifted, targets)[..., 0], 1.0
         else:
-            weights = self.target_weights(y, targets)
+            weights = self.log_probability_weights(y, targets)
             label_terms = (weights * shifted).sum(axis=-1, dtype="f8")
             weight = weights.sum(axis=-1, dtype="f8")
         mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
@@ -57,7 +57,7 @@ class CrossEntropy(Cost):
         if self._has_equal_weights(y, targets):
             p -= one_hot(targets, p)
         else:
-            weights = self.target_weights(y, targets)
+            weights = self.log_probability_weights(y, targets)
             p *= weights.sum(axis=-1, keepdims=True)
             p -= weights
         return p
@@ -74,9 +74,9 @@ class CrossEntropy(Cost):
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
         super().check_output_shape(y_shape, classes)
-        self.check_weights("class_weights", self.class_weights, y_shape[-1])
+        self.check_output_weights("class_weights", self.class_weights, y_shape[-1])
 
-    def target_weights(self, y: Any, targets: Any) -> Any:
+    def log_probability_weights(self, y: Any, targets: Any) -> Any:
         """Return the weights of -log p of every class in every cell, with the shape of `y`."""
         xp, keep = namespace(y), None
         if are_dense_targets(y.shape, targets, self.ignore_index):

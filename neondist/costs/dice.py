@@ -40,11 +40,11 @@ class Dice(Cost):
         p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
         return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
 
-    def losses_from_sums(self, sums: Any, total: Any | None = None) -> Any:
-        """Return each sample's loss (n,); given `total`, p + t over the image, the share of this part."""
+    def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
+        """Return each sample's loss (n,); given `whole`, the sums of p + t over the whole image, this part's share."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
-        return ((both - 2 * overlap) / ((both if total is None else total) + self.smooth)).sum(axis=1) / classes
+        return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
@@ -130,7 +130,7 @@ class DiceCE(Cost):
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError as the cross entropy does."""
         super().check_output_shape(y_shape, classes)
-        self.check_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
+        self.check_output_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
 
     def _scaled_parts(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:
         weights = [part.local_denominator(y.shape, targets) for _, part in self.parts]

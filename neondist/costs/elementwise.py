@@ -19,10 +19,10 @@ from .labels import are_dense_targets, mask_ignored, one_hot, targets_as_values
 
 
 class Regression(Cost):
-    """Base class of means over batch, cells and outputs of a function of the difference.
+    """Base class of costs that average a function of the difference over batch, cells and outputs.
 
-    Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers of the shape of `y`, or, of one
-    output, without the last axis; integer labels of several outputs stand for their one-hot vectors.
+    Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers with the shape of `y`, or, for
+    one output, without the last axis; integer labels for several outputs stand for one-hot vectors.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ class Regression(Cost):
 
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
-        return self._apply_cell_weights(self.costs(y - targets_as_values(y, targets))).sum(dtype="f8")
+        return self._apply_cell_weights(self.elementwise_costs(y - targets_as_values(y, targets))).sum(dtype="f8")
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the derivative at every difference."""
-        return self._apply_cell_weights(self.derivatives(y - targets_as_values(y, targets)))
+        return self._apply_cell_weights(self.elementwise_derivatives(y - targets_as_values(y, targets)))
 
     def _apply_cell_weights(self, cells: Any) -> Any:
         """Return an array (n, *tile, C) times the weights of its cells."""
@@ -50,12 +50,11 @@ class Regression(Cost):
             return cells
         if self._cell_weights is None or self._cell_weights.shape[:-1] != cells.shape[1:-1]:
             raise ConfigError(
-                "weights: a cost with weights applies only to the tiles of an experiment's data set; leave them out"
-                " here"
+                "weights: a cost with cell weights can be used only in an experiment with a data set; leave them out"
             )
         return cells * namespace(cells).asarray(self._cell_weights, cells.dtype)
 
-    def check_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
+    def check_cell_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
             raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
@@ -71,19 +70,19 @@ class Regression(Cost):
         return cost
 
     @abstractmethod
-    def costs(self, difference: Any) -> Any:
+    def elementwise_costs(self, difference: Any) -> Any:
         """Return the cost of each difference."""
 
     @abstractmethod
-    def derivatives(self, difference: Any) -> Any:
-        """Return the derivative of `costs`."""
+    def elementwise_derivatives(self, difference: Any) -> Any:
+        """Return the derivative of `elementwise_costs`."""
 
     def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of outputs of a sample."""
         return math.prod(y_shape)
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise ShapeError as for other costs, but that one output may be any number."""
+        """Raise ShapeError as other costs do, except that a single output fits any number of classes."""
         if y_shape[-1] > 1:
             super().check_output_shape(y_shape, classes)
 
@@ -98,11 +97,11 @@ class MSE(Regression):
         'FILE.nc:NAME'.
     """
 
-    def costs(self, difference: Any) -> Any:
+    def elementwise_costs(self, difference: Any) -> Any:
         """Return the squares."""
         return difference * difference
 
-    def derivatives(self, difference: Any) -> Any:
+    def elementwise_derivatives(self, difference: Any) -> Any:
         """Return twice the differences."""
         return 2 * difference
 
@@ -116,11 +115,11 @@ class MAE(Regression):
         Weight of each cell, as in MSE.
     """
 
-    def costs(self, difference: Any) -> Any:
+    def elementwise_costs(self, difference: Any) -> Any:
         """Return the absolute values."""
         return abs(difference)
 
-    def derivatives(self, difference: Any) -> Any:
+    def elementwise_derivatives(self, difference: Any) -> Any:
         """Return the signs."""
         return namespace(difference).sign(difference)
 
@@ -140,12 +139,12 @@ class Huber(Regression):
         super().__init__(weights=weights)
         self.delta = float(delta)
 
-    def costs(self, difference: Any) -> Any:
+    def elementwise_costs(self, difference: Any) -> Any:
         """Return quadratic costs of small differences and linear costs of large ones."""
         xp, size = namespace(difference), abs(difference)
         return xp.where(size <= self.delta, 0.5 * size * size, self.delta * (size - 0.5 * self.delta))
 
-    def derivatives(self, difference: Any) -> Any:
+    def elementwise_derivatives(self, difference: Any) -> Any:
         """Return the differences, clamped to delta."""
         xp = namespace(difference)
         return xp.minimum(xp.maximum(difference, -self.delta), self.delta)
@@ -204,7 +203,7 @@ class BCE(Cost):
         if y_shape[-1] > 1 or classes != 2:
             super().check_output_shape(y_shape, classes)
         many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None
-        self.check_weights("pos_weight", many, y_shape[-1])
+        self.check_output_weights("pos_weight", many, y_shape[-1])
 
     def _targets_weights_and_mask(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Return the targets as numbers, the weights of positive ones, and the mask of counted cells."""

@@ -40,7 +40,7 @@ class Focal(CrossEntropy):
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
         xp, log_p = namespace(y), log_softmax(y)
-        return -(self.target_weights(y, targets) * (-xp.expm1(log_p)) ** self.gamma * log_p).sum(dtype="f8")
+        return -(self.log_probability_weights(y, targets) * (-xp.expm1(log_p)) ** self.gamma * log_p).sum(dtype="f8")
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of `local_sum` with respect to the scores."""
@@ -48,5 +48,5 @@ class Focal(CrossEntropy):
         p, rest = xp.exp(log_p), -xp.expm1(log_p)
         tiny = np.finfo(y.dtype).tiny
         by_p = self.gamma * p * log_p * rest**self.gamma / xp.maximum(rest, tiny) - rest**self.gamma  # times p
-        by_p = (self.target_weights(y, targets) * by_p).astype(y.dtype)
+        by_p = (self.log_probability_weights(y, targets) * by_p).astype(y.dtype)
         return by_p - p * by_p.sum(axis=-1, keepdims=True)

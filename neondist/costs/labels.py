@@ -48,8 +48,7 @@ def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | No
             wrong = low if low < 0 else high
             raise DataError(
                 f"targets: label {wrong} is outside the {counted(classes, 'class', 'classes')} (0 to {classes - 1})"
-                " of the last layer;"
-                " give that layer more outputs, correct the labels, or give the cost ignore_index"
+                " of the last layer; give that layer more outputs, correct the labels, or give the cost ignore_index"
             )
     return False
 

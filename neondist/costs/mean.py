@@ -19,24 +19,24 @@ def weighted_mean_parts(cost: Any) -> list[Cost]:
     return [part for _, part in parts_of(cost) if getattr(part, "has_weighted_mean", False)]
 
 
-def local_denominators(cost: Any, shape: Sequence[int], targets: Any) -> list[float]:
+def local_weighted_denominators(cost: Any, shape: Sequence[int], targets: Any) -> list[float]:
     """Return this rank's denominators of the `weighted_mean_parts` for outputs of a local shape."""
     return [part.local_denominator(shape, targets) for part in weighted_mean_parts(cost)]
 
 
 def factors_and_denominators(
-    cost: Any, denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
+    cost: Any, weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> list[tuple[float, float]]:
     """Return the factor of each part and the denominator of its mean.
 
     Parameters
     ----------
-    denominators : iterable of float
-        Values of `local_denominators`, summed over all ranks.
+    weighted_denominators : iterable of float
+        Values of `local_weighted_denominators`, summed over all ranks.
     samples, y_shape
         Global number of samples, and global shape without the batch.
     """
-    remaining, weighted = iter(denominators), weighted_mean_parts(cost)
+    remaining, weighted = iter(weighted_denominators), weighted_mean_parts(cost)
     return [
         (factor, next(remaining) if part in weighted else samples * part.denominator_per_sample(y_shape))
         for factor, part in parts_of(cost)
@@ -44,9 +44,9 @@ def factors_and_denominators(
 
 
 def mean_cost(
-    cost: Any, totals: Iterable[float], denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
+    cost: Any, totals: Iterable[float], weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> float:
     """Return the mean cost from the sums of its parts and their weights over all ranks; NaN if empty."""
-    terms = factors_and_denominators(cost, denominators, samples, y_shape)
+    terms = factors_and_denominators(cost, weighted_denominators, samples, y_shape)
     means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
     return float(sum(means))

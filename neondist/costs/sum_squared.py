@@ -14,11 +14,11 @@ class SumSquared(Regression):
     one output, without the last axis; integer labels for several outputs stand for one-hot vectors.
     """
 
-    def costs(self, difference: Any) -> Any:
+    def elementwise_costs(self, difference: Any) -> Any:
         """Return half the squares."""
         return 0.5 * difference * difference
 
-    def derivatives(self, difference: Any) -> Any:
+    def elementwise_derivatives(self, difference: Any) -> Any:
         """Return the differences."""
         return difference
 

@@ -135,8 +135,8 @@ class Auto(DeepHalo):
         samples: Count | None = None,
         machine: str | None = None,
     ) -> None:
-        parameters = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
-        self.overrides: dict[str, Any] = {field: value for field, value in parameters.items() if value is not None}
+        fields = {"latency": latency, "bandwidth": bandwidth, "flops_per_second": speed, "samples_per_replica": samples}
+        self.overrides: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
         super().__init__(layers=10**9)
         self.machine: Machine | None = None if machine is None else read_machine(Path(machine).expanduser())
 
@@ -144,5 +144,5 @@ class Auto(DeepHalo):
         """Return the given profile, that of the machine, or defaults."""
         profile = MachineProfile() if self.machine is None else self.machine.planner_profile(ranks)
         if samples is not None:
-            profile = replace(profile, samples=samples)
+            profile = replace(profile, samples_per_replica=samples)
         return replace(profile, **self.overrides)

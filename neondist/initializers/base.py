@@ -13,14 +13,14 @@ class Initializer(Registered, ABC):
     """Base class of initialisers."""
 
     @abstractmethod
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return float64 values for the entries of a parameter.
 
         Parameters
         ----------
-        stream : int
+        stream_key : int
             Key of the random stream (rng.key of seed, layer and parameter name).
-        index : uint64 array
+        indices : uint64 array
             Row-major indices of the entries in the whole parameter.
         fan_in, fan_out : int
             Inputs that one output cell sees, and outputs that one input cell reaches.

@@ -18,9 +18,9 @@ class Constant(Initializer):
     def __init__(self, value: Finite = 0.0) -> None:
         self.value = float(value)
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return the constant."""
-        return np.full(index.shape, float(self.value))
+        return np.full(indices.shape, float(self.value))
 
 
 class Gaussian(Initializer):
@@ -29,9 +29,9 @@ class Gaussian(Initializer):
     def __init__(self, scale: NotNegative = 0.01) -> None:
         self.scale = float(scale)
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return normal values."""
-        return self.scale * rng.normal(stream, index)
+        return self.scale * rng.normal(stream_key, indices)
 
 
 class Uniform(Initializer):
@@ -42,9 +42,9 @@ class Uniform(Initializer):
         if self.low > self.high:
             raise ConfigError(f"low {low} is above high {high}; swap them")
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return uniform values."""
-        return self.low + (self.high - self.low) * rng.uniform(stream, index)
+        return self.low + (self.high - self.low) * rng.uniform(stream_key, indices)
 
 
 class FanInNormal(Initializer):
@@ -53,23 +53,23 @@ class FanInNormal(Initializer):
     def __init__(self, gain: NotNegative = 1.0) -> None:
         self.gain = float(gain)
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return scaled normal values."""
-        return self.gain / sqrt(max(1, fan_in)) * rng.normal(stream, index)
+        return self.gain / sqrt(max(1, fan_in)) * rng.normal(stream_key, indices)
 
 
 class FanInUniform(Initializer):
     """Uniform values within 1 / sqrt(fan_in) of zero, the default of convolutions and FC layers (as in PyTorch)."""
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return scaled uniform values."""
-        return (2.0 * rng.uniform(stream, index) - 1.0) / sqrt(max(1, fan_in))
+        return (2.0 * rng.uniform(stream_key, indices) - 1.0) / sqrt(max(1, fan_in))
 
 
 class GlorotUniform(Initializer):
     """Uniform values of variance 2 / (fan_in + fan_out) (Glorot and Bengio 2010)."""
 
-    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+    def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return scaled uniform values."""
         limit = sqrt(6.0 / max(1, fan_in + fan_out))
-        return limit * (2.0 * rng.uniform(stream, index) - 1.0)
+        return limit * (2.0 * rng.uniform(stream_key, indices) - 1.0)

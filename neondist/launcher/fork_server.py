@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 from ..safe_path import terminate_with_parent
 from ..system.collector import freeze_new_objects
-from ..system.signals import Signals
+from ..system.signals import SignalRecorder
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_REQUEST_BYTES = 1 << 20
@@ -274,7 +274,7 @@ def _run_command(request: Mapping[str, Any], output: int) -> NoReturn:
     os.close(output)
     os.environ.clear()
     os.environ.update(request["env"])
-    Signals(whole_process=True).install_handlers()
+    SignalRecorder(whole_process=True).install_handlers()
     sys.argv = ["neondist", *request["words"]]
     code: Any = 0
     try:

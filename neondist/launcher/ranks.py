@@ -61,7 +61,7 @@ def run_on_ranks(
     whole_process = arguments.signals.whole_process
 
     def prepare_with_progress(world: Transport, ranks: int) -> Prepared:
-        from ..train.inference.progress import preparation_progress
+        from ..train.inference.progress_line import preparation_progress
 
         with preparation_progress(world.rank, whole_process):
             return prepare(world, ranks)

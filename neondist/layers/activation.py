@@ -22,18 +22,18 @@ class ActivationLayer(Layer):
         self.activation = activation
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return a copy activated in place, or the activation of the view without modifying it."""
+        """Return the activated view, or a copy to which the executor applies an activation without a fused kernel."""
         y = ctx.out
         if declared_with(self.activation, "is_relu", "fprop"):
             ctx.activate(view, y)
-            ctx.save(y=None if ctx.relu_gradient_deferred else y)
+            ctx.save(y=None if ctx.relu_gradient_left_to_next_layer else y)
         else:
             self.kernels.copy(view, y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return dy, already multiplied by the activation's gradient where `forward` left that to another layer."""
-        applies = ctx.activated and not ctx.relu_gradient_deferred
+        """Return the gradient of the view; dy itself if the executor or the next layer applies the activation's."""
+        applies = ctx.activated and not ctx.relu_gradient_left_to_next_layer
         return self.kernels.relu_backward(ctx.y, dy, ctx.out) if applies else dy
 
 

@@ -50,7 +50,7 @@ class AvgPoolingLayer(PoolingLayer):
         return self.kernels.window_sum_adjoint(dy * self._inverse_counts(ctx), extent, *self._kernel_and_stride)
 
     def _inverse_counts(self, ctx: StepContext) -> Any:
-        """Return 1 / the number of cells that count, for every window: (*out, 1)."""
+        """Return the reciprocal of the number of averaged cells of every window: (*out, 1)."""
         kernel, stride = self._kernel_and_stride
         xp, dtype = ctx.xp, self.context.dtype
         weights = xp.ones((1,) * len(kernel) + (1,), dtype)

@@ -47,7 +47,7 @@ class Node(Registered, ABC):
     def lower(self, builder: Any, value: int) -> int:
         """Append this node's operations on a value to a graph, and return the resulting value."""
 
-    def chains_with_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+    def chains_with_input_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield each nested chain as a list of (node, input shape), outermost first."""
         yield from ()
 
@@ -66,11 +66,11 @@ class Node(Registered, ABC):
 
     def _set_default_name(self, prefix: str, counts: dict[str, int]) -> None:
         if self.name is None:
-            word = self._class_word()
+            word = self._class_name_in_snake_case()
             counts[word] = counts.get(word, 0) + 1
             self.name = f"{prefix}{word}{counts[word]}"
 
-    def _class_word(self) -> str:
+    def _class_name_in_snake_case(self) -> str:
         """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
         word = serial_class(type(self)).__name__.removesuffix("Layer")
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
@@ -88,15 +88,15 @@ class LayerDescription(Node):
     layout : type
         Layout of vectors that it receives: Replicate, whole on each rank, or Shard, a range of the features on each.
         With Shard the layer receives such a range, and its `forward` must work feature by feature. A class with its own
-        `forward` declares its layout again.
+        `forward` must declare its layout again.
     """
 
     scheme: ExchangePolicy | None
     window: Window | None = None
     #: whether the input must be an image; implied by a window
     needs_image = False
-    #: True if the halo is added in fprop and gathered in bprop
-    reverse_halos = False
+    #: whether the halo is one of the output, added in fprop and gathered in bprop
+    adds_output_halo = False
     layout: type[Replicate] = Replicate
     #: reason why the layer cannot compute cells of other tiles, if any
     recompute_blocker = ""
@@ -123,11 +123,9 @@ class LayerDescription(Node):
 
     def receptive_window_for(self, input_shape: Shape) -> Window | None:
         """Return the window of all dependencies of an output, the same for every cell; None if there is none."""
-        return (
-            None
-            if self.recompute_blocker
-            else self.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
-        )
+        if self.recompute_blocker:
+            return None
+        return self.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
 
     def channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
@@ -147,7 +145,7 @@ class LayerDescription(Node):
         window = self.window_for(input_shape)
         return [] if window is None else [(input_shape, window)]
 
-    def gradient_gather_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
+    def gathered_gradient_shape_and_window(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the array whose halo is gathered in bprop instead of scattering the input's halo."""
         if self.scheme is not None and self.scheme.gradients == "gather" and self.window_for(input_shape) is not None:
             raise ConfigError(
@@ -155,8 +153,8 @@ class LayerDescription(Node):
             )
         return None
 
-    def supported_gradient_gather(self, input_shape: Shape) -> tuple[Shape, Window] | None:
-        """Return the result of `gradient_gather_for` for a scheme with 'gather'; None if it is not supported."""
+    def gradient_shape_and_window_if_gathered(self, input_shape: Shape) -> tuple[Shape, Window] | None:
+        """Return the array that a scheme with 'gather' would gather in bprop; None if that is not supported."""
         return None
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
@@ -199,15 +197,15 @@ class Layer(LayerDescription):
     saved_bytes_and_elements : (int, int) or None
         Bytes, and elements, saved by `forward` per output element besides view and outputs; None: unknown. Set in the
         class that defines `forward`.
-    reduce_saves_state : bool
+    reduce_needed_in_recomputation : bool
         Whether a recomputed pass must call `reduce` and `reduce_backward`. Set in the class that defines them.
     forward_reads_only_reduced : bool
         Whether `forward` reads only `ctx.reduced`. Set in the class that defines `forward`.
-    fusible_activations : str
+    fusible_activation_kind : str
         Name of the activation attribute that a following activation must have for the layer to fuse it into its own
         pass over memory, as `ctx.activation`. Set in the classes that define `forward` and `backward`.
-    can_apply_relu_gradient : bool
-        Whether, with `ctx.applies_relu_gradient`, the gradient of the input is zeroed where the input is not positive.
+    can_apply_input_relu_gradient : bool
+        Whether, with `ctx.applies_input_relu_gradient`, `backward` zeroes the gradient where the input is not positive.
         Set in the class that defines `forward` and `backward`.
     in_place : bool
         Whether `backward` may overwrite the view with its gradient. Set in the class that defines `backward`.
@@ -232,10 +230,10 @@ class Layer(LayerDescription):
     saves_output = True
     saves_activated = True
     saved_bytes_and_elements: tuple[int, int] | None = None
-    reduce_saves_state = True
+    reduce_needed_in_recomputation = True
     forward_reads_only_reduced = False
-    fusible_activations = ""
-    can_apply_relu_gradient = False
+    fusible_activation_kind = ""
+    can_apply_input_relu_gradient = False
     in_place = False
     can_restore_output = False
     is_activation_only = False
@@ -274,7 +272,7 @@ class Layer(LayerDescription):
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return this rank's part of a reduction before `backward`, which receives the result as `ctx.reduced`."""
 
-    def finish_scattered_output(self, ctx: StepContext, y: Any) -> Any:
+    def output_from_summed_contributions(self, ctx: StepContext, y: Any) -> Any:
         """Return the outputs, for layers with `scattered_output_array`, given the sum y of all tiles' contributions."""
         return y
 
@@ -289,7 +287,7 @@ class Layer(LayerDescription):
     # Methods that the model calls.
 
     def build(self, input_shape: Shape, context: Context) -> None:
-        """Fix shapes and create the input, for a global input shape without the batch."""
+        """Set the shapes and create `input`, for a global input shape without the batch."""
         self.context, self.input_shape = context, tuple(input_shape)
         self.window = self.view_window_for(self.input_shape, context.grid.shape)
         self.output_shape = self.output_shape_for(self.input_shape)
@@ -302,14 +300,14 @@ class Layer(LayerDescription):
         if self.regions != (None, None):
             self.input.repartition(*self.regions)
         self.ifmshape = self.input.local_shape[1:]
-        self.ofmshape = (*self.tile.shape, self.output_shape[-1])
+        self.ofmshape = (*self.output_tile.shape, self.output_shape[-1])
         self.prepare_for_tile()
 
     def prepare_for_tile(self) -> None:
-        """Create everything that depends on `tile`; called again for the tile of a strip or a block."""
+        """Create all objects that depend on `output_tile`; called again for the tile of a strip or a block."""
 
     def register_array(self, shape: Shape, window: Window | None) -> GlobalArray:
-        """Return an array for activations of this global shape (without the batch), and count its bytes."""
+        """Create an array for activations of this global shape (without the batch), included in `bytes_sent`."""
         array = self.new_array((self.context.batch_size, *shape), window)
         array.policy = self.scheme or array.policy
         self.arrays.append(array)
@@ -320,7 +318,7 @@ class Layer(LayerDescription):
         return PaddedArray(shape, window, str(self.context.dtype), backend=self.context.backend, reuse=True)
 
     def wait_for_messages(self) -> None:
-        """Wait for pending messages of a border scheme; collective."""
+        """Wait for pending messages of a border scheme. Collective."""
         for array in self.arrays:
             array.wait_for_messages()
 
@@ -344,10 +342,10 @@ class Layer(LayerDescription):
         return [self]
 
     def can_fuse_activation(self, activation: Activation) -> bool:
-        """Whether the layer can fuse this activation of the following layer into its own pass over memory."""
-        declared = [declared_with(self, "fusible_activations", method) for method in ("forward", "backward")]
-        fits = declared == [self.fusible_activations] * 2 and self.activation is None and self.fusible_activations
-        return bool(fits and declared_with(activation, self.fusible_activations, "fprop"))
+        """Return whether the layer can fuse this activation of the following layer into its own pass over memory."""
+        declared = [declared_with(self, "fusible_activation_kind", method) for method in ("forward", "backward")]
+        kind = self.fusible_activation_kind if self.activation is None else ""
+        return bool(kind and declared == [kind] * 2 and declared_with(activation, kind, "fprop"))
 
     @property
     def bytes_sent(self) -> int:
@@ -361,12 +359,12 @@ class Layer(LayerDescription):
         return bool(elementwise) and declared_with(self, "layout", "forward") is Shard
 
     @property
-    def keeps_output(self) -> bool:
+    def must_keep_output(self) -> bool:
         """Whether its output must be preserved until the backward pass."""
         return self.saves_output or self.activation is not None
 
     @property
-    def tile(self) -> Box:
+    def output_tile(self) -> Box:
         """The cells of the output that this rank computes."""
         grid, outputs = self.context.grid, self.regions[1]
         return grid.tile_box(self.output_shape[:-1]) if outputs is None else outputs.box(grid.tile)

@@ -34,9 +34,9 @@ class BatchNormLayer(NormLayer):
         super().__init__(name=name)
         self.momentum, self.eps = momentum, eps
 
-    fusible_activations = "is_relu"
+    fusible_activation_kind = "is_relu"
     saved_bytes_and_elements = (0, 0)
-    reduce_saves_state = False
+    reduce_needed_in_recomputation = False
     can_restore_output = in_place = True
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
@@ -56,7 +56,7 @@ class BatchNormLayer(NormLayer):
         return {"mean": Parameter(input_shape[-1:]), "var": Parameter(input_shape[-1:], Constant(1.0))}
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
-        """Return count, means and sums of squared differences of this rank's cells; none in evaluation."""
+        """Return count, means and sums of squared differences of this rank's cells; None in evaluation."""
         if not ctx.training:
             return None
         cells = ctx.owned(view)
@@ -76,8 +76,8 @@ class BatchNormLayer(NormLayer):
         return self.normalise_view(ctx, view, *(array[None] for array in channel_arrays[:3]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
-        (by_beta,), (from_mean,) = self.backward_sums(ctx, dy)
+        """Fill the gradients of gamma and beta; return this rank's contributions to both in one array."""
+        (by_beta,), (from_mean,) = self.channel_gradient_sums(ctx, dy)
         by_gamma = from_mean * ctx.scale
         ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None

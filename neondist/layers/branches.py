@@ -21,9 +21,9 @@ class Branches(Container):
     def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
-            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one; [] is the identity")
+            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one ([] is the identity)")
 
-    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_input_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
         for layer in self.layers:
             yield layer, input_shape
@@ -53,7 +53,7 @@ class Branches(Container):
             if shape[compared_axes] != shapes[0][compared_axes] or len(shape) != len(shapes[0]):
                 raise ShapeError(
                     f"{type(self).__name__} '{self.name}': branch {_node_label(self.layers[0])} outputs {shapes[0]},"
-                    f" but branch {_node_label(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
+                    f" but branch {_node_label(layer)} outputs {shape}; make them agree by padding, stride or CropLayer"
                 )
         return shapes
 

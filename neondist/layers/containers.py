@@ -21,13 +21,13 @@ class Container(Node):
         self.name, self.layers = name, [as_node(layer) for layer in layers]
 
     @abstractmethod
-    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_input_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield the direct members with the shapes of their inputs."""
 
-    def chains_with_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+    def chains_with_input_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield the chains inside all members."""
-        for layer, shape in self.members_with_shapes(input_shape):
-            yield from layer.chains_with_shapes(shape)
+        for layer, shape in self.members_with_input_shapes(input_shape):
+            yield from layer.chains_with_input_shapes(shape)
 
     def assign_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and its members with the container's name as prefix."""
@@ -56,16 +56,16 @@ class Sequential(Container):
         A list inside stands for a Sequential.
     """
 
-    def members_with_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+    def members_with_input_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every layer with the output shape of the previous one."""
         for layer in self.layers:
             yield layer, input_shape
             input_shape = layer.output_shape_for(input_shape)
 
-    def chains_with_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+    def chains_with_input_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield this chain, and the chains inside it."""
-        yield list(self.members_with_shapes(input_shape))
-        yield from super().chains_with_shapes(input_shape)
+        yield list(self.members_with_input_shapes(input_shape))
+        yield from super().chains_with_input_shapes(input_shape)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the output shape of the last layer."""

@@ -31,7 +31,7 @@ class Context:
 
 
 class BuiltLayer(Protocol):
-    """Properties of the layer of a call."""
+    """Attributes of a built layer that its contexts use."""
 
     name: str | None
     context: Context
@@ -45,7 +45,7 @@ class BuiltLayer(Protocol):
     state: dict[str, Any]
 
     @property
-    def tile(self) -> Box:
+    def output_tile(self) -> Box:
         """The cells of the output that this rank computes."""
 
     def restore_output(self, ctx: Any, y: Any) -> None:
@@ -77,26 +77,26 @@ class StepContext:
     needs_input_gradient = True
     #: False: an earlier call has computed the layer's gradients, and assignments to `grads` are ignored
     needs_weight_gradients = True
-    #: whether another call has already updated the state: of micro-batches with shared statistics, or recomputed
+    #: whether another call has already updated the state: in recomputation, or if micro-batches share statistics
     state_already_updated = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
-    #: whether the following pooling applies the activation's gradient, so that `backward` needs no output
-    relu_gradient_deferred = False
-    #: whether this layer is that pooling
-    applies_relu_gradient = False
+    #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
+    relu_gradient_left_to_next_layer = False
+    #: whether this layer is such a pooling layer
+    applies_input_relu_gradient = False
     #: the view, if its memory is reused before the backward pass
-    rebuilt_view: Any = None
+    view_to_rebuild: Any = None
     #: output of the activation, if the layer did not apply it
-    output: Any = None
-    #: `out`, once it was accessed
+    activation_output: Any = None
+    #: the array that the last access of `out` returned
     accessed_out: Any = None
 
-    def __init__(self, layer: BuiltLayer, phase: Phase, samples: int, allocate: Callable[[], Any]) -> None:
+    def __init__(self, layer: BuiltLayer, phase: Phase, samples: int, allocate_out: Callable[[], Any]) -> None:
         self._layer, self.phase, self.activation = layer, phase, layer.activation
         self.training, self.step = phase.training, phase.step
         self._sample_count, self._saved = samples, {}  # type: int, dict[str, Any]
-        self.set_out_allocator(allocate)
+        self.set_out_allocator(allocate_out)
 
     def set_out_allocator(self, allocate: Callable[[], Any]) -> None:
         """Set the function that returns `out`."""
@@ -114,37 +114,37 @@ class StepContext:
 
         The view and the result of `forward` may be saved.
         """
-        for name in arrays.keys() & _RESERVED_NAMES:
+        for name in arrays.keys() & _RESERVED_CTX_NAMES:
             raise ConfigError(f"ctx.save({name}=...): '{name}' is an attribute of ctx; choose another name")
         self._saved.update(arrays)
 
-    def copy_saved_sharing(self, memory: Any, unless: Any = None) -> None:
-        """Replace saved arrays, except `unless`, by copies if they share memory that will be reused."""
+    def copy_saved_arrays_sharing_memory(self, memory: Any, unless: Any = None) -> None:
+        """Replace saved arrays, except `unless`, by copies if they share `memory`, which will be reused."""
         for name, kept in self._saved.items():
             if kept is not unless and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
 
-    def saved_arrays(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
-        """Return the saved arrays without the view, copied if they are in memory for which `owns` is true."""
-        return {name: self._saved_array(kept, owns) for name, kept in self._saved.items()}
+    def saved_arrays_without_view(self, is_reused: Callable[[Any], bool]) -> dict[str, Any]:
+        """Return the saved arrays without the view, copied if they are in memory for which `is_reused` is true."""
+        return {name: self._copy_or_view_placeholder(kept, is_reused) for name, kept in self._saved.items()}
 
-    def _saved_array(self, kept: Any, owns: Callable[[Any], bool]) -> Any:
-        if kept is self.rebuilt_view and kept is not None:
-            return _VIEW_MARKER
-        return kept.copy() if self._layer.context.backend.owns(kept) and owns(kept) else kept
+    def _copy_or_view_placeholder(self, kept: Any, is_reused: Callable[[Any], bool]) -> Any:
+        if kept is self.view_to_rebuild and kept is not None:
+            return _VIEW_PLACEHOLDER
+        return kept.copy() if self._layer.context.backend.owns(kept) and is_reused(kept) else kept
 
     def replace_saved_view(self, view: Any) -> None:
         """Replace the saved view by this one."""
-        self._saved = {name: view if kept is self.rebuilt_view else kept for name, kept in self._saved.items()}
-        self.rebuilt_view = view
+        self._saved = {name: view if kept is self.view_to_rebuild else kept for name, kept in self._saved.items()}
+        self.view_to_rebuild = view
 
     def restore_output(self, y: Any) -> None:
         """Write the output of `forward` into y."""
         self._layer.restore_output(self, y)
 
-    def restore_saved(self, view: Any, saved: dict[str, Any]) -> None:
-        """Restore the result of `saved_arrays` of an earlier call, with this view."""
-        self._saved = {name: view if kept is _VIEW_MARKER else kept for name, kept in saved.items()}
+    def restore_saved_arrays(self, view: Any, saved: dict[str, Any]) -> None:
+        """Restore the result of `saved_arrays_without_view` of an earlier call, with this view."""
+        self._saved = {name: view if kept is _VIEW_PLACEHOLDER else kept for name, kept in saved.items()}
 
     # The layer's arrays, and the cells of this call.
 
@@ -188,7 +188,7 @@ class StepContext:
     @property
     def output_box(self) -> Box:
         """The cells of the output."""
-        return self._layer.tile
+        return self._layer.output_tile
 
     @property
     def input_tile(self) -> Box:
@@ -216,8 +216,8 @@ class StepContext:
     def random(self, purpose: str) -> CellRandom:
         """Return random numbers for every cell of the input tile, keyed by seed, layer, step and GLOBAL index."""
         layer = self._layer
-        stream = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
-        return CellRandom(stream, self.samples, self.input_tile, layer.input_shape, self.xp)
+        stream_key = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
+        return CellRandom(stream_key, self.samples, self.input_tile, layer.input_shape, self.xp)
 
     # Memory and activations.
 
@@ -239,19 +239,19 @@ class StepContext:
             self.activation.fprop_into(z, y, self.kernels)
 
     def activation_gradient(self, y: Any, dy: Any) -> Any:
-        """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
-        if self.activation is None or self.relu_gradient_deferred or not self.activated:
+        """Return a contiguous gradient of the argument z of `activate`, given (a part of) y and its gradient."""
+        if self.activation is None or self.relu_gradient_left_to_next_layer or not self.activated:
             return self.kernels.contiguous(dy)
         return self.activation.bprop_contiguous(y, dy, self.kernels)
 
     # Additional halos, which the layer has declared in `halos_for`.
 
     def gather(self, array: GlobalArray, tile: Any) -> Any:
-        """Return the view of a tile through a declared array's window; valid until the next call; collective."""
+        """Return the view of a tile through a declared array's window; valid until the next call. Collective."""
         return self._exchange_halo("forward", array, tile)
 
     def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
-        """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
+        """Return the adjoint: the gradient of the tile; valid until the next call. Collective."""
         return self._exchange_halo("backward", array, dview)
 
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
@@ -263,24 +263,24 @@ class StepContext:
 class CellRandom:
     """Random numbers for the cells of a tile, the same on every grid."""
 
-    def __init__(self, stream: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...], xp: Any) -> None:
-        self.stream = stream
+    def __init__(self, key: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...], xp: Any) -> None:
+        self.stream_key = key
         cells = (slice(*samples), *tile.slices, slice(None))
-        self.index = rng.row_major_indices((samples[1], *image_shape), cells, xp)
+        self.global_indices = rng.row_major_indices((samples[1], *image_shape), cells, xp)
 
     def mask_at_least(self, rate: float) -> Any:
         """Return the mask of uniform numbers that are at least `rate`: (n, *tile, C)."""
-        return rng.uniform_at_least(rate, self.stream, self.index)
+        return rng.uniform_at_least(rate, self.stream_key, self.global_indices)
 
     def uniform(self) -> Any:
         """Return float64 numbers in [0, 1)."""
-        return rng.uniform(self.stream, self.index)
+        return rng.uniform(self.stream_key, self.global_indices)
 
     def normal(self) -> Any:
         """Return standard normal float64 numbers."""
-        return rng.normal(self.stream, self.index)
+        return rng.normal(self.stream_key, self.global_indices)
 
 
-_VIEW_MARKER = object()
-_INSTANCE_ATTRIBUTES = {"activation", "phase", "step", "training"}
-_RESERVED_NAMES = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _INSTANCE_ATTRIBUTES
+_VIEW_PLACEHOLDER = object()
+_CTX_INSTANCE_NAMES = {"activation", "phase", "step", "training"}
+_RESERVED_CTX_NAMES = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _CTX_INSTANCE_NAMES

@@ -41,8 +41,8 @@ class ConvLayer(Layer):
     """
 
     needs_image = tolerates_rounded_view = True
-    fusible_activations = "elementwise"
-    can_apply_relu_gradient = in_place = True
+    fusible_activation_kind = "elementwise"
+    can_apply_input_relu_gradient = in_place = True
     saves_output = False
     saved_bytes_and_elements = (0, 0)
     window: Window
@@ -97,30 +97,30 @@ class ConvLayer(Layer):
             parameters["bias"] = Parameter((self.out_channels,))
         return parameters
 
-    def gradient_gather_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
+    def gathered_gradient_shape_and_window(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window if the scheme gathers gradients."""
         method = self.scheme.gradients if self.scheme else "scatter"
         if method == "scatter":
             return None
         window = self.window_for(input_shape)
         if window.mode != "zeros":
-            return None if method == "auto" else super().gradient_gather_for(input_shape, grid)
-        shape, gradient_window = self._gradient_window(input_shape)
+            return None if method == "auto" else super().gathered_gradient_shape_and_window(input_shape, grid)
+        shape, gradient_window = self._gradient_shape_and_window(input_shape)
         gathered = halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
         scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, gradient_window) if method == "gather" or gathered < scattered else None
 
-    def supported_gradient_gather(self, input_shape: Shape) -> tuple[Shape, Window] | None:
+    def gradient_shape_and_window_if_gathered(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window, for zero padding."""
-        return self._gradient_window(input_shape) if self.window_for(input_shape).mode == "zeros" else None
+        return self._gradient_shape_and_window(input_shape) if self.window_for(input_shape).mode == "zeros" else None
 
-    def _gradient_window(self, input_shape: Shape) -> tuple[Shape, Window]:
+    def _gradient_shape_and_window(self, input_shape: Shape) -> tuple[Shape, Window]:
         return self.output_shape_for(input_shape), GradientWindow(self.window_for(input_shape), input_shape[:-1])
 
     def adjust_for_dist(self) -> None:
         """Also create the array of output gradients, if they are gathered."""
         super().adjust_for_dist()
-        gathers = self.gradient_gather_for(self.input_shape, self.context.grid.shape)
+        gathers = self.gathered_gradient_shape_and_window(self.input_shape, self.context.grid.shape)
         self.gathered_gradient_array = None if gathers is None else self.register_array(*gathers)
         if self.gathered_gradient_array is not None:
             self.gathered_gradient_array.swaps_directions = True
@@ -130,7 +130,7 @@ class ConvLayer(Layer):
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
         zeros, weights = self.input.zero_padding_cells, ctx.params["weights"]
         self.kernels.conv_into(y, view, weights, *self._conv_args, bias, ctx.activate, zeros)
-        ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_deferred else y)
+        ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_left_to_next_layer else y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -145,7 +145,7 @@ class ConvLayer(Layer):
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.zero_padding_cells,
             ctx.needs_weight_gradients,
-            ctx.applies_relu_gradient,
+            ctx.applies_input_relu_gradient,
             self.bias,
         )
         ctx.grads["weights"] = by_weights

@@ -40,7 +40,7 @@ class DeconvLayer(Layer):
 
     needs_image = tolerates_rounded_view = True
 
-    reverse_halos = True
+    adds_output_halo = True
     saves_output = False
     in_place = True
     saved_bytes_and_elements = (0, 0)
@@ -64,7 +64,7 @@ class DeconvLayer(Layer):
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if out_channels % groups:
-            raise ConfigError(f"groups {groups} must divide out_channels {out_channels}, and both be at least 1")
+            raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.output_padding, self.dilation, self.groups = output_padding, dilation, groups
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
@@ -87,7 +87,7 @@ class DeconvLayer(Layer):
             )
         )
         if min(extent) < 1:
-            raise ConfigError(f"padding {self.padding} cuts off all of the output {extent}; use less")
+            raise ConfigError(f"padding {self.padding} leaves no output: its extent is {extent}; use less padding")
         return *extent, self.out_channels
 
     def receptive_window_for(self, input_shape: Shape) -> Window:
@@ -113,7 +113,7 @@ class DeconvLayer(Layer):
         super().adjust_for_dist()
         self.output_window = self.output_window_for(self.input_shape)
         self.scattered_output_array = self.register_array(self.output_shape, self.output_window)
-        self.scattered_output_array.swaps_directions = self.reverse_halos
+        self.scattered_output_array.swaps_directions = self.adds_output_halo
         inputs, outputs = self.regions
         if inputs is not None and outputs is not None:
             self.scattered_output_array.repartition(outputs, inputs)
@@ -130,7 +130,7 @@ class DeconvLayer(Layer):
         )
         return y
 
-    def finish_scattered_output(self, ctx: StepContext, y: Any) -> Any:
+    def output_from_summed_contributions(self, ctx: StepContext, y: Any) -> Any:
         """Return the sum of all contributions plus bias."""
         out = ctx.out if ctx.accessed_out is None else ctx.accessed_out  # y may be the same array
         if self.bias:

@@ -29,7 +29,7 @@ class FilterOperator(ABC):
         """Return W x: every cell's filter on its window."""
 
     @abstractmethod
-    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, summed over overlapping windows."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class PerCellFilters(FilterOperator):
         """Return W x."""
         return self.kernels.locally_connected_forward(view, weights, self.window.stride)
 
-    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         return self.kernels.locally_connected_backward_input(z, weights, extent, self.window.stride)
 
@@ -66,7 +66,7 @@ class BlockFilters(FilterOperator):
 
     def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
         super().__init__(kernels, window)
-        self.extent, self.block_slices = tile.shape, []
+        self.tile_extent, self.block_slices = tile.shape, []
         need = window.needs(tile)
         first = [lo // b for lo, b in zip(tile.lo, block, strict=True)]
         count = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
@@ -78,12 +78,12 @@ class BlockFilters(FilterOperator):
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
-        z = self.kernels.xp.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
+        z = self.kernels.xp.empty((len(view), *self.tile_extent, weights.shape[-1]), view.dtype)
         for place, cells, seen in self.block_slices:
             z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._conv_args)
         return z
 
-    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
         for place, cells, seen in self.block_slices:
@@ -108,14 +108,14 @@ class BlockFilters(FilterOperator):
         return self.window.stride, (1,) * len(self.window.kernel), 1
 
 
-def orthonormalise(weights: Any, ndim: int, scale: float) -> Any:
+def orthonormalise(weights: Any, spatial_ndim: int, scale: float) -> Any:
     """Return the nearest filters that are orthonormal up to the factor `scale`.
 
     The filters of one cell (or block) are the columns of a matrix M (kernel · C, out_channels); this is the symmetric
     orthonormalisation M (MᵀM)^(-1/2) (Hyvärinen and Oja 2000), or (MMᵀ)^(-1/2) M where there are more filters than
-    inputs. The first `ndim` axes of `weights` count the cells.
+    inputs. The first `spatial_ndim` axes of `weights` count the cells.
     """
-    cells = weights.shape[:ndim]
+    cells = weights.shape[:spatial_ndim]
     if not weights.size:
         return weights
     xp = namespace(weights)
@@ -130,8 +130,8 @@ def orthonormalise(weights: Any, ndim: int, scale: float) -> Any:
     return scale * (result.swapaxes(1, 2) if wide else result).reshape(weights.shape)
 
 
-def _slices_within(box: Box, inside: Box) -> tuple[slice, ...]:
-    return (slice(None), *box.relative_to(inside).slices)
+def _slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return (slice(None), *box.relative_to(outer).slices)
 
 
 def _contiguous(array: Any) -> Any:

@@ -21,14 +21,15 @@ class GlobalAvgPoolingLayer(Layer):
 
     saves_input = saves_output = False
     saved_bytes_and_elements = (0, 0)
-    reduce_saves_state = False
+    reduce_needed_in_recomputation = False
     forward_reads_only_reduced = True
     layout = Shard
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (C,)."""
         if len(input_shape) < 2:
-            raise ShapeError(f"global average pooling needs an image, but its input has shape {input_shape}")
+            problem = f"global average pooling needs an image, but its input has shape {input_shape}"
+            raise ShapeError(f"{problem}; move it before the layers that return vectors, or leave it out")
         return input_shape[-1:]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:

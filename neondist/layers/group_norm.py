@@ -26,9 +26,9 @@ class SampleNormLayer(NormLayer):
     (N, *spatial, C) per tile.
     """
 
-    fusible_activations = "is_relu"
+    fusible_activation_kind = "is_relu"
     saved_bytes_and_elements = (0, 0)
-    reduce_saves_state = False
+    reduce_needed_in_recomputation = False
     can_restore_output = in_place = True
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
@@ -36,17 +36,17 @@ class SampleNormLayer(NormLayer):
         self.eps, self.affine = eps, affine
 
     @abstractmethod
-    def groups_for(self, input_shape: Shape) -> int:
+    def group_count_for(self, input_shape: Shape) -> int:
         """Return the number of groups, or ConfigError."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the input's shape."""
-        self.groups_for(input_shape)
+        self.group_count_for(input_shape)
         return input_shape
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of all groups, and the sums of the gradients."""
-        group, groups = reduction_group(len(input_shape) > 1, over_replicas=False), self.groups_for(input_shape)
+        group, groups = reduction_group(len(input_shape) > 1, over_replicas=False), self.group_count_for(input_shape)
         return [
             Reduction("forward", group, result_elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
             Reduction("backward", group, result_elements_per_sample=2 * groups),
@@ -62,14 +62,14 @@ class SampleNormLayer(NormLayer):
         cells = ctx.owned(view)
         number = prod(cells.shape[1:-1])
         means, squares = self.kernels.moments(cells, by_sample=True)
-        count = number * (view.shape[-1] // self.groups_for(self.input_shape))
+        count = number * (view.shape[-1] // self.group_count_for(self.input_shape))
         mean = self._sum_by_group(number * means) / max(1, count)
         squares = self._sum_by_group(squares + number * (means - self._repeat_for_channels(mean)) ** 2)
         return ctx.xp.concatenate([ctx.xp.full((1,), count, view.dtype), mean.ravel(), squares.ravel()])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
-        count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
+        count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.group_count_for(self.input_shape))
         mean, var = (self._repeat_for_channels(values) for values in (moments[0], moments[1] / count))
         scale, shift = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps)), ctx.xp.zeros_like(mean)
         ctx.save(scale=scale)
@@ -79,30 +79,28 @@ class SampleNormLayer(NormLayer):
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return this rank's sums for the statistics of the groups."""
-        by_beta, from_mean = self.backward_sums(ctx, dy)
+        by_beta, from_mean = self.channel_gradient_sums(ctx, dy)
         by_gamma = from_mean * ctx.scale
         if self.affine:
             ctx.grads["gamma"] = ctx.local_contribution(by_gamma.sum(axis=0))
             ctx.grads["beta"] = ctx.local_contribution(by_beta.sum(axis=0))
             by_gamma, by_beta = by_gamma * ctx.params["gamma"], by_beta * ctx.params["gamma"]
-        return (
-            ctx.xp.stack([self._sum_by_group(by_gamma), self._sum_by_group(by_beta)])
-            if ctx.needs_input_gradient
-            else None
-        )
+        if not ctx.needs_input_gradient:
+            return None
+        return ctx.xp.stack([self._sum_by_group(by_gamma), self._sum_by_group(by_beta)])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
-        count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.groups_for(self.input_shape))
+        count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.group_count_for(self.input_shape))
         by_gamma, by_beta = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
         dy_factor = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
         return self.view_gradient(ctx, dy, dy_factor, (-ctx.scale * ctx.scale * by_gamma, -ctx.scale * by_beta))
 
     def _sum_by_group(self, sums: Any) -> Any:
         """Return the sums of each group (n, groups), given those of the channels (n, C)."""
-        groups = self.groups_for(self.input_shape)
+        groups = self.group_count_for(self.input_shape)
         return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
 
     def _repeat_for_channels(self, values: Any) -> Any:
@@ -133,7 +131,7 @@ class GroupNormLayer(SampleNormLayer):
         super().__init__(eps, affine, name)
         self.groups = groups
 
-    def groups_for(self, input_shape: Shape) -> int:
+    def group_count_for(self, input_shape: Shape) -> int:
         """Return `groups`."""
         if input_shape[-1] % self.groups:
             raise ConfigError(f"groups {self.groups} must divide the input's {counted(input_shape[-1], 'channel')}")
@@ -152,10 +150,11 @@ class InstanceNormLayer(SampleNormLayer):
     def __init__(self, *, eps: Positive = 1e-5, affine: bool = False, name: str | None = None) -> None:
         super().__init__(eps, affine, name)
 
-    def groups_for(self, input_shape: Shape) -> int:
+    def group_count_for(self, input_shape: Shape) -> int:
         """Return the number of channels."""
         if len(input_shape) < 2:
-            raise ShapeError(f"instance normalisation needs an image, but its input has shape {input_shape}")
+            problem = f"instance normalisation needs an image, but its input has shape {input_shape}"
+            raise ShapeError(f"{problem}; move it before the layers that return vectors, or use GroupNormLayer")
         return input_shape[-1]
 
 

@@ -28,7 +28,7 @@ class L2PoolingLayer(PoolingLayer):
         return self._half_gradient_of_square_sums(ctx.view, dy / ctx.xp.where(ctx.root > 0, ctx.root, inf))
 
     def window_sums_of_squares_with_view(self, x: Any, phase: Phase) -> tuple[Any, Any]:
-        """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
+        """Return the sums without the root for this rank's tile of the input, and the view. Collective over the tiles.
 
         They cover only owned cells, even if a segment of layers also computes others.
         """
@@ -36,7 +36,7 @@ class L2PoolingLayer(PoolingLayer):
         return self._window_square_sums(view)[self._owned_output_slices], view
 
     def window_sums_of_squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
-        """Return the gradient of x, given that of the sums; collective."""
+        """Return the gradient of x, given that of the sums. Collective."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._owned_output_slices] = 2 * dsums
         return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, by_cell), phase)
@@ -44,13 +44,13 @@ class L2PoolingLayer(PoolingLayer):
     @property
     def _owned_output_slices(self) -> tuple[slice, ...]:
         own = self.context.grid.tile_box(self.output_shape[:-1])
-        return slice(None), *own.relative_to(self.tile).slices
+        return slice(None), *own.relative_to(self.output_tile).slices
 
     def _window_square_sums(self, view: Any) -> Any:
         return self.kernels.window_sum(view * view, *self._kernel_and_stride)
 
-    def _half_gradient_of_square_sums(self, view: Any, by_cell: Any) -> Any:
-        return view * self.kernels.window_sum_adjoint(by_cell, view.shape[1:-1], *self._kernel_and_stride)
+    def _half_gradient_of_square_sums(self, view: Any, dsums: Any) -> Any:
+        return view * self.kernels.window_sum_adjoint(dsums, view.shape[1:-1], *self._kernel_and_stride)
 
 
 class L2PoolingLayerDist(Dist, L2PoolingLayer):

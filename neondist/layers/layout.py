@@ -20,7 +20,7 @@ class Replicate:
     is_partitioned = False
 
     @property
-    def group(self) -> str:
+    def gradient_reduction_group(self) -> str:
         """The ranks over which gradients are summed, one of `comm.GROUP_NAMES`."""
         return "replicas" if self.is_partitioned else "world"
 
@@ -29,7 +29,7 @@ class Replicate:
         return shape
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
-        """Return the box of an unfolded array that the rank of a tile stores."""
+        """Return the box of an unflattened array that the rank of a tile stores."""
         return Box.of(shape)
 
     def partitioned_extent(self, shape: Shape) -> Shape:
@@ -127,12 +127,12 @@ class Parameter:
     decays: bool | None = None
     max_rows_per_sample: int = 0
 
-    def size_on(self, grid: GridShape, tile: int) -> int:
+    def elements_on(self, grid: GridShape, tile: int) -> int:
         """Return the number of its elements that the rank of a tile stores."""
         return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
-def declared_with(instance: Any, name: str, method: str) -> Any:
+def declared_with(instance: Any, attribute: str, method: str) -> Any:
     """Return a class attribute, declared by the class that defines a method; None if it is only inherited."""
     declarations = next(vars(cls) for cls in type(instance).__mro__ if method in vars(cls))
-    return declarations.get(name)
+    return declarations.get(attribute)

@@ -16,12 +16,12 @@ from ..registry.ranges import Positive
 from ..terminal.console import counted
 from .base import Dist, Layer, Shape
 from .context import StepContext
-from .lcn_window import Halos, LocalArray, LocalWindow, centred_slices
+from .lcn_window import HaloShapesAndWindows, LocalArray, LocalWindow, centred_slices
 from .reduction import Reduction
 
 _MAX_NOISE_ULPS = 8
 """Deviations up to this many rounding units of the mean count as 0."""
-ALLOWED_VALUES = {
+_ALLOWED_ARGUMENT_VALUES = {
     "window": ("gaussian", "uniform"),
     "padding_mode": ("zeros", "reflect"),
     "halo": ("auto", "twice", "wide"),
@@ -76,27 +76,27 @@ class LCNLayer(Layer):
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
             raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
-            if value not in ALLOWED_VALUES[field]:
-                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), ALLOWED_VALUES[field])}")
+            if value not in _ALLOWED_ARGUMENT_VALUES[field]:
+                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), _ALLOWED_ARGUMENT_VALUES[field])}")
         if sigma is not None and (window != "gaussian" or not 0 < sigma < inf):
-            raise ConfigError(f"sigma {sigma}: needs a number above 0, and window 'gaussian'")
-        self.local = LocalWindow(kernel_size, window, sigma, padding_mode)
+            raise ConfigError(f"sigma {sigma}: expected a number above 0, together with window 'gaussian'")
+        self.local_window = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
         self.reduces_over_image = min_deviation == "mean"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window of one stage or, for halo 'wide', of both together."""
         if len(input_shape) < 2:
-            raise ShapeError(f"local contrast normalisation needs an image, but its input has shape {input_shape}")
+            problem = f"local contrast normalisation needs an image, but its input has shape {input_shape}"
+            raise ShapeError(f"{problem}; move it before the layers that return vectors, or leave it out")
         stages, remedy = (2, " halo 'auto'") if self.halo == "wide" else (1, "")
-        window = self.local.window_over(input_shape, stages)
+        window = self.local_window.window_of_stages(input_shape, stages)
         for axis, (n, (reach, _)) in enumerate(zip(input_shape, window.padding, strict=False)):
             if window.mode == "reflect" and reach >= n:
                 raise ConfigError(
-                    f"kernel_size {self.local.kernel_size} with halo '{self.halo}' and padding_mode 'reflect' needs an"
-                    f" image of more than {counted(reach, 'cell')} on axis {axis}, but it has {n}; use a smaller"
-                    " kernel_size,"
-                    f"{remedy} or padding_mode 'zeros'"
+                    f"kernel_size {self.local_window.kernel_size} with halo '{self.halo}' and padding_mode 'reflect'"
+                    f" needs an image of more than {counted(reach, 'cell')} on axis {axis}, but it has {n}; use a"
+                    f" smaller kernel_size,{remedy} or padding_mode 'zeros'"
                 )
         return window
 
@@ -107,12 +107,12 @@ class LCNLayer(Layer):
 
     def receptive_window_for(self, input_shape: Shape) -> Window | None:
         """Return the window of both stages; None if the image is too small for reflection."""
-        return next((window for _, window in self.local.halos_by_method(input_shape).get("wide", [])), None)
+        return next((window for _, window in self.local_window.halos_by_method(input_shape).get("wide", [])), None)
 
-    def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
+    def halos_for(self, input_shape: Shape, grid: GridShape) -> HaloShapesAndWindows:
         """Return the halos of the chosen method, or of the one that sends fewer bytes."""
-        method = self.local.cheapest_method(input_shape, grid) if self.halo == "auto" else self.halo
-        return self.local.halos_by_method(input_shape)[method]
+        method = self.local_window.least_sending_method(input_shape, grid) if self.halo == "auto" else self.halo
+        return self.local_window.halos_by_method(input_shape)[method]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
@@ -121,21 +121,22 @@ class LCNLayer(Layer):
 
     def prepare_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""
-        self.axis_weights = self.local.axis_weights(self.input_shape)
+        self.axis_weights = self.local_window.axis_weights(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # they make views of the channel means, first of x and then of v²
-        self.means: Any
-        self.squares: Any
-        self.means, self.squares = (self._local_view(stages) if wide else self._exchanged_array() for stages in (2, 1))
+        arrays: list[Any] = [self._create_local_array(n) if wide else self._register_mean_array() for n in (2, 1)]
+        self.mean_array, self.mean_square_array = arrays
 
-    def _exchanged_array(self) -> GlobalArray:
-        return self.register_array((*self.input_shape[:-1], 1), self.local.window_over(self.input_shape))
+    def _register_mean_array(self) -> GlobalArray:
+        return self.register_array((*self.input_shape[:-1], 1), self.local_window.window_of_stages(self.input_shape))
 
-    def _local_view(self, stages: int) -> LocalArray:
+    def _create_local_array(self, stages: int) -> LocalArray:
         """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
-        region = self.local.window_over(self.input_shape, stages).needs(self.tile)
+        region = self.local_window.window_of_stages(self.input_shape, stages).needs(self.output_tile)
         # reflected cells stay reflected: the weights are symmetric
-        return LocalArray(region, region if self.local.padding_mode == "reflect" else Box.of(self.input_shape[:-1]))
+        return LocalArray(
+            region, region if self.local_window.padding_mode == "reflect" else Box.of(self.input_shape[:-1])
+        )
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""
@@ -156,10 +157,10 @@ class LCNLayer(Layer):
 
     def _save_deviations(self, ctx: StepContext, view: Any) -> None:
         """Save v for all cells that the view allows, and the deviations of this rank's cells."""
-        seen = ctx.gather(self.means, self._channel_mean(view))
+        seen = ctx.gather(self.mean_array, self._channel_mean(view))
         mean = self.kernels.separable_filter(seen, self.axis_weights)
         v = view[centred_slices(view, mean)] - mean
-        squares = ctx.gather(self.squares, self._channel_mean(v * v))
+        squares = ctx.gather(self.mean_square_array, self._channel_mean(v * v))
         sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.axis_weights))
         # deviations of constant cells are rounding errors, which would differ between grids
         sigma *= sigma > _MAX_NOISE_ULPS * np.finfo(view.dtype).eps * abs(mean[centred_slices(mean, sigma)])
@@ -183,14 +184,14 @@ class LCNLayer(Layer):
             counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(
-            self.squares, kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights)
+            self.mean_square_array, kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights)
         )
         by_v = dsquares * (2 / dy.shape[-1])
         mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never stored
         mean[centred_slices(mean, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
         dview[...] = ctx.scatter_add(
-            self.means, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
+            self.mean_array, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
         )
         dview[centred_slices(dview, mean)] += ctx.v * by_v
         dview[centred_slices(dview, dy)] += dy * ctx.scale

@@ -11,7 +11,7 @@ from ..geometry import Box, GridShape, Window, halo_volume
 from ..halo import Phase
 from .layout import Shape
 
-Halos = list[tuple[Shape, Window]]
+HaloShapesAndWindows = list[tuple[Shape, Window]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LocalWindow:
     sigma: float | None
     padding_mode: str
 
-    def window_over(self, input_shape: Shape, stages: int = 1) -> Window:
+    def window_of_stages(self, input_shape: Shape, stages: int = 1) -> Window:
         """Return the window of one stage, or of both together."""
         kernel = Window(self.kernel_size, padding=0, ndim=len(input_shape) - 1).kernel
         reach = [k // 2 * stages for k in kernel]
@@ -31,24 +31,24 @@ class LocalWindow:
 
     def axis_weights(self, input_shape: Shape) -> list[list[float]]:
         """Return the weights along every spatial axis, each axis summing to 1."""
-        return [self._axis_weights(k) for k in self.window_over(input_shape).kernel]
+        return [self._weights_along_axis(k) for k in self.window_of_stages(input_shape).kernel]
 
-    def _axis_weights(self, kernel: int) -> list[float]:
+    def _weights_along_axis(self, kernel: int) -> list[float]:
         sigma = self.sigma or kernel / 4
         flat = self.weighting == "uniform"
         weights = [1.0 if flat else exp(-(((i - kernel // 2) / sigma) ** 2) / 2) for i in range(kernel)]
         return [weight / sum(weights) for weight in weights]
 
-    def halos_by_method(self, input_shape: Shape) -> dict[str, Halos]:
+    def halos_by_method(self, input_shape: Shape) -> dict[str, HaloShapesAndWindows]:
         """Return the halos of each method, without 'wide' if the image is too small for its reflection."""
-        single, double = self.window_over(input_shape), self.window_over(input_shape, stages=2)
-        halos: dict[str, Halos] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
+        single, double = self.window_of_stages(input_shape), self.window_of_stages(input_shape, stages=2)
+        halos: dict[str, HaloShapesAndWindows] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
         reach = [before for before, _ in double.padding]
         if self.padding_mode == "zeros" or all(r < n for r, n in zip(reach, input_shape, strict=False)):
             halos["wide"] = [(input_shape, double)]
         return halos
 
-    def cheapest_method(self, input_shape: Shape, grid: GridShape) -> str:
+    def least_sending_method(self, input_shape: Shape, grid: GridShape) -> str:
         """Return the method that sends fewer elements; on a tie 'twice', which computes less.
 
         A halo of twice the radius includes that of the radius, so with two channels or more 'twice' never sends more;
@@ -72,11 +72,11 @@ class LocalArray:
     """
 
     def __init__(self, region: Box, image: Box) -> None:
-        self.outside = [(slice(None), *box.relative_to(region).slices) for box in region.difference(image)]
+        self.outside_slices = [(slice(None), *box.relative_to(region).slices) for box in region.difference(image)]
 
     def get_fprop_view(self, x: Any, phase: Phase) -> Any:
         """Return x with zeros outside the image."""
-        for cells in self.outside:
+        for cells in self.outside_slices:
             x[cells] = 0
         return x
 

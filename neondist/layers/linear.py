@@ -85,7 +85,7 @@ class FCLayer(Layer):
         return parameters
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
-        """Return the products of this rank's inputs, on one rank with the bias, to be summed over tiles."""
+        """Return the products of this rank's inputs, to be summed over tiles; one rank adds the bias."""
         ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 fails without samples
         products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:

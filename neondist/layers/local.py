@@ -94,15 +94,15 @@ class LocalFilteringLayer(Layer):
         bias = {"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
         return parameters | bias
 
-    def block_extent_for(self, out: Shape) -> Shape | None:
+    def block_extent_for(self, outputs: Shape) -> Shape | None:
         """Return the number of cells that share a filter along each axis for an output of this extent, or None."""
         if self.shared is False:
             return None
         if self.shared is True:
-            return tuple(max(1, n) for n in out)
-        block = (self.shared,) * len(out) if isinstance(self.shared, int) else tuple(self.shared)
-        if len(block) != len(out):
-            raise ConfigError(f"shared {self.shared}: expected one number, or {len(out)}, one per spatial axis")
+            return tuple(max(1, n) for n in outputs)
+        block = (self.shared,) * len(outputs) if isinstance(self.shared, int) else tuple(self.shared)
+        if len(block) != len(outputs):
+            raise ConfigError(f"shared {self.shared}: expected one number, or {len(outputs)}, one per spatial axis")
         return block
 
     def prepare_for_tile(self) -> None:
@@ -110,7 +110,7 @@ class LocalFilteringLayer(Layer):
         block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
         self.filters: FilterOperator = PerCellFilters(kernels, self.window)
         if block is not None:
-            self.filters = BlockFilters(kernels.exact, self.window, self.tile, block)
+            self.filters = BlockFilters(kernels.exact, self.window, self.output_tile, block)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Apply every cell's filter to its window."""
@@ -126,7 +126,7 @@ class LocalFilteringLayer(Layer):
         ctx.grads["weights"] = self.filters.weights_gradient(ctx.view, dy, weights)
         if self.bias:
             ctx.grads["bias"] = dy.sum(axis=0)
-        return self.filters.backward_input(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
+        return self.filters.correlate_adjoint(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
 
     def orthonormalise(self) -> None:
         """Make the filters of each cell orthonormal up to a common scale.

@@ -17,7 +17,7 @@ class NormLayer(Layer):
     saves_output = saves_activated = False
 
     def normalise_view(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
-        """Return (view - mean) * scale + shift, given numbers (groups, C); save arrays for the backward pass."""
+        """Return (view - mean) * scale + shift, given arrays (groups, C); save arrays for the backward pass."""
         norm, y = Normalisation(mean, scale, shift, clip_negative=ctx.activation is not None), ctx.out
         ctx.activated = True
         self.kernels.normalise(view, norm, y)
@@ -28,14 +28,14 @@ class NormLayer(Layer):
         """Write the output of `forward` into y."""
         self.kernels.normalise(ctx.view, ctx.norm, y)
 
-    def backward_sums(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+    def channel_gradient_sums(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
         return self.kernels.normalise_gradient_sums(ctx.view, dy, ctx.norm)
 
     def view_gradient(self, ctx: StepContext, dy: Any, dy_factor: Any, statistics: Sequence[Any] | None) -> Any:
         """Return the gradient of the view: dy_factor * dy, plus the gradient through the statistics.
 
-        The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; None: 0.
+        The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; 0 for None.
         """
         x, dx = ctx.view, ctx.out
         own = [ctx.owned(array) for array in (x, dy, dx)]

@@ -63,14 +63,14 @@ class MaxPoolingLayer(PoolingLayer):
     """Maximum over each window, ignoring padding; ties go to the first cell in row-major order."""
 
     saves_input = saves_output = False
-    can_apply_relu_gradient = True
+    can_apply_input_relu_gradient = True
     saved_bytes_and_elements = (1, 0)
     fill = -inf
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the maxima."""
         y = ctx.out
-        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride, ctx.applies_relu_gradient))
+        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride, ctx.applies_input_relu_gradient))
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

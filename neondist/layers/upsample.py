@@ -13,7 +13,7 @@ from ..terminal.console import counted
 from .base import Dist, Layer, Shape
 from .context import StepContext
 
-MODES = ("nearest", "bilinear")
+INTERPOLATION_MODES = ("nearest", "bilinear")
 
 
 class UpsampleLayer(Layer):
@@ -48,8 +48,8 @@ class UpsampleLayer(Layer):
         factors = (factor,) if isinstance(factor, int) else tuple(factor)
         if any(f < 1 for f in factors):
             raise ConfigError(f"factor {factor}: expected integers of at least 1")
-        if mode not in MODES:
-            raise ConfigError(f"mode '{mode}': choose from {', '.join(MODES)}")
+        if mode not in INTERPOLATION_MODES:
+            raise ConfigError(f"mode '{mode}': choose from {', '.join(INTERPOLATION_MODES)}")
         self.factor, self.mode = factor, mode
 
     def window_for(self, input_shape: Shape) -> Upsampling:

@@ -68,7 +68,7 @@ class Meter:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
-        """Return the metric's values by name, equal on every rank; collective."""
+        """Return the metric's values by name, equal on every rank. Collective."""
         if self.sums is None:  # no batch
             return {self.metric.name: float("nan")}
         return self.metric.result(self.outputs.sum_over_ranks(self.sums))
@@ -78,11 +78,11 @@ class PerSampleMetric(Metric):
     """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
     #: number of extra cells after the end of a part, along each axis, that its sums need
-    extra_cells = 0
+    overlap_cells = 0
 
     @abstractmethod
     def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
-        """Return two sums per sample (n, 2) over this rank's tiles (n, *tile, C), in float64; collective."""
+        """Return two sums per sample (n, 2) over this rank's tiles (n, *tile, C), in float64. Collective."""
 
     @abstractmethod
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -90,10 +90,10 @@ class PerSampleMetric(Metric):
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over whole samples, and their number."""
-        return self.sum_samples(y, targets, OutputLayout.whole(y.shape[1:]))
+        return self.sample_value_sum_and_count(y, targets, OutputLayout.whole(y.shape[1:]))
 
-    def sum_samples(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> Sequence[float]:
-        """Return the sum over the samples of this rank's tiles, and their number; collective over the tiles."""
+    def sample_value_sum_and_count(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> Sequence[float]:
+        """Return the sum over the samples of this rank's tiles, and their number. Collective over the tiles."""
         values = self.values_from_sums(outputs.sum_over_tiles(y.shape, self.sums_per_sample(y, targets, outputs)))
         return float(values.sum()), len(y)
 
@@ -110,19 +110,19 @@ class PerSampleMetric(Metric):
         if len(y_shape) < 2:
             raise ShapeError(
                 f"{type(self).__name__} compares images, but the last layer returns a vector of {y_shape[-1]}"
-                " elements; leave it out"
+                " elements; leave the metric out"
             )
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
-        return _SampleMeter(self, outputs)
+        return _PerSampleMeter(self, outputs)
 
 
-class _SampleMeter(Meter):
+class _PerSampleMeter(Meter):
     metric: PerSampleMetric
 
     def add(self, y: Any, targets: Any) -> None:
-        sums = np.array(self.metric.sum_samples(y, targets, self.outputs))
+        sums = np.array(self.metric.sample_value_sum_and_count(y, targets, self.outputs))
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:

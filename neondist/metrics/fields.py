@@ -25,7 +25,7 @@ class FieldMetric(Metric):
     """
 
     #: number of sums per channel
-    num_sums = 2
+    sums_per_channel = 2
 
     def __init__(self, *, weights: str | None = None) -> None:
         self.weights = weights
@@ -45,7 +45,7 @@ class FieldMetric(Metric):
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the values of the channels as a list, or a number for a single channel."""
-        return self.values_by_variable(self.values_from_sums(sums.reshape(self.num_sums, -1)), None)
+        return self.values_by_variable(self.values_from_sums(sums.reshape(self.sums_per_channel, -1)), None)
 
     def values_by_variable(self, values: np.ndarray, fields: FieldMetadata | None) -> dict[str, MetricValue]:
         """Return the values of the channels by their names in results."""
@@ -57,7 +57,7 @@ class FieldMetric(Metric):
         """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
         if len(y_shape) < 2:
             raise ShapeError(
-                f"{type(self).__name__} compares fields, but the last layer returns a vector; leave it out"
+                f"{type(self).__name__} compares fields, but the last layer returns a vector; leave the metric out"
             )
         if self.weights is not None:
             check_cell_weights(self.weights, y_shape[:-1], fields)
@@ -70,7 +70,7 @@ class FieldMetric(Metric):
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
-            return np.full((self.num_sums, y.shape[-1]), np.nan)
+            return np.full((self.sums_per_channel, y.shape[-1]), np.nan)
         return self.channel_sums_and_divisor(y.astype("f8"), targets.astype("f8"), weights)
 
 
@@ -92,10 +92,10 @@ class _FieldMeter(Meter):
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:
-        channels = self.outputs.shape[-1]
+        shape = self.metric.sums_per_channel, self.outputs.shape[-1]
         if self.sums is None:
-            self.sums = np.zeros((self.metric.num_sums, channels))
-        total = np.asarray(self.outputs.sum_over_ranks(self.sums.ravel())).reshape(self.metric.num_sums, channels)
+            self.sums = np.zeros(shape)
+        total = np.asarray(self.outputs.sum_over_ranks(self.sums.ravel())).reshape(shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.metric.values_by_variable(self.metric.values_from_sums(total), self.fields)
 
@@ -114,7 +114,7 @@ class RMSE(FieldMetric):
 
     def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of squared errors of each channel, and the divisor."""
-        return _weighted_sums((y - targets) ** 2, weights)
+        return _sums_and_divisor((y - targets) ** 2, weights)
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the roots of the means."""
@@ -129,7 +129,7 @@ class MeanAbsoluteError(FieldMetric):
 
     def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of absolute errors and the divisor."""
-        return _weighted_sums(np.abs(y - targets), weights)
+        return _sums_and_divisor(np.abs(y - targets), weights)
 
 
 class Bias(FieldMetric):
@@ -139,7 +139,7 @@ class Bias(FieldMetric):
 
     def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of errors and the divisor."""
-        return _weighted_sums(y - targets, weights)
+        return _sums_and_divisor(y - targets, weights)
 
 
 class R2(FieldMetric):
@@ -150,12 +150,12 @@ class R2(FieldMetric):
 
     name = "r2"
     larger_is_better = True
-    num_sums = 4
+    sums_per_channel = 4
 
     def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of squared errors, targets and squared targets, and the divisor."""
-        errors, cells = _weighted_sums((y - targets) ** 2, weights)
-        return np.stack([errors, _weighted_sums(targets, weights)[0], _weighted_sums(targets**2, weights)[0], cells])
+        errors, cells = _sums_and_divisor((y - targets) ** 2, weights)
+        return np.stack([errors, *(_sums_and_divisor(array, weights)[0] for array in (targets, targets**2)), cells])
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the coefficients."""
@@ -181,11 +181,11 @@ class ACC(FieldMetric):
 
     name = "acc"
     larger_is_better = True
-    num_sums = 3
+    sums_per_channel = 3
 
     def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of f o, f² and o²."""
-        return np.stack([_weighted_sums(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
+        return np.stack([_sums_and_divisor(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the correlations of sums (3, ..., C)."""
@@ -218,7 +218,7 @@ class _CorrelationMeter(_FieldMeter):
             self.metric._sums_or_nan(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
             for f, o in zip(y, targets, strict=True)
         ]
-        shape = len(y), self.metric.num_sums, self.outputs.shape[-1]
+        shape = len(y), self.metric.sums_per_channel, self.outputs.shape[-1]
         sums = self.outputs.sum_over_tiles((len(y), *self.box.shape, shape[-1]), np.array(parts, "f8").reshape(shape))
         with np.errstate(divide="ignore", invalid="ignore"):
             correlations = self.metric.values_from_sums(np.moveaxis(sums, 1, 0)).sum(0)
@@ -231,7 +231,7 @@ class _CorrelationMeter(_FieldMeter):
         return self.metric.values_by_variable(means, self.fields)
 
 
-def _weighted_sums(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _sums_and_divisor(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the weighted sums of cells (n, *tile, C) and the sums of the weights, (2, C)."""
     axes = tuple(range(cells.ndim - 1))
     count = np.broadcast_to(weights, (*cells.shape[:-1], 1)).sum()

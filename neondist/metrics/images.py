@@ -13,7 +13,7 @@ from ..registry.ranges import Positive
 from .base import PerSampleMetric
 from .output_layout import OutputLayout
 
-_LINES_PER_BLOCK = 64
+_SSIM_LINES_PER_BLOCK = 64
 """Lines per block, such that intermediate results fit in the cache."""
 
 
@@ -67,29 +67,29 @@ class SSIM(PerSampleMetric):
         x = np.arange(-5.0, 6.0)
         self._window_weights = np.full(7, 1 / 7) if weights == "uniform" else np.exp(-(x**2) / (2 * 1.5**2))
         self._window_weights /= self._window_weights.sum()
-        self.extra_cells = len(self._window_weights) - 1
+        self.overlap_cells = len(self._window_weights) - 1
 
     def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
         """Return the sum of similarities of each sample over windows and channels, and their number."""
         sums = np.zeros((len(y), 2))
-        if min(outputs.shape[:-1]) <= self.extra_cells:  # a last block
+        if min(outputs.shape[:-1]) <= self.overlap_cells:  # such as a last block
             return sums
         window = Window((len(self._window_weights),) * (y.ndim - 2), padding=0)
         both = outputs.gather_view(np.concatenate([y, targets], axis=-1), window)
-        for at in range(0, both.shape[1] - self.extra_cells, _LINES_PER_BLOCK):
-            similar = self._similarities(both[:, at : at + _LINES_PER_BLOCK + self.extra_cells])
+        for at in range(0, both.shape[1] - self.overlap_cells, _SSIM_LINES_PER_BLOCK):
+            similar = self._similarities(both[:, at : at + _SSIM_LINES_PER_BLOCK + self.overlap_cells])
             sums += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
         return sums
 
-    def _similarities(self, both: np.ndarray) -> np.ndarray:
+    def _similarities(self, both_images: np.ndarray) -> np.ndarray:
         """Return the similarities of each sample, in all windows within the cells of two images."""
-        axes = range(1, both.ndim - 1)
-        a, b = np.split(both, 2, axis=-1)
+        axes = range(1, both_images.ndim - 1)
+        a, b = np.split(both_images, 2, axis=-1)
         means = np.stack([a, b, a * a, b * b, a * b])
         for axis in axes:
             if means.shape[1 + axis] < len(self._window_weights):  # no window fits in the tile
-                return np.zeros((len(both), 0))
-            inner = means.shape[1 + axis] - self.extra_cells
+                return np.zeros((len(both_images), 0))
+            inner = means.shape[1 + axis] - self.overlap_cells
             leading = (slice(None),) * (1 + axis)
             weights = self._window_weights.tolist()
             means = sum(w * means[(*leading, slice(at, at + inner))] for at, w in enumerate(weights))
@@ -99,7 +99,7 @@ class SSIM(PerSampleMetric):
         va, vb, vab = (unbias * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
         similarity = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
-        return similarity.reshape(len(both), prod(similarity.shape[1:]))
+        return similarity.reshape(len(both_images), prod(similarity.shape[1:]))
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the means."""

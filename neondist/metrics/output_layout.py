@@ -24,7 +24,7 @@ class OutputLayout:
         (*spatial, C), global.
     allreduce : callable
         Sums the counts of all ranks; None: a single rank.
-    is_counted : bool
+    counts_own_outputs : bool
         Whether this rank counts its outputs; False if another rank has and counts the same outputs.
     fields : Fields, optional
         Metadata of the channels, if they are physical fields.
@@ -35,11 +35,11 @@ class OutputLayout:
         grid: ProcessGrid,
         shape: Sequence[int],
         allreduce: Callable[..., Any] | None = None,
-        is_counted: bool = True,
+        counts_own_outputs: bool = True,
         fields: FieldMetadata | None = None,
     ) -> None:
-        self.grid, self.shape, self.is_counted, self.fields = grid, tuple(shape), is_counted, fields
-        self._allreduce, self._views = allreduce, dict[tuple[Window, int, bool], GlobalArray]()
+        self.grid, self.shape, self.counts_own_outputs, self.fields = grid, tuple(shape), counts_own_outputs, fields
+        self._allreduce, self._view_arrays = allreduce, dict[tuple[Window, int, bool], GlobalArray]()
         self._reductions = Reductions(grid)
 
     @classmethod
@@ -48,33 +48,33 @@ class OutputLayout:
         return cls(ProcessGrid.serial(), shape)
 
     def sum_over_ranks(self, sums: np.ndarray) -> np.ndarray:
-        """Return the sum of all ranks' counts over their own cells; collective."""
+        """Return the sum of all ranks' counts over their own cells. Collective."""
         return sums if self._allreduce is None else self._allreduce(sums, replicas=True)
 
     def sum_over_replicas(self, sums: np.ndarray) -> np.ndarray:
-        """Return the sum over all replicas of sums that are equal on the ranks of a replica; collective."""
+        """Return the sum over all replicas of sums that are equal on the ranks of a replica. Collective."""
         return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
 
     def sum_over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
-        """Return the sum over the tiles that outputs of a local shape belong to; collective over the tiles."""
-        return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile(shape) else sums
+        """Return the sum over the tiles that outputs of a local shape belong to. Collective over the tiles."""
+        return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile_shape(shape) else sums
 
     def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:
-        """Return the view of an array on this rank's outputs for a window, halo included; collective."""
-        cut = self._is_tile(tile.shape)
+        """Return the view of an array on this rank's outputs for a window, halo included. Collective."""
+        cut = self._is_tile_shape(tile.shape)
         key = window, tile.shape[-1], cut
-        if key not in self._views:
+        if key not in self._view_arrays:
             grid = self.grid if cut else ProcessGrid.serial()
-            self._views[key] = GlobalArray(
+            self._view_arrays[key] = GlobalArray(
                 grid, (grid.replicas, *self.shape[:-1], tile.shape[-1]), window, dtype=str(tile.dtype)
             )
-        return self._views[key].get_fprop_view(tile)
+        return self._view_arrays[key].get_fprop_view(tile)
 
-    def _is_tile(self, shape: Sequence[int]) -> bool:
+    def _is_tile_shape(self, shape: Sequence[int]) -> bool:
         """Return whether outputs of a local shape are a tile and not whole."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False
-        if local == self.grid.tile_box(extent).shape and self.is_counted:
+        if local == self.grid.tile_box(extent).shape and self.counts_own_outputs:
             return True
         raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}; leave this metric out")

@@ -13,7 +13,7 @@ from .base import Meter, Metric, MetricValue
 from .classes import scores_and_labels
 from .output_layout import OutputLayout
 
-MAX_SCORES = 1 << 24
+MAX_DISTINCT_SCORES_PER_CLASS = 1 << 24
 """Largest number of distinct scores of a class."""
 
 
@@ -52,7 +52,7 @@ class ROCAUC(Metric):
         """Return the accumulator of scores of one evaluation."""
         return _ROCMeter(self, outputs)
 
-    def scores(self, y: np.ndarray) -> np.ndarray:
+    def log_odds_or_bins(self, y: np.ndarray) -> np.ndarray:
         """Return log(p / (1 - p)) of every class in float64, or of class 1 of two; with bins, p rounded down."""
         y = y.astype("f8")
         if y.shape[-1] == 2:
@@ -74,7 +74,7 @@ class _ROCMeter(Meter):
 
     def __init__(self, metric: ROCAUC, outputs: OutputLayout) -> None:
         super().__init__(metric, outputs)
-        self.tables: list[np.ndarray] | None = None  # (3, scores) of each class: score, positives, negatives
+        self.score_tables: list[np.ndarray] | None = None  # (3, scores) of each class: score, positives, negatives
         self.is_classification = self.fits_in_memory = True
 
     def add(self, y: Any, targets: Any) -> None:
@@ -83,28 +83,28 @@ class _ROCMeter(Meter):
         if classified is None or not (self.is_classification and self.fits_in_memory):
             return
         scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in classified)
-        columns = self.metric.scores(scores).T
+        columns = self.metric.log_odds_or_bins(scores).T
         first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
         new = [_count_by_score(column, labels == first + at) for at, column in enumerate(columns)]
-        self.tables = (
-            new if self.tables is None else [_merge_tables(pair) for pair in zip(self.tables, new, strict=True)]
-        )
-        self.fits_in_memory = all(table.shape[1] <= MAX_SCORES for table in self.tables)
+        if self.score_tables is not None:
+            new = [_merge_score_tables(pair) for pair in zip(self.score_tables, new, strict=True)]
+        self.score_tables = new
+        self.fits_in_memory = all(table.shape[1] <= MAX_DISTINCT_SCORES_PER_CLASS for table in self.score_tables)
 
     def result(self) -> dict[str, MetricValue]:
         outputs = self.outputs
-        counts = outputs.is_counted and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
-        own = self.tables if counts and self.is_classification and self.fits_in_memory else None
+        counts = outputs.counts_own_outputs and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
+        own = self.score_tables if counts and self.is_classification and self.fits_in_memory else None
         gathered = outputs.grid.world.allgather((self.is_classification, self.fits_in_memory, own))
         classification, fit, tables = zip(*gathered, strict=True)
         valid = [table for table in tables if table is not None]
         if not all(classification) or (all(fit) and not valid):
             return {self.metric.name: float("nan")}
-        merged = [_merge_tables(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
-        if not merged or max(table.shape[1] for table in merged) > MAX_SCORES:
+        merged = [_merge_score_tables(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
+        if not merged or max(table.shape[1] for table in merged) > MAX_DISTINCT_SCORES_PER_CLASS:
             raise DataError(
-                f"ROCAUC: more than {MAX_SCORES:,} distinct scores, which would not fit in memory; quantise them with"
-                " bins: 65536"
+                f"ROCAUC: more than {MAX_DISTINCT_SCORES_PER_CLASS:,} distinct scores, which would not fit in memory;"
+                " quantise them with bins: 65536"
             ).on_all_ranks()
         areas = np.array([_area_under_curve(*table) for table in merged])
         if len(areas) == 1:
@@ -117,10 +117,10 @@ class _ROCMeter(Meter):
 
 
 def _count_by_score(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
-    return _merge_tables([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
+    return _merge_score_tables([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
 
 
-def _merge_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
+def _merge_score_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
     """Return one table of distinct scores, sorted."""
     scores, *counts = np.concatenate(list(tables), axis=1)
     distinct, at = np.unique(scores, return_inverse=True)

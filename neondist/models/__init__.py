@@ -12,7 +12,7 @@ from .dist import ConvnetDist, DistModel, GBDist, MLPDist
 from .distribute import distribute
 from .gb import GB
 from .mlp import MLP
-from .model import Model, require_layers
+from .model import Model, require_layer_model
 from .reconstruction import Reconstruction
 from .script import TrainingScriptAdapter
 from .stimulus import optimal_stimulus
@@ -38,5 +38,5 @@ __all__ = [
     "TrainingScriptAdapter",
     "distribute",
     "optimal_stimulus",
-    "require_layers",
+    "require_layer_model",
 ]

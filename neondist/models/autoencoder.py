@@ -12,7 +12,7 @@ from ..arrays.namespace import to_host
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..optim import FlatLayout, Optimizer
-from ..parallel import Flag, ParameterShard, are_all_finite
+from ..parallel import ControlFlag, ParameterShard, are_all_finite
 from ..plan import LayerPlan, micro_batch_ranges
 from .model import Model
 from .reconstruction import Reconstruction, ReconstructionCost
@@ -20,7 +20,7 @@ from .train_step import LayerStep
 
 
 class Autoencoder:
-    """Encoder z = W x and tied decoder Wᵀ z of a stage of a model's layers; `number` counts from 1.
+    """Encoder z = W x and tied decoder Wᵀ z of a stage of a model's layers; `stage_number` counts from 1.
 
     It is Trainable, as a model is, but trains only this layer's weights, without targets. A step exchanges three halos
     of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles are added there; and of the residual. The
@@ -33,15 +33,15 @@ class Autoencoder:
     def __init__(
         self,
         model: Model,
-        number: int,
+        stage_number: int,
         layers: range,
         cost: ReconstructionCost,
         optimizer: Optimizer,
         orthonormal: bool,
     ) -> None:
-        self.number, self.start, self.end = number, layers.start, layers.stop
+        self.stage_number, self.first_layer_index, self.end_layer_index = stage_number, layers.start, layers.stop
         self.stages: Sequence[Any] = [self]
-        index = self.start
+        index = self.first_layer_index
         self.whole_model, self.name = model, str(model.layers[index].name)
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
@@ -77,46 +77,46 @@ class Autoencoder:
 
     # Passes.
 
-    def stage_input(self, x: Any) -> Any:
+    def compute_stage_input(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
         x = self.whole_model.context.backend.as_real_array("x", x, self.dtype)
-        with self.whole_model.executor.forward_pass(x, Phase(training=False), self.start) as run:
+        with self.whole_model.executor.forward_pass(x, Phase(training=False), self.first_layer_index) as run:
             return run.output.copy()
 
     def encode(self, x: Any) -> Any:
-        """Return this rank's tile of z = W x for its tile of the stage's input; collective over the tiles."""
-        self.view = self.layer.input.get_fprop_view(x, self.phase)
-        return self.layer.filters.correlate(self.view, self._weights)
+        """Return this rank's tile of z = W x for its tile of the stage's input. Collective over the tiles."""
+        self.last_view = self.layer.input.get_fprop_view(x, self.phase)
+        return self.layer.filters.correlate(self.last_view, self._weights)
 
     def decode(self, z: Any) -> Any:
-        """Return this rank's tile of Wᵀ z, the parts of other ranks' windows added; collective over the tiles."""
-        dview = self.layer.filters.backward_input(z, self._weights, self.layer.input.view_shape[1:-1])
+        """Return this rank's tile of Wᵀ z, with contributions of other ranks' windows. Collective over the tiles."""
+        dview = self.layer.filters.correlate_adjoint(z, self._weights, self.layer.input.view_shape[1:-1])
         return self.layer.input.get_bprop_view(dview, self.phase)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
         self.phase = Phase(training, self.step)  # the schemes need it
-        x = self.stage_input(x)
+        x = self.compute_stage_input(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
-        pooled, self.pooled_view = self.pool.window_sums_of_squares_with_view(self.z, self.phase)
+        pooled, self.last_pooled_view = self.pool.window_sums_of_squares_with_view(self.z, self.phase)
         return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the cost of `y`, the result of the last fprop, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
         error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.pooled_gradient(y.pooled)
-        dz = self.pool.window_sums_of_squares_backward(self.pooled_view, dpooled, self.phase)
+        dz = self.pool.window_sums_of_squares_backward(self.last_pooled_view, dpooled, self.phase)
         dz = filters.correlate(error, weights) + dz
-        gradient = filters.weights_gradient(self.view, dz, weights)  # W as the encoder
+        gradient = filters.weights_gradient(self.last_view, dz, weights)  # W as the encoder
         gradient += filters.weights_gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
         self.layer.grads["weights"] = gradient
 
-    def cost_and_gradient(self, x: Any, scale: float = 1.0) -> float:
+    def compute_cost_and_gradient(self, x: Any, scale: float = 1.0) -> float:
         """Return this rank's share of the cost of its samples; fill the gradient of `scale` times the whole cost.
 
-        The gradient is summed over the ranks; collective.
+        The gradient is summed over the ranks. Collective.
         """
         cost, observers = 0.0, self.grid.observers
         self.layer.grads.reset()
@@ -130,7 +130,7 @@ class Autoencoder:
             cost += value
             self.bprop(y, scale)
         gradient = self.layer.grads["weights"]
-        self.parameters.reductions.allreduce(self.weights_shard.parameter.layout.group, gradient)
+        self.parameters.reductions.allreduce(self.weights_shard.parameter.layout.gradient_reduction_group, gradient)
         observers.on_value(self.layer, "gradients of the weights", gradient)
         return cost
 
@@ -146,7 +146,7 @@ class Autoencoder:
         return y, None, float(self.cost.local_sum(y))
 
     def state(self) -> dict[str, Any]:
-        """Return the whole model's state; collective."""
+        """Return the whole model's state. Collective."""
         return self.whole_model.state()
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
@@ -169,15 +169,15 @@ class PretrainingStep(LayerStep):
     trainable: Autoencoder
     loss_scaler = None
 
-    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+    def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
         """Fill the gradient of the stage's weights; the flags are sent with the cost."""
         stage, xp, flags = self.trainable, self.model.context.backend.xp, self.parameters.sync.flags
-        value = stage.cost_and_gradient(x, 1.0 / batch)
+        value = stage.compute_cost_and_gradient(x, 1.0 / batch_size)
         cost_and_flags = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
-        cost_and_flags[1 + Flag.NON_FINITE] = xp.logical_not(are_all_finite(stage.layer.grads["weights"]))
+        cost_and_flags[1 + ControlFlag.NON_FINITE] = xp.logical_not(are_all_finite(stage.layer.grads["weights"]))
         cost = to_host(stage.output.reductions.allreduce("world", cost_and_flags))
         flags.rank_counts[...] = cost[1:]
-        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.rank_counts[Flag.NON_FINITE]
+        return float(cost[0] / batch_size), bool(np.isfinite(cost[0])) and not flags.rank_counts[ControlFlag.NON_FINITE]
 
     def update_parameters(self) -> None:
         """Update the weights with the optimiser."""
@@ -206,7 +206,7 @@ class NoPooling:
         return 2 * z * dsquares
 
 
-def pretraining_elements_sent(plans: Sequence[LayerPlan], layer_index: int, pooled: bool) -> list[int]:
+def pretraining_elements_sent_per_sample(plans: Sequence[LayerPlan], layer_index: int, is_pooled: bool) -> list[int]:
     """Return the number of elements that each tile sends per sample in pretraining of a stage, with exact halos.
 
     Parameters
@@ -215,7 +215,7 @@ def pretraining_elements_sent(plans: Sequence[LayerPlan], layer_index: int, pool
         Plans of all single layers.
     layer_index : int
         Index of the stage's filters among them.
-    pooled : bool
+    is_pooled : bool
         Whether the next layer pools the squares of their outputs.
     """
     layer = plans[layer_index]
@@ -223,7 +223,7 @@ def pretraining_elements_sent(plans: Sequence[LayerPlan], layer_index: int, pool
     elements = [2 * forward + backward for forward, backward in both]
     for plan in plans[:layer_index]:  # forward passes of the previous layers
         elements = [n + sent for n, sent in zip(elements, plan.forward_elements_sent, strict=True)]
-    for plan in plans[layer_index + 1 : layer_index + 1 + pooled]:
+    for plan in plans[layer_index + 1 : layer_index + 1 + is_pooled]:
         columns = zip(elements, plan.forward_elements_sent, plan.backward_elements_sent, strict=True)
         elements = [sum(column) for column in columns]
     return elements

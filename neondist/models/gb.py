@@ -19,7 +19,7 @@ from ..parallel import TrainedSubset
 from ..plan import Plan
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..strategies import Strategy, StrategyBuilder
-from .autoencoder import Autoencoder, pretraining_elements_sent
+from .autoencoder import Autoencoder, pretraining_elements_sent_per_sample
 from .convnet import Convnet
 from .reconstruction import ReconstructionCost
 
@@ -118,14 +118,14 @@ class GB(Convnet):
         super().build(input_shape, batch_size, grid, plan)
         rest = range(self.stage_starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
-        self.head_start = next(trained, len(self.layers))
+        self.head_start_index = next(trained, len(self.layers))
         cost = ReconstructionCost(self.sparsity, self.epsilon)
         self.stages = [
             Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
-            for number, ends in enumerate(pairwise([*self.stage_starts, self.head_start]), start=1)
+            for number, ends in enumerate(pairwise([*self.stage_starts, self.head_start_index]), start=1)
         ]
-        inside = [leaf for layer in self.layers[self.head_start :] for leaf in layer.leaves]
-        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.head_start)
+        inside = [leaf for layer in self.layers[self.head_start_index :] for leaf in layer.leaves]
+        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.head_start_index)
         self.trains_head_only = False
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
@@ -134,7 +134,8 @@ class GB(Convnet):
         for index in self.stage_starts if self.num_pretrain_epochs else ():
             name = str(self.layers[index].name)
             pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
-            plan.pretraining[name] = pretraining_elements_sent(plan, [layer.name for layer in plan].index(name), pooled)
+            planned_index = [layer.name for layer in plan].index(name)
+            plan.pretraining[name] = pretraining_elements_sent_per_sample(plan, planned_index, pooled)
         return plan
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:

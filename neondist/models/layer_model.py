@@ -72,7 +72,7 @@ class LayerModel(TrainableModel):
         return {str(layer.name): layer.arrays for layer in self.leaves}
 
     @property
-    def output_layer(self) -> Any:
+    def output_error_subject(self) -> Any:
         """The last layer."""
         return self.layers[-1]
 
@@ -80,14 +80,14 @@ class LayerModel(TrainableModel):
         """Check a user's layers and border schemes in every later step of a built model; see DebugHalo."""
         self.executor, self.last_pass = guard_executor(self.executor, self.leaves, seed), None
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    def use_averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         average = self.slots.get(AVERAGE_SLOT)
         has_average = average is not None and self.step != self.steps_without_optimizer
         return self.built_parameters.replace_values_temporarily(average) if has_average else nullcontext()
 
     def wait_for_messages(self) -> None:
-        """Finish pending messages of the layers; collective."""
+        """Finish pending messages of the layers. Collective."""
         for layer in self.leaves:
             layer.wait_for_messages()
 

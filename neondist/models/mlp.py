@@ -21,6 +21,6 @@ class MLP(Model):
         plan = super().plan(input_shape, grid, batch_size)
         for index, layer in enumerate(plan):
             if layer.window is not None:
-                error = ConfigError("an MLP has no layers with windows; use Convnet")
+                error = ConfigError("an MLP cannot contain layers with windows; use Convnet")
                 raise prefix_error_with_layer(error, index, layer.layer)
         return plan

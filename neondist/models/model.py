@@ -33,11 +33,11 @@ from ..terminal.console import counted
 from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
-from .scope import class_in_scope
+from .scope import model_class_in_scope
 from .targets import are_global_targets, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import TrainableModel
-from .vector_parallel import alternate_divisions
+from .vector_parallel import alternate_output_and_input_splits
 
 
 class Model(LayerModel):
@@ -121,7 +121,7 @@ class Model(LayerModel):
     vector_parallel = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return super().__new__(class_in_scope(cls), *args, **kwargs)
+        return super().__new__(model_class_in_scope(cls), *args, **kwargs)
 
     def __init__(
         self,
@@ -156,13 +156,13 @@ class Model(LayerModel):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
         self.pending_state: dict[str, Any] | None = None
-        self._uncompared_parts = set[str]()  # not yet compared over ranks: the model, loaded weights
+        self._parts_to_compare_across_ranks = set[str]()  # of 'model' and 'weights'
         self.last_pass: ModelPass | None = None
         self._name_layers()
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNC_CLASSES_BY_NAME[sync]
+        self.accumulate, self.recompute, self._sync_class = accumulate, recompute, SYNC_CLASSES_BY_NAME[sync]
         self.strips: int | Literal["auto"] | None = None
         self.memory: int | None = None
         self.strategy: StrategyBuilder | Strategy | None = None
@@ -186,12 +186,13 @@ class Model(LayerModel):
         """
         for field, value in (("strips", strips), ("memory", memory)):
             if value is not None and self.strips_blocker:
-                raise ConfigError(f"{field}: {type(self).__name__} {self.strips_blocker}; leave out {field}")
+                reason = f"not supported by {type(self).__name__}, which {self.strips_blocker}"
+                raise ConfigError(f"{field}: {reason}; leave out {field}")
         self.accumulate = self.accumulate if accumulate is None else accumulate
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
         self.memory = self.memory if memory is None else parse_bytes("memory", memory)
-        self._sync = self._sync if sync is None else SYNC_CLASSES_BY_NAME[sync]
+        self._sync_class = self._sync_class if sync is None else SYNC_CLASSES_BY_NAME[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if isinstance(self.strategy, Strategy) and self.strategy.schemes:
             try:
@@ -203,8 +204,7 @@ class Model(LayerModel):
                 if layer.scheme is not None and layer.scheme.has_memory:
                     raise ConfigError(
                         f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
-                        f" earlier steps, which would be mixed up; leave out {field}, or use an exact scheme, such"
-                        " as halo"
+                        f" earlier steps, which {field} would mix up; leave out {field}, or use an exact scheme (halo)"
                     )
 
     @type_checked
@@ -218,7 +218,7 @@ class Model(LayerModel):
         """
         grid = grid or GridShape()
         if self.vector_parallel:
-            alternate_divisions(self.layers, tuple(input_shape))
+            alternate_output_and_input_splits(self.layers, tuple(input_shape))
         self.precision.check_parameter_dtype(self.dtype)
         for layer in self.leaves:
             rounds = declared_with(layer, "tolerates_rounded_view", "forward")
@@ -228,7 +228,7 @@ class Model(LayerModel):
         options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
         training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
-        available, fixed = self.available_bytes, bool(memory is not None or self.strips_blocker)
+        available, fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
         if available is None or fixed or plan.needed_bytes <= available:
             return plan
         training = replace(training, memory=max(1, available - PROCESS_OVERHEAD_BYTES))
@@ -253,10 +253,10 @@ class Model(LayerModel):
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
         self.input_shape = require_shape("input_shape", input_shape)
         self.batch_size = require_integer("batch_size", batch_size, 1)
-        self._check_grid(batch_size)
+        self._check_grid_and_batch_size(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
-            raise ConfigError("plan: was made for other arguments; leave it out, or pass build the arguments of plan")
+            raise ConfigError("plan: was made for another input_shape, grid or batch_size; leave it out, or plan again")
         self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
         context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
@@ -273,17 +273,17 @@ class Model(LayerModel):
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
         self.parameters = self.trained_parameters = LayerParameters(
-            self.leaves, context, self._sync, plan.parameters.shares, plan.parameters.compressors
+            self.leaves, context, self._sync_class, plan.parameters.shares, plan.parameters.compressors
         )
         self.sync = self.parameters.sync
         samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.parameters.create_slots(self.optimizer)
-        self._uncompared_parts = {"model"}
+        self._parts_to_compare_across_ranks = {"model"}
         if self.pending_state is not None:
             self.load_state(self.pending_state)
 
-    def set_cost_layout(self, fields: FieldMetadata | None) -> None:
+    def restrict_cost_to_local_cells(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns."""
         if isinstance(self.cost, Cost):
             self.cost = self.cost.restrict_to_box(self.output.extent, self.output.own, fields)
@@ -308,7 +308,7 @@ class Model(LayerModel):
         x = to_backend_images(self, x, copy=True)
         batch = self._global_batch_size(x, batch_size)
         self.input.check_tile("x", x)
-        self._compare_call("forward", {"training": training, "batch_size": batch})
+        self._compare_call_across_ranks("forward", {"training": training, "batch_size": batch})
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
         return ModelPass(self.executor, run, parameters, (self.input, self.output))
 
@@ -382,7 +382,7 @@ class Model(LayerModel):
         # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
             self.grid.record_replicated_array("the array of targets passed to train_batch", to_host(targets))
-        self._compare_call("train_batch", {"batch_size": batch})
+        self._compare_call_across_ranks("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
@@ -402,11 +402,11 @@ class Model(LayerModel):
         return self.output.scatter(dy)
 
     def gather(self, y: Any) -> Any:
-        """Return the whole output on every rank; collective."""
+        """Return the whole output on every rank. Collective."""
         return self.output.gather(y)
 
     def gather_input(self, dx: Any) -> Any:
-        """Return the whole input (or its gradient) on every rank; collective."""
+        """Return the whole input (or its gradient) on every rank. Collective."""
         return self.input.gather(dx)
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
@@ -416,9 +416,9 @@ class Model(LayerModel):
     # Saving and loading.
 
     def state(self) -> dict[str, Any]:
-        """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
+        """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid. Collective."""
         arrays = self.built_parameters.arrays()
-        self._compare_call("state", {})
+        self._compare_call_across_ranks("state", {})
         return gather_arrays(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -427,19 +427,19 @@ class Model(LayerModel):
             self.pending_state = {name: np.copy(array) for name, array in state.items()}
         else:
             self.parameters.version += 1
-            self._uncompared_parts.add("weights")
+            self._parts_to_compare_across_ranks.add("weights")
             load_arrays(self.parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
-        """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
+        """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks. Collective."""
         gradients = self.built_parameters.gradients()
-        self._compare_call("gradients", {})
+        self._compare_call_across_ranks("gradients", {})
         return gather_arrays(gradients)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
+        """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'. Collective."""
         slots = self.built_parameters.slot_arrays(self.slots)
-        self._compare_call("optimizer_state", {})
+        self._compare_call_across_ranks("optimizer_state", {})
         return gather_arrays(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -467,7 +467,7 @@ class Model(LayerModel):
         if repeated:
             raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; names must be unique")
 
-    def _check_grid(self, batch_size: int) -> None:
+    def _check_grid_and_batch_size(self, batch_size: int) -> None:
         grid, name = self.grid, type(self).__name__
         if not self.distributed and grid.size > 1:
             raise GridError(f"{name} is serial, but the grid has {grid.size} ranks; use {name}Dist or nd.distribute")
@@ -483,15 +483,15 @@ class Model(LayerModel):
                     f" use the {'distributed' if self.distributed else 'serial'} class of the layer, or nd.distribute"
                 )
 
-    def _compare_call(self, call: str, values: dict[str, Any]) -> None:
+    def _compare_call_across_ranks(self, call: str, values: dict[str, Any]) -> None:
         """Compare a call across ranks, together with a new model and loaded weights."""
-        if self._uncompared_parts and self.grid.size > 1:
-            if "weights" in self._uncompared_parts:
+        if self._parts_to_compare_across_ranks and self.grid.size > 1:
+            if "weights" in self._parts_to_compare_across_ranks:
                 values["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"
-            if "model" in self._uncompared_parts:
+            if "model" in self._parts_to_compare_across_ranks:
                 values |= {f"the {name}": value for name, value in settings_to_compare(self, self.compiled).items()}
         self.grid.check(call, values)
-        self._uncompared_parts.clear()
+        self._parts_to_compare_across_ranks.clear()
 
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas; ShapeError if x is not this rank's share of them."""
@@ -506,7 +506,7 @@ class Model(LayerModel):
         return whole
 
 
-def require_layers(model: TrainableModel, feature: str, remedy: str) -> Model:
+def require_layer_model(model: TrainableModel, feature: str, remedy: str) -> Model:
     """Return a model of neondist's layers; ConfigError for another, naming the `feature` that needs them."""
     if not isinstance(model, Model):
         raise ConfigError(f"{feature}: applies to neondist layers, which {model.display_name} does not have; {remedy}")

@@ -19,7 +19,7 @@ class ModelPass:
     ----------
     executor, run : Executor, Pass
     parameters : LayerParameters
-    ends : pair of GlobalArray
+    input_output : pair of GlobalArray
         The model's input and output.
 
     Attributes
@@ -33,16 +33,16 @@ class ModelPass:
     replaced_training_pass = False
 
     def __init__(
-        self, executor: Executor, run: Pass, parameters: LayerParameters, ends: tuple[GlobalArray, GlobalArray]
+        self, executor: Executor, run: Pass, parameters: LayerParameters, input_output: tuple[GlobalArray, GlobalArray]
     ) -> None:
-        self._executor, self._run, self._parameters, self._input_and_output = executor, run, parameters, ends
+        self._executor, self._run, self._parameters = executor, run, parameters
         self.output, self.is_training = run.output.copy(), run.phase.training
-        self._version = parameters.version
+        self._input_and_output, self._parameters_version = input_output, parameters.version
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
 
-        It may be called again with another `dy`, and after other passes; collective.
+        It may be called again with another `dy`, and after other passes. Collective.
 
         Parameters
         ----------
@@ -60,21 +60,20 @@ class ModelPass:
         """
         parameters, (images, output) = self._parameters, self._input_and_output
         if not self._executor.compiled.training.backward:
-            raise PassError("backward: the model was planned for inference, which saves no activations; build it again")
+            raise PassError("backward: the model was planned for inference, without saved activations; build it again")
         dy = output.backend.as_real_array("dy", dy, output.dtype)
-        if self._run.is_closed or self._version != parameters.version:
-            reason = "it was closed" if self._run.is_closed else "the weights have changed"
+        if self._run.is_closed or self._parameters_version != parameters.version:
+            reason = "the pass was closed" if self._run.is_closed else "the weights have changed"
             raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
         if len(dy) != self._run.samples:
             raise ShapeError(
                 f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; run fprop of"
-                " the batch"
-                " right before bprop"
+                " the batch right before bprop"
             )
         output.check_tile("dy", dy)
         images.grid.check("backward")
         parameters.reset_gradients()
-        dx = whole_input_gradient(images, self._executor.backward(self._run, dy))
+        dx = sum_overlapping_input_gradients(images, self._executor.backward(self._run, dy))
         parameters.sum_gradients()
         return dx
 
@@ -88,12 +87,12 @@ def to_backend_images(model: Any, x: Any, copy: bool = False) -> Any:
     if isinstance(x, LazyTile):
         if model.is_streamed:
             return x
-        x = x.whole()
+        x = x.read_whole()
     return model.context.backend.as_real_array("x", x, model.dtype, copy=copy)
 
 
-def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
-    """Return the gradient of this rank's tile of the input, given its share of it; collective.
+def sum_overlapping_input_gradients(images: GlobalArray, dx: Any) -> Any:
+    """Return the gradient of this rank's tile of the input, given its share of it. Collective.
 
     They differ only if tiles of the image overlap.
     """

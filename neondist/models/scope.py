@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-CLASS_IN_SCOPE: ContextVar[Callable[[type], type] | None] = ContextVar("class_in_scope", default=None)
+MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("model_class_in_scope", default=None)
 """Function from the class of a model to the class to create; set by `model_scope`."""
 
 
-def class_in_scope(cls: type) -> type:
+def model_class_in_scope(cls: type) -> type:
     """Return the class to create for a model class in the current scope."""
-    choose = CLASS_IN_SCOPE.get()
+    choose = MODEL_CLASS_SELECTOR.get()
     return cls if choose is None else choose(cls)

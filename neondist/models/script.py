@@ -12,20 +12,20 @@ from ..halo import ExchangePolicy, GlobalArray
 from ..parallel import ControlFlags, ParameterShard, SyncState
 
 
-class FlagSync:
+class ControlFlagSync:
     """The control flags of steps in which no gradients are summed."""
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid, self.flags = grid, ControlFlags()
 
     def publish_flags(self) -> None:
-        """Sum the flags of all ranks; collective."""
+        """Sum the flags of all ranks. Collective."""
         self.flags.rank_counts[:] = self.flags.own_flags
         self.grid.world.allreduce(self.flags.rank_counts)
 
 
 class TrainingScriptAdapter:
-    """Adapter of a script's own training steps to `TrainState`; this base has no arrays.
+    """Adapter of a script's own training steps to `TrainState`; this base class has no arrays.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class TrainingScriptAdapter:
         self.grid = grid
         self.seed: int | None = None
         self.step = self.steps_without_optimizer = 0
-        self.sync: Any = FlagSync(grid)
+        self.sync: Any = ControlFlagSync(grid)
 
     @property
     def whole_model(self) -> TrainingScriptAdapter:
@@ -65,8 +65,8 @@ class TrainingScriptAdapter:
     def check_checkpointable(self) -> None:
         """Raise ConfigError if the state for a checkpoint is incomplete."""
 
-    def count_step(self) -> None:
-        """Count a step, and sum the flags of all ranks; collective."""
+    def count_step_and_sum_flags(self) -> None:
+        """Count a step, and sum the flags of all ranks. Collective."""
         self.sync.publish_flags()
         self.step += 1
 
@@ -75,7 +75,7 @@ class TrainingScriptAdapter:
         return {"model": [], "optimizer": []}
 
     def settings(self) -> dict[str, Any]:
-        """Return the state of a step other than arrays, for JSON; collective."""
+        """Return the state of a step other than arrays, for JSON. Collective."""
         return {}
 
     def restore_settings(self, settings: Mapping[str, Any]) -> None:

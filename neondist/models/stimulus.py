@@ -12,7 +12,7 @@ from ..arrays.namespace import to_host
 from ..geometry import Box
 from ..halo import Phase
 from .model import Model
-from .passes import whole_input_gradient
+from .passes import sum_overlapping_input_gradients
 
 
 def optimal_stimulus(
@@ -39,18 +39,18 @@ def optimal_stimulus(
     inputs : array (units, *tile, C)
         This rank's tile of each unit's input (`model.gather_input` makes them whole, once for every replica).
     values : array (units,)
-        The units' values, the same on all ranks; collective over the tiles.
+        The units' values, the same on all ranks. Collective over the tiles.
     """
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a segment it includes cells of other ranks
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # in a segment it includes cells of other ranks
     # boxes of other ranks' units are empty; a vector is whole on every rank
     boxes = [own.intersect(_unit_box(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
-    def evaluate(x: Any, with_gradient: bool = False) -> tuple[np.ndarray, Any]:
+    def evaluate_units(x: Any, with_gradient: bool = False) -> tuple[np.ndarray, Any]:
         """Return the units' values and, optionally, their gradients."""
         values = np.zeros(len(units))
         x = model.context.backend.as_real_array("x", x, model.dtype)
@@ -64,26 +64,26 @@ def optimal_stimulus(
             dy = np.zeros_like(y)
             dy[index] = 1
             gradient = executor.backward(run, model.context.backend.as_real_array("dy", dy, model.dtype))
-            return values, to_host(whole_input_gradient(model.input, gradient))
+            return values, to_host(sum_overlapping_input_gradients(model.input, gradient))
 
-    x = _scale_to_norm(model, _initial_noise(model, len(units)), norm)
+    x = _scale_to_norm(model, _draw_initial_noise(model, len(units)), norm)
     length = np.full(len(units), 1.0)
     for _ in range(steps):
-        values, gradient = evaluate(x, with_gradient=True)
-        step = _per_sample_array(length, x) * _scale_to_norm(model, gradient, norm)
+        values, gradient = evaluate_units(x, with_gradient=True)
+        step = _broadcast_over_cells(length, x) * _scale_to_norm(model, gradient, norm)
         candidates = _scale_to_norm(model, x + step, norm)
-        new_values, _ = evaluate(candidates)
+        new_values, _ = evaluate_units(candidates)
         better = new_values > values
-        x = np.where(_per_sample_array(better, x), candidates, x)
+        x = np.where(_broadcast_over_cells(better, x), candidates, x)
         length[~better] /= 2
-    return x, evaluate(x)[0]
+    return x, evaluate_units(x)[0]
 
 
 def _unit_box(unit: Sequence[int]) -> Box:
     return Box(tuple(unit[:-1]), tuple(c + 1 for c in unit[:-1]))
 
 
-def _initial_noise(model: Model, count: int) -> Any:
+def _draw_initial_noise(model: Model, count: int) -> Any:
     """Return this rank's tile of weak noise, keyed by global index."""
     shape = (count, *model.input_shape)
     cells = rng.row_major_indices(shape, (slice(0, count), *model.input.own.slices, slice(0, shape[-1])))
@@ -95,10 +95,10 @@ def _scale_to_norm(model: Model, x: Any, norm: float) -> Any:
     own = model.input.owned_part(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
-    return x * _per_sample_array(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
+    return x * _broadcast_over_cells(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
 
 
-def _per_sample_array(values: np.ndarray, x: Any) -> Any:
-    """Return one value per sample in a shape that broadcasts with x."""
-    kind = bool if values.dtype == bool else x.dtype
-    return values.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)
+def _broadcast_over_cells(values_per_sample: np.ndarray, x: Any) -> Any:
+    """Return one value per sample, reshaped to broadcast with x."""
+    kind = bool if values_per_sample.dtype == bool else x.dtype
+    return values_per_sample.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)

@@ -15,7 +15,7 @@ from ..terminal.console import counted
 def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
     """Return a rank's part of a batch of random images and their classes, or classes of cells, for a model of layers.
 
-    Its computation does not depend on values, so that no data set has to be read.
+    The time of a step does not depend on the values, so no data set has to be read.
     """
     images, output, rng = model.input, model.output, np.random.default_rng(0)
     lo, hi = model.grid.sample_range(model.batch_size)

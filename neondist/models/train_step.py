@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..costs.mean import factors_and_denominators, local_denominators, parts_of
+from ..costs.mean import factors_and_denominators, local_weighted_denominators, parts_of
 from ..halo import Phase
 from ..parallel import are_all_finite
 from ..plan import micro_batch_ranges
@@ -19,7 +19,7 @@ from .trainable import Trainable
 
 
 class TrainStep(ABC):
-    """A step of a layer-based or PyTorch model, or of a stage of pretraining; the owner keeps the step counts.
+    """A step of a layer-based or PyTorch model, or of a stage of pretraining; `trainable` keeps the step counts.
 
     Attributes
     ----------
@@ -35,19 +35,19 @@ class TrainStep(ABC):
         """Save the state that a forward pass changes; return a function that restores it."""
 
     @abstractmethod
-    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
-        """Return the mean cost over the global batch, and whether it and all gradients are finite; collective.
+    def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
+        """Return the mean cost over the global batch, and whether it and all gradients are finite. Collective.
 
         Fills the gradients of the trained parameters.
         """
 
     @abstractmethod
-    def locate_nonfinite(self, x: Any, targets: Any, batch: int) -> str:
+    def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
         """Describe the first non-finite value; collective, and may repeat the forward pass."""
 
     @abstractmethod
     def update_parameters(self) -> None:
-        """Update the trained parameters by their gradients."""
+        """Update the trained parameters using their gradients."""
 
     @property
     def loss_scale(self) -> float:
@@ -55,18 +55,18 @@ class TrainStep(ABC):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # results are checked explicitly
-    def run(self, x: Any, targets: Any, batch: int) -> float:
+    def run(self, x: Any, targets: Any, batch_size: int) -> float:
         """Run the step and return the mean cost; NaN for a skipped step, which changes only the count of steps."""
         trainable, model = self.trainable, self.trainable.whole_model
         restore, observers = self.save_for_rollback(), trainable.grid.observers
         with observers.observe("step"):
-            loss, finite = self.compute_gradients(x, targets, batch)
+            loss, finite = self.compute_gradients(x, targets, batch_size)
             if finite:
                 with observers.observe("update"):
                     if model.remote_update is None:
                         self.update_parameters()
                     else:
-                        model.remote_update.push_and_pull(trainable.learning_rate_scale)
+                        model.remote_update.push_gradients_and_pull_values(trainable.learning_rate_scale)
         location = None
         if not finite:
             restore()
@@ -74,7 +74,7 @@ class TrainStep(ABC):
             model.nonfinite_monitor.record_skip_by_overflow(trainable.step, self.loss_scaler)
         else:
             if not finite:
-                location = self.locate_nonfinite(x, targets, batch)
+                location = self.describe_first_nonfinite(x, targets, batch_size)
                 restore()
             model.nonfinite_monitor.record_step(trainable.step, model.nonfinite, location)
             if finite and self.loss_scaler is not None:
@@ -106,24 +106,24 @@ class LayerStep(TrainStep):
 
         return restore
 
-    def locate_nonfinite(self, x: Any, targets: Any, batch: int) -> str:
+    def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
         """Compute the gradients again, checking all intermediate values."""
-        return find_first_nonfinite(self.trainable.grid, x, lambda: self.compute_gradients(x, targets, batch))
+        return find_first_nonfinite(self.trainable.grid, x, lambda: self.compute_gradients(x, targets, batch_size))
 
 
 class ModelStep(LayerStep):
     """A step of the parameters in `model.trained_parameters`."""
 
-    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+    def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
         """Run the forward and backward pass, and sum the gradients."""
         model, context = self.model, self.model.context
         x = to_backend_images(model, x)
         model.input.check_tile("x", x)
-        local = model.local_targets(targets, batch)
-        scales, graphs = self._cost_part_factors(local, batch), self._captured_graphs(x)
+        local = model.local_targets(targets, batch_size)
+        scales, graphs = self._cost_part_factors(local, batch_size), self._get_or_capture_graphs(x)
         self.parameters.reset_gradients()
         if graphs is None:
-            value = self._run_micro_batches(x, local, batch, scales)
+            value = self._run_micro_batches(x, local, batch_size, scales)
         else:
             value, dy = self._cost_and_gradient(graphs.forward(x), local, scales)
             graphs.backward(dy)
@@ -135,10 +135,10 @@ class ModelStep(LayerStep):
         model.trained_parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
         return self.parameters.fetch_loss_and_flags(loss)
 
-    def _run_micro_batches(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
+    def _run_micro_batches(self, x: Any, targets: Any, batch_size: int, scales: list[float]) -> Any:
         """Return this rank's share of the mean cost, and fill its shares of the gradients, in micro-batches."""
         model, trained = self.model, self.model.trained_parameters
-        first, value = model.context.grid.sample_range(batch)[0], 0.0
+        first, value = model.context.grid.sample_range(batch_size)[0], 0.0
         parts = micro_batch_ranges(len(x), model.accumulate)
         rounds = [parts] if model.executor.spans_batch else [[part] for part in parts]
         for batches in rounds:
@@ -159,7 +159,7 @@ class ModelStep(LayerStep):
                     run.close()
         return value
 
-    def _captured_graphs(self, x: Any) -> PassGraphs | None:
+    def _get_or_capture_graphs(self, x: Any) -> PassGraphs | None:
         """Return captured graphs of the passes for images of this shape; None if the step is not captured."""
         model, parameters = self.model, self.parameters
         executor, first = model.executor, model.trained_parameters.first_node
@@ -184,13 +184,13 @@ class ModelStep(LayerStep):
         count = model.step - model.steps_without_optimizer
         model.trained_parameters.update(optimizer, model.slots, count, model.learning_rate_scale)
 
-    def _cost_part_factors(self, targets: Any, batch: int) -> list[float]:
-        """Return the factor of each part of the summed cost; collective if it depends on targets."""
+    def _cost_part_factors(self, targets: Any, batch_size: int) -> list[float]:
+        """Return the factor of each part of the summed cost. Collective if it depends on targets."""
         cost, output = self.model.cost, self.model.output
-        weights = local_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
+        weights = local_weighted_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
         if weights:
             weights = output.sum_over_ranks(np.array(weights), replicas=True).tolist()
-        terms = factors_and_denominators(cost, weights, batch, self.model.output_shape)
+        terms = factors_and_denominators(cost, weights, batch_size, self.model.output_shape)
         return [factor / count if count else 0.0 for factor, count in terms]
 
     def _cost_and_gradient(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ class Trainable(Protocol):
         Layout of the outputs for `cost`; the shape is global, without the batch.
     steps_without_optimizer : int
         Number of steps that the optimiser does not count.
-    momentum : float or None
+    scheduled_momentum : float or None
         Momentum of the next step; None: the optimiser's own.
     num_initial_epochs : int
         Epochs after which the optimiser is reset.
@@ -102,18 +102,18 @@ class RemoteUpdate(ABC):
     strategy: Strategy
 
     @abstractmethod
-    def push_and_pull(self, scale: float) -> None:
-        """Send the gradients of a step, and receive new values; collective.
+    def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
+        """Send the gradients of a step, and receive new values. Collective.
 
         Parameters
         ----------
-        scale : float
-            Factor on the learning rate.
+        learning_rate_scale : float
+            Factor by which the learning rate is multiplied.
         """
 
     @abstractmethod
     def pull_final_values(self) -> None:
-        """Receive the final values at the end of training; collective."""
+        """Receive the final values at the end of training. Collective."""
 
 
 class TrainableModel(Registered, Trainable, ABC):
@@ -134,12 +134,12 @@ class TrainableModel(Registered, Trainable, ABC):
         Precision of the operands of products.
     loss_scaler : LossScaler or None
         Scales the loss if gradients of that precision may underflow; known after `build`.
-    available_bytes : int or None
+    available_bytes_per_rank : int or None
         Bytes available to a rank, if known. A step that needs more is streamed, unless `memory` is set.
     """
 
     memory: int | None = None
-    available_bytes: int | None = None
+    available_bytes_per_rank: int | None = None
     vector_parallel: bool | None = None
     remote_update: RemoteUpdate | None = None
     precision: ComputePrecision = FLOAT32
@@ -178,8 +178,8 @@ class TrainableModel(Registered, Trainable, ABC):
         return {}
 
     @property
-    def output_layer(self) -> Any:
-        """Subject of messages about the outputs."""
+    def output_error_subject(self) -> Any:
+        """Object that messages about the outputs name."""
         return self
 
     @abstractmethod
@@ -191,12 +191,12 @@ class TrainableModel(Registered, Trainable, ABC):
         self.precision.check_parameter_dtype(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    def use_averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         return nullcontext()
 
     def wait_for_messages(self) -> None:
-        """Finish pending messages of steps; collective."""
+        """Finish pending messages of steps. Collective."""
         return
 
     @abstractmethod
@@ -215,7 +215,7 @@ class TrainableModel(Registered, Trainable, ABC):
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
         """Return the plan for every rank of a grid, without communication; raises the errors of `build`."""
 
-    def fit_to_memory(self, plan: Any) -> Any:
+    def fit_plan_to_memory(self, plan: Any) -> Any:
         """Return the plan adapted to `memory`, if `plan` does not do so itself."""
         return plan
 
@@ -236,7 +236,7 @@ class TrainableModel(Registered, Trainable, ABC):
         sample_numbers = np.arange(lo, hi) % len(dataset.train)
         return dataset.train.images(sample_numbers, self.dtype), dataset.train.targets(sample_numbers)
 
-    def set_cost_layout(self, fields: FieldMetadata | None) -> None:
+    def restrict_cost_to_local_cells(self, fields: FieldMetadata | None) -> None:
         """Pass the cost the shape of the outputs and the cells that this rank owns; the model is built."""
 
     def per_cell_cost(self) -> Any:
@@ -263,7 +263,7 @@ class TrainableModel(Registered, Trainable, ABC):
         if input_shape is not None:
             return Summary(self.plan(input_shape, grid, batch_size).describe())
         if getattr(self, "compiled", None) is None:
-            raise ConfigError("summary: the model is not built; give the shape of an image, such as (28, 28, 1)")
+            raise ConfigError("summary: the model is not built; give the shape of its input, such as (28, 28, 1)")
         return Summary(self.compiled.describe())
 
     @property
@@ -284,7 +284,7 @@ class TrainableModel(Registered, Trainable, ABC):
         return
 
     def export(self, folder: Path) -> None:
-        """Write a trained model for other programs to the folder of its run; collective."""
+        """Write a trained model for other programs to the folder of its run. Collective."""
         return
 
     @property

@@ -10,7 +10,7 @@ from ..errors import UserError
 Shape = tuple[int, ...]
 
 
-def alternate_divisions(nodes: Sequence[Any], input_shape: Shape) -> None:
+def alternate_output_and_input_splits(nodes: Sequence[Any], input_shape: Shape) -> None:
     """Divide consecutive layers by outputs and inputs alternately, the last one by inputs.
 
     A layer that reads an image is divided by inputs: each rank has its tile.
@@ -20,16 +20,16 @@ def alternate_divisions(nodes: Sequence[Any], input_shape: Shape) -> None:
         if getattr(node, "can_split_outputs", False):
             run.append((node, shape))
         else:
-            _divide_run(run)
+            _split_consecutive_layers(run)
             run = []
         try:
             shape = node.output_shape_for(shape)
         except UserError:  # the plan reports the layer
             break
-    _divide_run(run)
+    _split_consecutive_layers(run)
 
 
-def _divide_run(run: Sequence[tuple[Any, Shape]]) -> None:
+def _split_consecutive_layers(run: Sequence[tuple[Any, Shape]]) -> None:
     """Divide consecutive layers, given with the shapes of their inputs."""
     next_by_inputs = False  # whether the following layer is divided by inputs
     for layer, shape in reversed(run):

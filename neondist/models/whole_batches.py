@@ -13,17 +13,17 @@ from ..plan import Plan
 from ..registry import DistributedMixin, dist_class
 from ..strategies import Strategy, StrategyBuilder
 from .model import Model
-from .scope import CLASS_IN_SCOPE
+from .scope import MODEL_CLASS_SELECTOR
 
 
 @contextmanager
-def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models: list[Model]) -> Iterator[None]:
-    """Distribute the serial models that this thread creates over a grid with a strategy; append them to `models`."""
-    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy, models))
+def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, created: list[Model]) -> Iterator[None]:
+    """Distribute the serial models that this thread creates over a grid with a strategy; append them to `created`."""
+    token = MODEL_CLASS_SELECTOR.set(partial(_whole_batch_class, grid, strategy, created))
     try:
         yield
     finally:
-        CLASS_IN_SCOPE.reset(token)
+        MODEL_CLASS_SELECTOR.reset(token)
 
 
 def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models: list[Model], cls: type) -> type:

@@ -6,7 +6,7 @@ compressors: sums in fewer bytes; rows: sums of sparse parameters; compressed: t
 """
 
 from .compressors import SyncState, smaller_compressed_bytes
-from .flags import FLAG_HEADER_LENGTH, ControlFlags, Flag
+from .flags import FLAG_HEADER_LENGTH, ControlFlag, ControlFlags
 from .layer_parameters import LayerParameters
 from .parameters import Parameters, gather_arrays, load_arrays
 from .rows import ROWS_COMPRESSOR, row_message_bytes
@@ -15,7 +15,22 @@ from .subset import TrainedSubset
 from .sync import SYNC_CLASSES_BY_NAME, AllReduce, Bucketed, GradientSync, are_all_finite
 
 __all__ = [
-    "FLAG_HEADER_LENGTH", "ROWS_COMPRESSOR", "SYNC_CLASSES_BY_NAME", "AllReduce", "Bucketed", "ControlFlags", "Flag",
-    "GradientSync", "LayerParameters", "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "are_all_finite",
-    "gather_arrays", "load_arrays", "row_message_bytes", "smaller_compressed_bytes",
+    "FLAG_HEADER_LENGTH",
+    "ROWS_COMPRESSOR",
+    "SYNC_CLASSES_BY_NAME",
+    "AllReduce",
+    "Bucketed",
+    "ControlFlag",
+    "ControlFlags",
+    "GradientSync",
+    "LayerParameters",
+    "ParameterShard",
+    "Parameters",
+    "SyncState",
+    "TrainedSubset",
+    "are_all_finite",
+    "gather_arrays",
+    "load_arrays",
+    "row_message_bytes",
+    "smaller_compressed_bytes",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ FLAG_HEADER_LENGTH = 16
 """Number of array elements for flags, in front of the gradients; keeps the gradients aligned."""
 
 
-class Flag(IntEnum):
+class ControlFlag(IntEnum):
     """Kinds of flags that a rank can send."""
 
     NON_FINITE = 0
@@ -37,6 +37,6 @@ class ControlFlags:
     def __init__(self) -> None:
         self.own_flags, self.rank_counts = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
 
-    def count_ranks(self, flag: Flag) -> int:
+    def count_ranks(self, flag: ControlFlag) -> int:
         """Return how many ranks raised the flag in the last step."""
         return int(self.rank_counts[flag])

@@ -17,7 +17,7 @@ from ..errors import ShapeError
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import OwnerBoxes
 from .compressed import CompressedGradients
-from .flags import FLAG_HEADER_LENGTH, Flag
+from .flags import FLAG_HEADER_LENGTH, ControlFlag
 from .owners import OwnedParts
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync, are_all_finite
@@ -144,7 +144,7 @@ class Parameters:
         sync = self.sync
         return bool(
             self.compressed.gradients.size
-            and not sync.flag_header[Flag.NON_FINITE]
+            and not sync.flag_header[ControlFlag.NON_FINITE]
             and are_all_finite(sync.world_message)
         )
 
@@ -227,7 +227,8 @@ class Parameters:
         all_finite = are_all_finite(self.grads[: self.num_world_gradients]).reshape(1)
         message = to_host(xp.concatenate([sync.flag_header, all_finite, device_loss]))
         sync.flags.rank_counts[...] = message[:FLAG_HEADER_LENGTH]
-        return float(message[-1]), bool(message[FLAG_HEADER_LENGTH]) and not sync.flags.rank_counts[Flag.NON_FINITE]
+        nonfinite_ranks = sync.flags.rank_counts[ControlFlag.NON_FINITE]
+        return float(message[-1]), bool(message[FLAG_HEADER_LENGTH]) and not nonfinite_ranks
 
     def slot_arrays(self, flat_slots: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""

@@ -38,7 +38,7 @@ class TrainedSubset:
         for gradient, shard in zip(self.split_flat(self.parameters.grads), shards, strict=True):
             if loss_scale != 1:
                 gradient /= loss_scale
-            sync.reductions.allreduce(shard.parameter.layout.group, gradient)
+            sync.reductions.allreduce(shard.parameter.layout.gradient_reduction_group, gradient)
             if shard.is_tiled or shard.full_name in self.parameters.owned_names:
                 sync.record_finiteness(are_all_finite(gradient))
         sync.publish_flags()

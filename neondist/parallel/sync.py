@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arrays.namespace import namespace
 from ..comm import ProcessGrid, Reductions, Request
-from .flags import FLAG_HEADER_LENGTH, ControlFlags, Flag
+from .flags import FLAG_HEADER_LENGTH, ControlFlag, ControlFlags
 
 FlatRange = tuple[int, int]
 """Start and stop of a parameter among the gradients."""
@@ -95,7 +95,7 @@ class GradientSync(ABC):
         """Put this rank's flags in front of the gradients."""
         xp = namespace(self.flag_header)
         self.flag_header[...] = xp.asarray(self.flags.own_flags)
-        self.flag_header[Flag.NON_FINITE] += xp.logical_not(self.own_gradients_finite)
+        self.flag_header[ControlFlag.NON_FINITE] += xp.logical_not(self.own_gradients_finite)
 
     def _record_tile_gradient_finiteness(self) -> None:
         """Record whether the gradients of this tile's own parameters, which other tiles do not have, are finite."""

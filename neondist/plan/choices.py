@@ -43,7 +43,7 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
     Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` or, from the image on,
     `overlap_tile` for a segment. Containers allow no `overlap_tile`, and segments do not leave their chain.
     """
-    chains = enumerate(chain.chains_with_shapes(input_shape))
+    chains = enumerate(chain.chains_with_input_shapes(input_shape))
     return [
         choice
         for number, links in chains
@@ -63,9 +63,8 @@ def machine_profile_for(
         Measured times, as in `MachineProfile`.
     """
     samples = max(1, part_range(batch_size, grid.replicas, 0)[1])
-    return replace(
-        machine.planner_profile(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
-    )
+    profile = machine.planner_profile(grid.tiles)
+    return replace(profile, samples_per_replica=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {}))
 
 
 def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:

@@ -187,10 +187,10 @@ def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> boo
         len(shape) > 1
         and (layer.scheme is None or layer.scheme.exact)
         and layer.receptive_window_for(shape) is not None
-        and layer.gradient_gather_for(shape, grid) is None
+        and layer.gathered_gradient_shape_and_window(shape, grid) is None
         and (window is None or not window.wraps)
         and (layer.views_receptive_window_in_strips or layer.view_window_for(shape, grid) == window)
-        and (layer.views_receptive_window_in_strips or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
+        and (layer.views_receptive_window_in_strips or layer.adds_output_halo or layer.halos_for(shape, grid) == halos)
         and (last or not any(parameter.layout.is_partitioned for parameter in layer.parameters_for(shape).values()))
     )
 

@@ -112,13 +112,15 @@ class Graph:
         """Return the step that need not reread its output, and the step after it; None if there is no such step."""
         layer, previous = self.steps[index].layer, self.steps[index - 1]
         sole_reader = self.readers[previous.output_value] == [index]
-        if layer is None or not layer.can_apply_relu_gradient or previous.layer is None or not sole_reader:
+        if layer is None or not layer.can_apply_input_relu_gradient or previous.layer is None or not sole_reader:
             return None
         host, activation = self.fused_activations.get(index - 1, index - 1), previous.layer.activation
         maker = self.steps[host].layer
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
         is_relu = activation and all(declared_with(activation, "is_relu", method) for method in ("fprop", "bprop"))
-        declared = all(declared_with(layer, "can_apply_relu_gradient", method) for method in ("forward", "backward"))
+        declared = all(
+            declared_with(layer, "can_apply_input_relu_gradient", method) for method in ("forward", "backward")
+        )
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
         return (host, index) if keeps and is_relu and declared and exact else None
 
@@ -172,7 +174,7 @@ class Graph:
         if at is None or at in self.deferred_relu_gradients:
             return False
         layer, absorbs = self.steps[at].layer, value != self.steps[at].output_value
-        return absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
+        return absorbs if layer is None else layer.must_keep_output or (absorbs and layer.saves_activated)
 
     def subgraph(self, first: int, last: int) -> Graph:
         """Return the graph of the nodes [first, last), whose input becomes value 0."""

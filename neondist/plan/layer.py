@@ -119,18 +119,18 @@ class LayerPlan:
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
         self.needs_input_gradient, self.redistributions = needs_input_gradient, redistributions
         self.window, self.scheme = layer.window_for(input_shape), layer.scheme or Halo()
-        self.reverse_halos = layer.reverse_halos
+        self.adds_output_halo = layer.adds_output_halo
         self.trained_parameters = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained_parameters.values())
         cut = {moved.direction for moved in redistributions if moved.is_reduce_scatter}
         self.reductions = [r for r in layer.reductions_for(input_shape) if r.group and r.direction not in cut]
         self._halos = layer.halos_for(input_shape, grid)
-        gathers = layer.gradient_gather_for(input_shape, grid)
+        gathers = layer.gathered_gradient_shape_and_window(input_shape, grid)
         wide = layer.views_receptive_window_in_strips and regions[1] is not None
         seen = layer.receptive_window_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
         self._view = self._planned_exchange(input_shape, seen or Window.for_pointwise(len(input_shape) - 1))
         inputs, outputs = regions
-        adds = self.reverse_halos and inputs is not None and outputs is not None
+        adds = self.adds_output_halo and inputs is not None and outputs is not None
         self._output_halo = (
             PlannedExchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
         )
@@ -176,7 +176,7 @@ class LayerPlan:
         if actual != planned:
             raise PlanError(
                 f"layer '{self.name}' ({self.class_name}): its arrays send messages of {actual} elements per sample,"
-                f" but halos_for and gradient_gather_for declare {planned}; declare every array that"
+                f" but halos_for and gathered_gradient_shape_and_window declare {planned}; declare every array that"
                 " register_array returns"
             )
 
@@ -186,13 +186,13 @@ class LayerPlan:
         if weights is None:
             return 0
         if weights.layout.is_partitioned:
-            return weights.size_on(self.grid, tile)
-        box = self.view(tile).own if self.reverse_halos else self.tile(tile)
+            return weights.elements_on(self.grid, tile)
+        box = self.view(tile).own if self.adds_output_halo else self.tile(tile)
         return box.size * prod(weights.shape)
 
     def num_parameters_on(self, tile: int) -> int:
         """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
-        return sum(p.size_on(self.grid, tile) for p in self.trained_parameters.values())
+        return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
@@ -246,17 +246,17 @@ class LayerPlan:
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
         gathered, returned = self._gather_message_sizes_of(tile), self._return_message_sizes_of(tile)
-        return (returned, gathered) if self.reverse_halos else (gathered, returned)
+        return (returned, gathered) if self.adds_output_halo else (gathered, returned)
 
     @property
     def forward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact forward pass."""
-        return self._return_message_sizes if self.reverse_halos else self._gather_message_sizes
+        return self._return_message_sizes if self.adds_output_halo else self._gather_message_sizes
 
     @property
     def backward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact backward pass."""
-        return self._gather_message_sizes if self.reverse_halos else self._return_message_sizes
+        return self._gather_message_sizes if self.adds_output_halo else self._return_message_sizes
 
     @property
     def forward_elements_sent(self) -> list[int]:
@@ -285,7 +285,7 @@ class LayerPlan:
             Number of forward passes.
         """
         gathered, returned = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
-        needed = gradient or self.reverse_halos  # a transposed convolution's weights need its neighbours' gradients
+        needed = gradient or self.adds_output_halo  # weights of a transposed convolution need neighbours' gradients
         backward = self.scheme.mean_bytes(returned, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(gathered, itemsize, "forward") + backward
 
@@ -327,7 +327,7 @@ class LayerPlan:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
     def _planned_exchange(self, shape: Shape, window: Window) -> PlannedExchange:
-        outputs = None if self.reverse_halos else self.regions[1]  # a reverse halo sees its own tile only
+        outputs = None if self.adds_output_halo else self.regions[1]  # a reverse halo sees its own tile only
         return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 

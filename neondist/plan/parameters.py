@@ -100,7 +100,7 @@ class ParameterPlan:
 
     def num_parameters_on(self, rank: int) -> int:
         """Return the number of parameter elements on a rank: all, or those of its tile."""
-        return sum(item.size_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
+        return sum(item.elements_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
     def reduction_bytes(self, rank: int, norms: int = 0) -> int:
         """Return the bytes that a rank contributes to reductions in a training step, including control flags.
@@ -112,10 +112,10 @@ class ParameterPlan:
         """
         tile = rank % self.grid.tiles
         shared, own = (
-            sum(item.size_on(self.grid, tile) for item in self.parameters.values() if self.is_tiled(item) is tiled)
+            sum(item.elements_on(self.grid, tile) for item in self.parameters.values() if self.is_tiled(item) is tiled)
             for tiled in (False, True)
         )
-        shared -= sum(self.untiled[name].size_on(self.grid, tile) for name in self.compressors)
+        shared -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
         packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
         summed = (FLAG_HEADER_LENGTH + shared - self.owned_elements) * (self.grid.size > 1) + own * (
             self.grid.replicas > 1

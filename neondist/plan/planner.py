@@ -77,7 +77,7 @@ def overhead_seconds(
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-            needs_return = backward or first.reverse_halos
+            needs_return = backward or first.adds_output_halo
             seconds[0] += profile.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
     return seconds
 
@@ -85,7 +85,7 @@ def overhead_seconds(
 def gradient_gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
     layer, shape, _ = placed
-    gathers = layer.supported_gradient_gather(shape)
+    gathers = layer.gradient_shape_and_window_if_gathered(shape)
     if gathers is None:
         return inf
     tile, window = _central_tile(grid, len(shape) - 1), layer.window_for(shape)
@@ -109,9 +109,9 @@ def _redundant_computation_seconds(profile: MachineProfile, placed: PlacedLayer,
         return 0.0
     extra = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size
     cell_seconds = profile.cell_seconds.get(
-        str(layer.name), TRAINING_COST_FACTOR * forward_operations_per_cell(layer, shape) / profile.speed
+        str(layer.name), TRAINING_COST_FACTOR * forward_operations_per_cell(layer, shape) / profile.flops_per_second
     )
-    return extra * cell_seconds * profile.samples
+    return extra * cell_seconds * profile.samples_per_replica
 
 
 def forward_operations_per_cell(layer: Layer, input_shape: Shape) -> float:

@@ -156,7 +156,7 @@ def grid_text(grid: GridShape) -> str:
 
 
 def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
-    schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse_halos else "-" for p in plans]
+    schemes = [scheme_text(p.scheme) if p.window is not None or p.adds_output_halo else "-" for p in plans]
     plain = all(text in ("halo", "-") for text in schemes)
     seen = [[p.view(tile).need for tile in p.representative_tiles] for p in plans]
     views = [

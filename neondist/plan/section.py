@@ -165,9 +165,9 @@ class Segment:
         Rows of the output per strip, along the first axis.
     """
 
-    saves_input, saves_output, keeps_output, output_may_stay_sharded, layout = True, True, False, False, None
+    saves_input, saves_output, must_keep_output, output_may_stay_sharded, layout = True, True, False, False, None
     splits_outputs = False
-    is_activation_only = can_apply_relu_gradient = in_place = can_restore_output = False
+    is_activation_only = can_apply_input_relu_gradient = in_place = can_restore_output = False
     saves_activated, activation, saved_bytes_and_elements = True, None, None
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
@@ -284,8 +284,8 @@ def _is_stripable(plan: LayerPlan) -> bool:
         and not layer.recompute_blocker
         and not layer.reductions_for(shape)
         and not layer.state_for(shape)
-        and not plan.reverse_halos
-        and layer.gradient_gather_for(shape, plan.grid) is None
+        and not plan.adds_output_halo
+        and layer.gathered_gradient_shape_and_window(shape, plan.grid) is None
         and layer.view_window_for(shape, plan.grid) == plan.window
         and layer.halos_for(shape, plan.grid) == halos
         and not any(parameter.layout.is_partitioned for parameter in plan.trained_parameters.values())

@@ -40,7 +40,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
         A layer cannot be in the segment that its scheme requests; `subject` is the layer.
     """
     regions: LayerRegions = {}
-    for number, links in enumerate(chain.chains_with_shapes(graph.shapes[0])):
+    for number, links in enumerate(chain.chains_with_input_shapes(graph.shapes[0])):
         for segment in _chain_segments(links, grid, samples, first=number == 0):
             regions |= regions_of(segment, grid)
     for step in graph.steps:

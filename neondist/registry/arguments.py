@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from ..errors import ConfigError
 from .fields import constructor_fields, resolve_type_hints
 from .names import classes_by_name, subclasses, suggest
-from .words import cache_by_hint, describe_hint, ranges_in_hint, registered_classes_in_hint, union_members
+from .type_hints import cache_by_hint, describe_hint, ranges_in_hint, registered_classes_in_hint, union_members
 
 Predicate = Callable[[Any], bool]
 _NUMBER_TYPES: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .words import union_members
+from .type_hints import union_members
 
 
 @dataclass(frozen=True)

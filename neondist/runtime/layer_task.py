@@ -43,7 +43,7 @@ class LayerTask(Task):
         #: whether partial results are computed again although the result is known, for what the layer saves
         methods = {"forward": "reduce", "backward": "reduce_backward"}
         self._repeats_partial_result = {
-            direction: declared_with(layer, "reduce_saves_state", methods[direction]) is not False
+            direction: declared_with(layer, "reduce_needed_in_recomputation", methods[direction]) is not False
             for direction in self.reductions
         }
         self.observers = layer.context.grid.observers
@@ -86,27 +86,27 @@ class LayerTask(Task):
         if activation_step is not None and activation_step.layer is not None:
             ctx.activation = activation_step.layer.activation
         run.contexts[self.index], ctx.state_already_updated = ctx, self.index < run.first_new_step
-        ctx.applies_relu_gradient = self.applies_relu_gradient
-        ctx.relu_gradient_deferred = self.is_relu_gradient_deferred(run)
+        ctx.applies_input_relu_gradient = self.applies_input_relu_gradient
+        ctx.relu_gradient_left_to_next_layer = self.is_relu_gradient_deferred(run)
         exchanges, buffer = self.has_window and x is not None, space.view
         view = self.exchange_halo("forward", ctx, buffer(self.index, samples), x) if exchanges else x
         space.save_border(self.index, samples)
         restores = self.index in space.plan.rebuilt_view_ranges
-        ctx.rebuilt_view = view if restores or (run.keeps_states and layer.saves_input) else None
+        ctx.view_to_rebuild = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
     def saved_state(self, run: SectionPass) -> tuple[dict[str, Any], bool]:
         """Return the arrays that the layer has saved, and whether it has applied its activation."""
         ctx = run.contexts[self.index]
         assert ctx is not None
-        return ctx.saved_arrays(run.workspace.arena.blocks.owns), ctx.activated
+        return ctx.saved_arrays_without_view(run.workspace.arena.blocks.owns), ctx.activated
 
     def restore_saved_state(self, run: SectionPass, inputs: Sequence[Any], saved: tuple[dict[str, Any], bool]) -> None:
         """Rebuild the view, if needed, and a ctx with the saved arrays."""
         (x,) = inputs
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         arrays, ctx.activated = saved
-        ctx.restore_saved(view, arrays)
+        ctx.restore_saved_arrays(view, arrays)
         ctx.reduced = None if run.reduced_forward is None else run.reduced_forward[self.index]
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
@@ -114,31 +114,31 @@ class LayerTask(Task):
         layer = self.layer
         y = self.call_forward(ctx, view)
         if layer.scattered_output_array is not None:
-            y = layer.finish_scattered_output(ctx, ctx.scatter_add(layer.scattered_output_array, y))
+            y = layer.output_from_summed_contributions(ctx, ctx.scatter_add(layer.scattered_output_array, y))
         return self._place_output(ctx, view, y)
 
     def _place_output(self, ctx: StepContext, view: Any, y: Any) -> Any:
         """Return the activated outputs in memory that stays reserved until they are read."""
         layer = self.layer
         if y is not ctx.accessed_out and ctx.accessed_out is not None:
-            ctx.copy_saved_sharing(ctx.accessed_out)  # a parent's method may have saved this array
+            ctx.copy_saved_arrays_sharing_memory(ctx.accessed_out)  # a parent's method may have saved this array
         if ctx.activation is not None and not ctx.activated:
             if y is ctx.accessed_out:
-                ctx.copy_saved_sharing(y)
+                ctx.copy_saved_arrays_sharing_memory(y)
             else:
                 y = self._copy_to_out(ctx, y)
-            ctx.output = y = ctx.activation.fprop(y)
+            ctx.activation_output = y = ctx.activation.fprop(y)
         elif y is not ctx.accessed_out and view is not None and layer.kernels.xp.may_share_memory(y, view):
             y = self._copy_to_out(ctx, y)
         if view is not None and not layer.saves_input:  # a strip without a view needs sums only
-            ctx.copy_saved_sharing(view)
-        elif ctx.rebuilt_view is not None:
-            ctx.copy_saved_sharing(view, unless=view)
-        keeps = layer.keeps_output or (ctx.activation is not None and layer.saves_activated)
-        if self.relu_gradient_step is not None and not ctx.relu_gradient_deferred:
-            ctx.output = None if ctx.output is None else y.copy()
+            ctx.copy_saved_arrays_sharing_memory(view)
+        elif ctx.view_to_rebuild is not None:
+            ctx.copy_saved_arrays_sharing_memory(view, unless=view)
+        keeps = layer.must_keep_output or (ctx.activation is not None and layer.saves_activated)
+        if self.relu_gradient_step is not None and not ctx.relu_gradient_left_to_next_layer:
+            ctx.activation_output = None if ctx.activation_output is None else y.copy()
         if self.relu_gradient_step is not None or not keeps:
-            ctx.copy_saved_sharing(y)
+            ctx.copy_saved_arrays_sharing_memory(y)
         return y
 
     def _backward(self, passes: Passes, dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
@@ -155,8 +155,8 @@ class LayerTask(Task):
             producer = run.contexts[self.recomputing_step]
             assert producer is not None
             ctx.replace_saved_view(space.rebuild_view(self.index, self.inputs[0], run.samples, producer.restore_output))
-        if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_deferred):
-            dy = ctx.activation.bprop(ctx.output, dy)
+        if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
+            dy = ctx.activation.bprop(ctx.activation_output, dy)
         ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.index < run.accumulated_from_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape

@@ -29,7 +29,7 @@ class StripExecutor:
         Memory of a strip.
     """
 
-    saves_input, keeps_output, activation, splits_outputs = True, False, None, False
+    saves_input, must_keep_output, activation, splits_outputs = True, False, None, False
     gathered_gradient_array, scattered_output_array = None, None
     regions = (None, None)
 
@@ -37,13 +37,13 @@ class StripExecutor:
         first, last = segment.plans[0].layer, segment.plans[-1].layer
         self.leaves, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
         self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
-        self.tile, self.output_shape = last.tile, last.output_shape
+        self.output_tile, self.output_shape = last.output_tile, last.output_shape
         self.params: dict[str, Any] = {}
         self.grads, self.state = self.params, self.params
         self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
         for at, planned in segment.strips(context.grid.tile):
             seen = planned.placed[id(first)].view(at).need.relative_to(self.input.need)
-            cells = planned.placed[id(last)].tile(at).relative_to(self.tile)
+            cells = planned.placed[id(last)].tile(at).relative_to(self.output_tile)
             index = (slice(None), *seen.slices), (slice(None), *cells.slices)
             self.strips.append((index, section_on_part(planned, context, at, blocks)))
 
@@ -115,7 +115,7 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
         )
         clone.scattered_output_array.swaps_directions = True
         clone.scattered_output_array.set_halo_plan(placed.output_halo_plan(strip))
-    clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
+    clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.output_tile.shape, clone.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():
         if parameter.layout.is_partitioned:

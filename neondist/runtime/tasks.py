@@ -30,7 +30,7 @@ class Task(ABC):
         #: step of the activation fused into this one
         self.activation_step = graph.steps[index + 1] if graph.fused_activations.get(index + 1) == index else None
         #: step that differentiates this one's activation; and whether this one does so for another
-        self.relu_gradient_step, self.applies_relu_gradient = (
+        self.relu_gradient_step, self.applies_input_relu_gradient = (
             graph.deferred_relu_gradients.get(index),
             index in graph.deferred_relu_gradients.values(),
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from ..cluster import TaskSpecDef
 from ..errors import LaunchError
-from ..system.signals import INTERRUPTED_EXIT_CODE, Signals
+from ..system.signals import INTERRUPTED_EXIT_CODE, SignalRecorder
 from ..terminal.console import say
 from .message import Message
 from .server import MAX_WAIT_SECONDS, ParameterServer, create_parameter_server
@@ -41,7 +41,7 @@ class JobService(Service):
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
         start = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
-        return {**start, "stop": self.request_stop, "end": self.end_job}
+        return {**start, "stop": self.request_stop, "end": self.end_job_of_all_ranks}
 
     def record_heartbeat(self, request: Message) -> Message:
         """Record a heartbeat of a worker; return whether the master requests all workers to stop."""
@@ -71,7 +71,7 @@ class JobService(Service):
             self._stopping = True
             return Message()
 
-    def end_job(self, request: Message) -> Message:
+    def end_job_of_all_ranks(self, request: Message) -> Message:
         """End the server."""
         self.stop_waiting_for_end()
         return Message()
@@ -127,7 +127,7 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     """
     server = ParameterServer()
     job = JobService(lambda worker: server.remove_worker(Message({"worker": worker})))
-    signals = Signals().install_handlers()
+    signals = SignalRecorder().install_handlers()
     try:
         with create_parameter_server(task, environ, services=[server, job]) as host:
             say(f"PServer at {host.address}")

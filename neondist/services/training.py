@@ -149,13 +149,13 @@ class ServerUpdate(RemoteUpdate):
                     master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, rule))
         self._pull_values()
 
-    def push_and_pull(self, scale: float) -> None:
+    def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
         """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
         gradients, master = self._gather_parameters(self._parameters.grads), self._master_client
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 samples, minibatch = (1, None) if master is None else (master.samples, master.minibatch)
-                refused = self._client.push(gradients, samples, minibatch, scale).stale
+                refused = self._client.push(gradients, samples, minibatch, learning_rate_scale).stale
                 if refused and master is None:
                     raise ServiceError("a parameter server has lost its values; start the command again")
                 if master is not None:

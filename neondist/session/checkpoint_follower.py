@@ -1,4 +1,4 @@
-"""Continuous evaluation: each checkpoint of a job once, in the order of their steps, until the job is complete."""
+"""Continuous evaluation of all checkpoints of a job, once each and in order of steps, until it is complete."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
 from ..train import FitExperiment, Hook, Record, TrainState
-from ..train.callbacks.checkpoint import RunProgress, read_progress
+from ..train.callbacks.checkpoint import RunProgress, read_run_progress
 from ..train.callbacks.loggers import MetricLogger
-from ..train.callbacks.metrics_log import MetricsLog, json_line
-from ..train.checkpoint_evaluation import open_for_evaluation
-from ..train.html_report import read_records
-from ..train.loop import evaluate_splits
-from ..train.weights import load_inference_weights
+from ..train.callbacks.metrics_log import MetricsLog, record_json_line
+from ..train.checkpoint_evaluation import open_model_and_dataset
+from ..train.html_report import read_epoch_records
+from ..train.inference_weights import load_inference_weights
+from ..train.loop import evaluate_validation_and_test
 
 EVALUATION_FOLDER = "evaluation"
-"""Below the folder of the checkpoints."""
+"""Name of the folder of the results, in the folder of the checkpoints."""
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -47,7 +47,7 @@ class PendingCheckpoint:
 
 
 class CheckpointFollower:
-    """Iterates over the checkpoints of a job as they appear; collective.
+    """Iterates over the checkpoints of a job as they appear. Collective.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class CheckpointFollower:
     max_time : float, optional
         Time limit in seconds, from now.
     clock, sleep : callable
-        Replacements of time.monotonic and time.sleep, for tests.
+        Replacements for time.monotonic and time.sleep, for tests.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class CheckpointFollower:
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
     def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:
-        """Call `action` on a checkpoint of `wait_for_next`; False if it was evaluated before or no longer exists.
+        """Call `action` on a checkpoint from `wait_for_next`; return False if it was evaluated before or is gone.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class CheckpointFollower:
         self._seen_files.add(checkpoint.file_identity)
         try:
             with open_checkpoint(checkpoint.path, self.world) as file:
-                progress = read_progress(file)
+                progress = read_run_progress(file)
                 if progress.step <= self.last_step:
                     return False
                 action(file, progress)
@@ -149,7 +149,7 @@ class EvaluationRecorder:
     Parameters
     ----------
     run : TrainState
-        Its history becomes one record for each checkpoint.
+        Its history receives one record per checkpoint.
     folder : path
         Folder of metrics.jsonl, whose existing records are kept.
     hooks : sequence of Hook
@@ -166,7 +166,7 @@ class EvaluationRecorder:
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
-                existing_records = read_records(folder / METRICS_FILE, continued=True)
+                existing_records = read_epoch_records(folder / METRICS_FILE, tolerate_incomplete_end=True)
         run.history = world.bcast(existing_records)
 
     @property
@@ -175,12 +175,12 @@ class EvaluationRecorder:
         return max((record.get("step", -1) for record in self.run.history), default=-1)
 
     def call_before_run_hooks(self) -> None:
-        """Call `before_run` of the hooks; collective."""
+        """Call `before_run` of the hooks. Collective."""
         for hook in self.hooks:
             hook.before_run(self.run)
 
     def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> Record:
-        """Pass the results of a checkpoint to the hooks; collective."""
+        """Pass the results of a checkpoint to the hooks. Collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.samples_seen
         run.history.append(Record(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
@@ -206,7 +206,7 @@ def follow_checkpoints(
     every: float = 30.0,
     max_time: float | None = None,
 ) -> list[Record]:
-    """Evaluate each checkpoint of a job once, in order, until the job is complete; collective.
+    """Evaluate each checkpoint of a job once, in order, until the job is complete. Collective.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def follow_checkpoints(
     Returns
     -------
     list of Record
-        One for each checkpoint: epoch, step, losses and metrics of the validation and the test split, seconds.
+        One record per checkpoint: epoch, step, losses and metrics of the validation and the test split, seconds.
 
     Raises
     ------
@@ -236,7 +236,7 @@ def follow_checkpoints(
     """
     folder = Path(folder)
     target = folder / EVALUATION_FOLDER if output is None else Path(output)
-    with open_for_evaluation(experiment, grid) as (model, dataset):
+    with open_model_and_dataset(experiment, grid) as (model, dataset):
         world = model.grid.world
         state = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
         evaluation = EvaluationRecorder(state, target, experiment.loggers)
@@ -247,10 +247,10 @@ def follow_checkpoints(
             begun = time.perf_counter()
             load_inference_weights(file, model)
             record = evaluation.add_result(
-                progress, evaluate_splits(state, experiment.metrics), time.perf_counter() - begun
+                progress, evaluate_validation_and_test(state, experiment.metrics), time.perf_counter() - begun
             )
             if world.rank == 0:
-                emit(json_line(record).rstrip())
+                emit(record_json_line(record).rstrip())
 
         evaluation.call_before_run_hooks()
         try:

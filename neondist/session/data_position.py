@@ -11,7 +11,7 @@ import numpy as np
 from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
-from ..train.loop import apply_schedule, close_epoch, selection_losses
+from ..train.loop import record_epoch_and_reset_totals, selection_losses, set_scheduled_rate_and_momentum
 from ..train.state import Record
 from .state import SessionState
 
@@ -70,7 +70,7 @@ class DataPosition:
         with closing(split.batches((part for _, part in parts), state.model.dtype, lazy)) as read:
             for (size, _), (x, targets) in zip(parts, read, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
-                    apply_schedule(state, losses)
+                    set_scheduled_rate_and_momentum(state, losses)
                 self.current_batch_size = self.uncounted_samples = size
                 yield x, targets
                 if state.stop is not None:
@@ -86,6 +86,6 @@ class DataPosition:
         """Whether all samples of the epoch have been used."""
         return self.state.samples_seen >= self.state.epoch_size
 
-    def close_epoch(self) -> None:
-        """Complete the epoch; collective."""
-        close_epoch(self.state, Record())
+    def record_epoch_and_reset_totals(self) -> None:
+        """Complete the epoch. Collective."""
+        record_epoch_and_reset_totals(self.state, Record())

@@ -23,7 +23,7 @@ from .training import KEPT_CHECKPOINTS, TrainingRole
 
 
 class DistributedSession:
-    """Context of a training loop with checkpoints, hooks and resumption; collective.
+    """Context of a training loop with checkpoints, hooks and resumption. Collective.
 
     On entry the newest checkpoint in `checkpoint_dir`, if any, is restored on every rank: weights, the optimiser's
     arrays and settings, states of schedulers, the step, the position in the data set of `batches`, and PyTorch's random
@@ -170,7 +170,7 @@ class DistributedSession:
     def should_stop(self) -> bool:
         """Whether the loop should end; the same on every rank.
 
-        In an evaluator: waits for the next checkpoint and loads it; collective.
+        In an evaluator: waits for the next checkpoint and loads it. Collective.
         """
         self._require_open()
         return self._role.should_stop()
@@ -183,7 +183,7 @@ class DistributedSession:
         self.state.request_stop(reason)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one training step and return `function(*args, **kwargs)`; collective.
+        """Run one training step and return `function(*args, **kwargs)`. Collective.
 
         Calls the hooks, and shares stop requests between ranks. A step that fails on a rank ends the session there
         without writing a checkpoint.

@@ -14,8 +14,8 @@ from ..terminal.console import emit
 from ..train import Hook
 from ..train.callbacks.checkpoint import RunProgress
 from ..train.callbacks.hook import open_hooks
-from ..train.callbacks.metrics_log import json_line
-from ..train.weights import load_inference_weights
+from ..train.callbacks.metrics_log import record_json_line
+from ..train.inference_weights import load_inference_weights
 from .checkpoint_follower import EVALUATION_FOLDER, CheckpointFollower, EvaluationRecorder
 from .hooks import StopAtTimeHook
 from .state import SessionState
@@ -36,7 +36,7 @@ class EvaluatorRole:
 
     def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], interval: float = 1.0) -> None:
         if folder is None:
-            raise ConfigError("checkpoint_dir: an evaluator needs the folder of the job's checkpoints")
+            raise ConfigError("checkpoint_dir: missing; give an evaluator the folder of the job's checkpoints")
         self.state, self.hooks = state, list(hooks)
         self.evaluation = EvaluationRecorder(state, folder / EVALUATION_FOLDER, self.hooks)
         limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
@@ -46,14 +46,14 @@ class EvaluatorRole:
         self._stack = ExitStack()
 
     def enter(self) -> None:
-        """Call the hooks; collective."""
+        """Call the hooks. Collective."""
         with ExitStack() as stack:
             stack.enter_context(open_hooks(self.hooks))
             self.evaluation.call_before_run_hooks()
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
-        """Wait for the next checkpoint and load it; True if the job is complete and none is left; collective."""
+        """Wait for the next checkpoint and load it; return True if the job is complete and none is left. Collective."""
         while self.state.stop is None and self.loaded_position is None:
             checkpoint = self.follower.wait_for_next()
             if checkpoint is None:
@@ -66,7 +66,7 @@ class EvaluatorRole:
         self.state.model.step, self.loaded_position = progress.step, progress
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the weights of the next checkpoint, and write its result; collective.
+        """Call the function with the weights of the next checkpoint, and write its result. Collective.
 
         Parameters
         ----------
@@ -84,7 +84,7 @@ class EvaluatorRole:
         record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - begun)
         self.loaded_position = None
         if self.state.first_rank:
-            emit(json_line(record).rstrip())
+            emit(record_json_line(record).rstrip())
         for hook in self.hooks:
             hook.after_step(self.state)
         self.state.share_stop_requests()

@@ -58,7 +58,7 @@ class StopAtTimeHook(Hook):
         self.start_time = self.clock()
 
     def after_step(self, run: TrainState) -> None:
-        """Stop if a rank requested it; request a stop if the time is over."""
+        """Stop if a rank requested it; request a stop if the time limit is exceeded."""
         run.receive_stop_requests()
         if run.stop is None and self.clock() - self.start_time >= self.seconds:
             run.request_stop(f"{self.seconds:g} s are over")
@@ -84,7 +84,7 @@ class LoadCheckpoint(Hook):
         self.path = Path(path)
 
     def before_run(self, run: TrainState) -> None:
-        """Load the weights; collective."""
+        """Load the weights. Collective."""
         if run.step == 0 and run.epoch == 0:
             with open_checkpoint(self.path, run.grid.world) as file:
                 taken = load_weights(file, run.model.checkpoint_arrays()["model"])

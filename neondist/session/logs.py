@@ -12,8 +12,8 @@ from ..io.files import append_text, write_text
 from ..terminal.console import say
 from ..train import Hook, Record, TrainState
 from ..train.callbacks.loggers import MetricLogger
-from ..train.callbacks.metrics_log import json_line
-from ..train.html_report import read_records
+from ..train.callbacks.metrics_log import record_json_line
+from ..train.html_report import read_epoch_records
 
 SUMMARIES_FILE = "summaries.jsonl"
 
@@ -25,11 +25,11 @@ class StepLog(Hook):
         self.every_steps, self.last_step, self.last_time = every_steps, 0, 0.0
 
     def before_run(self, run: TrainState) -> None:
-        """Start counting."""
+        """Start counting steps and time."""
         self.last_step, self.last_time = run.step, time.perf_counter()
 
     def after_step(self, run: TrainState) -> None:
-        """Print if due."""
+        """Print the line if it is due."""
         if run.first_rank and run.step - self.last_step >= self.every_steps:
             now = time.perf_counter()
             speed = (run.step - self.last_step) / max(now - self.last_time, 1e-9)
@@ -46,9 +46,9 @@ class SummaryLog(Hook):
     folder : path, optional
         Folder of the session.
     every_steps, every_seconds : optional
-        Interval between summaries; whichever elapses first.
+        Intervals between summaries; the first to elapse applies.
     loggers : sequence of MetricLogger
-        Loggers with steps on their axis.
+        Loggers that plot by step.
     """
 
     def __init__(
@@ -69,12 +69,16 @@ class SummaryLog(Hook):
         """Keep the summaries up to the step from which the session resumes."""
         with all_or_none(run.grid.world):
             if run.first_rank and self.path is not None:
-                kept = [old for old in read_records(self.path, continued=True) if old.get("step", 0) <= run.step]
-                write_text(self.path, "".join(map(json_line, kept)))
+                kept = [
+                    old
+                    for old in read_epoch_records(self.path, tolerate_incomplete_end=True)
+                    if old.get("step", 0) <= run.step
+                ]
+                write_text(self.path, "".join(map(record_json_line, kept)))
         self._start_interval(run.step)
 
     def after_step(self, run: TrainState) -> None:
-        """Write a summary if due."""
+        """Write a summary if one is due."""
         if not run.first_rank:
             return
         if math.isfinite(run.loss):
@@ -87,7 +91,7 @@ class SummaryLog(Hook):
                 epoch=run.epoch, step=run.step, train_loss=loss, steps_per_second=steps / max(seconds, 1e-9)
             )
             if self.path is not None:
-                append_text(self.path, json_line(record))
+                append_text(self.path, record_json_line(record))
             for logger in self.loggers:
                 logger.write_record(record)
             self._start_interval(run.step)

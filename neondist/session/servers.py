@@ -24,7 +24,7 @@ HEARTBEAT_SECONDS = 2.0
 
 
 class JobServersClient:
-    """Client of a job's parameter servers; methods are collective over this worker's ranks, the first one calls.
+    """Client of a job's parameter servers. Methods are collective over this worker's ranks; the first one communicates.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ class JobServersClient:
         model, world = state.model, state.grid.world
         if not isinstance(model, TrainableModel):
             raise ConfigError(
-                "model: expected a model of layers or a TorchModel, which parameter servers can update; or leave ps out"
-                " of the cluster"
+                "model: expected a model of layers or a TorchModel, which parameter servers can update; give one, or"
+                " leave ps out of the cluster"
             )
         if model.strategy is not None and not model.strategy.needs_servers:
             raise ConfigError(
@@ -91,7 +91,7 @@ class JobServersClient:
         self.synchronise_step()
 
     def synchronise_step(self) -> None:
-        """Set the step to the number of updates by all workers; request a stop if the master has."""
+        """Set the step to the number of updates by all workers; request a stop if the master has requested one."""
         assert self._remote is not None
         model = self._state.model
         model.step = self._first_step + self._remote.version

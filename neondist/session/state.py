@@ -74,13 +74,13 @@ class SessionState(TrainState):
         """Set the data set and its number of samples; DataError if an epoch cannot be resumed with that number."""
         if self.samples_seen and self._samples != samples:
             previous, self._samples = self._samples, samples
-            super().check_epoch_samples(previous)
+            super().require_epoch_size(previous)
         self.dataset, self._samples = dataset, samples
 
-    def check_epoch_samples(self, samples: int) -> None:
+    def require_epoch_size(self, samples: int) -> None:
         """Record the number of samples of an epoch; DataError if the data set, if any, has a different number."""
         if self.has_data:
-            super().check_epoch_samples(samples)
+            super().require_epoch_size(samples)
         self._samples = samples
 
     def request_stop(self, reason: str) -> None:
@@ -91,7 +91,7 @@ class SessionState(TrainState):
         """Do nothing: `share_stop_requests` shares the requests."""
 
     def share_stop_requests(self) -> None:
-        """Stop on all ranks if a rank or its hooks have requested it; collective."""
+        """Stop on all ranks if a rank or its hooks have requested it. Collective."""
         stop = Stop(self.stop_reason, exit_code=0) if self.stop_reason and self.stop is None else self.stop
         consistent = self.grid.check("DistributedSession.run", {"step": self.step}, versions=(int(stop is not None),))
         if stop is not None or not consistent:
@@ -100,7 +100,7 @@ class SessionState(TrainState):
         self.stop_reason = ""
 
     def checkpoint_texts(self) -> dict[str, str]:
-        """Return the model's settings and the states of further objects as text; collective."""
+        """Return the model's settings and the states of further objects as text. Collective."""
         if isinstance(self.model, TrainingScriptAdapter):
             settings = self.model.settings()
         else:
@@ -111,7 +111,7 @@ class SessionState(TrainState):
         texts = {SESSION_ENTRY_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
         return texts | (super().checkpoint_texts() if self.has_data else {})
 
-    def restore_texts(self, texts: Mapping[str, str]) -> None:
+    def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the result of `checkpoint_texts`, if present; checkpoints of experiments have none."""
         if SESSION_ENTRY_NAME not in texts:
             return

@@ -17,11 +17,11 @@ from ..data import Dataset
 from ..io.output import CHECKPOINT, COMPLETE, lock_folder
 from ..models import TrainingScriptAdapter
 from ..system.heartbeat import connection_descriptor, send_to_supervisor
-from ..system.signals import STOPPED_EXIT_CODE, Signals, find_active_signals
+from ..system.signals import STOPPED_EXIT_CODE, SignalRecorder, find_active_signal_recorder
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
-from ..train.callbacks.completion import CompletionMarker
+from ..train.callbacks.completion_marker import CompletionMarker
 from ..train.callbacks.hook import open_hooks
 from ..train.callbacks.loggers import MetricLogger
 from .data_position import DataPosition
@@ -83,7 +83,7 @@ class TrainingRole:
             self.hooks.append(SummaryLog(folder, *summaries, loggers))
 
     def enter(self) -> None:
-        """Restore the newest checkpoint, if there is one, and call the hooks; collective."""
+        """Restore the newest checkpoint, if there is one, and call the hooks. Collective."""
         state, folder, world = self.state, self.folder, self.state.grid.world
         with ExitStack() as stack:
             if folder is not None:
@@ -114,19 +114,19 @@ class TrainingRole:
         """
         if self.servers is not None or connection_descriptor(os.environ) is None:
             return
-        signals = find_active_signals("SIGUSR1") or Signals().install_handlers()
-        if find_active_signals("SIGUSR1") is signals:  # not in a thread
+        signals = find_active_signal_recorder("SIGUSR1") or SignalRecorder().install_handlers()
+        if find_active_signal_recorder("SIGUSR1") is signals:  # not in a thread
             self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
             self.is_supervised = True
             send_to_supervisor(os.environ, "listens")
             stack.callback(send_to_supervisor, os.environ, "ignores")
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function, count its step, and call the hooks; collective."""
+        """Call the function, count its step, and call the hooks. Collective."""
         state, begun, previous = self.state, time.perf_counter(), self.state.step
         result = function(*args, **kwargs)
         if isinstance(state.model, TrainingScriptAdapter):
-            state.model.count_step()
+            state.model.count_step_and_sum_flags()
         state.loss = _to_loss(result)
         stepped = state.step != previous
         if self.servers is not None:
@@ -162,7 +162,7 @@ class TrainingRole:
         while state.stop is None and state.epoch < state.epochs:
             yield from position.batches()
             if state.stop is None and position.is_epoch_complete():
-                position.close_epoch()
+                position.record_epoch_and_reset_totals()
                 self._call_hooks(lambda hook: hook.after_epoch(state))
                 self.state.share_stop_requests()
 

@@ -76,7 +76,7 @@ class RandomAxisPartitionAR(PartitionedAllReduce):
     chunk_size : int
         Number of parameters whose gradients are summed together.
     seed : int
-        Key of the choice, together with the parameter's name.
+        Seed of the choice, combined with the parameter's name.
     """
 
     def __init__(self, chunk_size: Count = 128, seed: Index = 0) -> None:

@@ -105,7 +105,7 @@ class AutoStrategy(StrategyBuilder):
         if not fitting:
             least = min(cost.held_bytes for cost in costs.values())
             raise ConfigError(
-                f"strategy: Auto: no strategy takes less than {format_bytes(least)} a rank; raise memory or add ranks"
+                f"strategy: Auto: every strategy takes at least {format_bytes(least)} a rank; raise memory or add ranks"
             )
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 

@@ -56,7 +56,7 @@ class StrategyBuilder(Registered, ABC):
         Raises
         ------
         ConfigError
-            Two parameters of one name, or no replicas.
+            If two parameters have the same name, or there are no replicas.
         """
         if isinstance(resources_or_ranks, Resources):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
@@ -89,12 +89,12 @@ def format_builder(builder: StrategyBuilder) -> str:
 
 
 def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
-    """Return the builder of a text such as 'PSLoadBalancing' or 'PS(staleness=2)'; a builder unchanged.
+    """Return the builder that a text such as 'PSLoadBalancing' or 'PS(staleness=2)' names; a builder unchanged.
 
     Raises
     ------
     ConfigError
-        Unknown builder, or wrong arguments.
+        If the builder is unknown, or its arguments are wrong.
     """
     if isinstance(builder, StrategyBuilder):
         return builder
@@ -123,12 +123,12 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
 
 
 def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder | Strategy:
-    """Return the builder of a name, or the strategy of a YAML file; other values unchanged.
+    """Return the named builder, or the strategy that a YAML file describes; other values unchanged.
 
     Raises
     ------
     ConfigError
-        Unknown name, or an invalid file.
+        If the name is unknown, or the file is invalid.
     """
     if not isinstance(strategy, str):
         return strategy

@@ -15,7 +15,7 @@ def normalise_compressor(compressor: str | None) -> str | None:
     Raises
     ------
     ConfigError
-        Unknown name, or an argument out of range.
+        If the name is unknown, or an argument is out of range.
     """
     if compressor is None:
         return None

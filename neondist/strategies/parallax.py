@@ -13,14 +13,14 @@ from .strategy import ParameterStrategy
 
 
 class Parallax(StrategyBuilder):
-    """Allreduce of dense gradients; sparse ones go to owners, balanced by bytes (Kim et al. 2019).
+    """Allreduce of dense gradients; sparse ones are sent to owners, balanced by bytes (Kim et al. 2019).
 
     Parameters
     ----------
     chunk_size : int
         As in `AllReduce`.
     local_proxy_variable, sync, staleness
-        Of sparse parameters, as in `PS`.
+        As in `PS`, for sparse parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The description of a parameter that a strategy is made for."""
+"""Description of a parameter, from which strategies are built."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ParameterSpec:
     dtype : str
         A NumPy dtype name, or 'bfloat16'.
     sparse : bool
-        Whether a step changes only a few rows, as of an embedding: the gradient is (ids, rows).
+        Whether a step changes only a few rows, as in an embedding: the gradient is (ids, rows).
 
     Raises
     ------
     ConfigError
-        Invalid name, extent or dtype.
+        If the name, an extent or the dtype is invalid.
     """
 
     name: str

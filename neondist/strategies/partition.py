@@ -1,4 +1,4 @@
-"""Rules by which parameters are divided into parts, and parts assigned to owners (AutoDist's)."""
+"""Rules by which parameters are divided into parts, and parts are assigned to owners, as in AutoDist."""
 
 from __future__ import annotations
 

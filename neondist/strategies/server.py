@@ -27,7 +27,7 @@ class PS(StrategyBuilder):
     Raises
     ------
     ConfigError
-        `staleness` without `sync`.
+        If `staleness` is given without `sync`.
     """
 
     def __init__(self, local_proxy_variable: bool = False, sync: bool = True, staleness: Index = 0) -> None:
@@ -67,7 +67,7 @@ class PSLoadBalancing(PS):
 
 
 class PartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest divisor of at least 2 many."""
+    """Owners as in `PSLoadBalancing`, for parts along the first axis, as many as its least divisor above 1."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: it stays whole."""
@@ -75,7 +75,7 @@ class PartitionedPS(PSLoadBalancing):
 
 
 class UnevenPartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest non-divisor of at least 2 many."""
+    """Owners as in `PSLoadBalancing`, for parts along the first axis, as many as its least non-divisor above 1."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: it stays whole."""

@@ -30,14 +30,14 @@ class OwnerBoxes:
 
 
 def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, OwnerBoxes]:
-    """Return the parts of all parameters that have owners, or of those of some names, by name.
+    """Return the parts of all parameters that have owners, or of the named ones, by name.
 
     Owner k of n is rank k * ranks // n: where a replica has several tiles, owners are spread over the replicas.
 
     Raises
     ------
     ConfigError
-        More owners than ranks.
+        If there are more owners than ranks.
     """
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
@@ -66,7 +66,7 @@ def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | N
 
 
 def _box_by_owning_rank(entry: ParameterStrategy, shape: Shape, owner_ranks: Sequence[int]) -> dict[int, Box]:
-    """Return the part of each rank that has one; the parts of one owner are put side by side."""
+    """Return the part of each rank that has one; the parts of one owner are concatenated."""
     if entry.partition is None:
         return {owner_ranks[entry.owners[0]]: Box.of(shape)}
     axis, sizes = entry.partition

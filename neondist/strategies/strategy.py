@@ -1,4 +1,4 @@
-"""A strategy as a value: compared, printed, saved as YAML and loaded."""
+"""Strategies as values that can be compared, printed, saved as YAML and loaded."""
 
 from __future__ import annotations
 

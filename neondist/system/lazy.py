@@ -33,7 +33,7 @@ class LazyTile(ABC):
         bounds = zip(cells, self.shape[1:], strict=False)
         return self.samples(range(*samples.indices(len(self)))).read([slice(*cut.indices(n)) for cut, n in bounds])
 
-    def whole(self) -> Any:
+    def read_whole(self) -> Any:
         """Read the whole tile as an array."""
         return self.read([slice(0, n) for n in self.shape[1:-1]])
 

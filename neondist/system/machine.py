@@ -28,23 +28,23 @@ class MachineProfile:
     Attributes
     ----------
     latency, bandwidth : seconds a message, bytes a second
-    speed : floating point operations a second of one rank
-    samples : batch size of a replica
+    flops_per_second : floating point operations a second of one rank
+    samples_per_replica : batch size of a replica
     itemsize : bytes of a number
     cell_seconds : by layer's name
-        Measured seconds of a training step per output cell and sample; `speed` applies to the other layers.
+        Measured seconds of a training step per output cell and sample; `flops_per_second` applies to the other layers.
     """
 
     latency: float = 2e-5
     bandwidth: float = 5e9
-    speed: float = DEFAULT_FLOPS_PER_SECOND
-    samples: int = DEFAULT_SAMPLES_PER_REPLICA
+    flops_per_second: float = DEFAULT_FLOPS_PER_SECOND
+    samples_per_replica: int = DEFAULT_SAMPLES_PER_REPLICA
     itemsize: int = 4
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def message_seconds(self, messages: float, elements: float) -> float:
         """Return the seconds of messages with `elements` numbers per sample in total."""
-        return messages * self.latency + elements * self.samples * self.itemsize / self.bandwidth
+        return messages * self.latency + elements * self.samples_per_replica * self.itemsize / self.bandwidth
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
 
 
-class Signals:
+class SignalRecorder:
     """Recorder of SIGTERM and SIGUSR1, which do not interrupt the process.
 
     Parameters
@@ -49,7 +49,7 @@ class Signals:
         self.interrupted = self.needs_cleanup = self._exception_lost = False
         self._previous_handlers: dict[int, Any] = {}
 
-    def install_handlers(self) -> Signals:
+    def install_handlers(self) -> SignalRecorder:
         """Install the handlers, except for ignored signals; does nothing outside of the main thread."""
         if threading.current_thread() is threading.main_thread():
             names = [*STOP_SIGNALS, "SIGINT"] if self.whole_process else STOP_SIGNALS
@@ -126,27 +126,21 @@ def describe_exit_code(code: int) -> str:
 
 
 def install_command_handlers() -> None:
-    """Install handlers if this process is the `neondist` command, which retrieves them with `find_command_signals`."""
+    """Install handlers if this process is the `neondist` command; see `find_command_signal_recorder`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
     if name == "-m":  # `python -m neondist`, while its package is being imported
         name = words[words.index("-m") + 1]
-    if name == "neondist" and find_command_signals() is None:
-        Signals(whole_process=True).install_handlers()
+    if name == "neondist" and find_command_signal_recorder() is None:
+        SignalRecorder(whole_process=True).install_handlers()
 
 
-def find_command_signals() -> Signals | None:
-    """Return the Signals installed at the start of this process, if any."""
-    return next(
-        (
-            signals
-            for name in (*STOP_SIGNALS, "SIGINT")
-            if (signals := find_active_signals(name)) and signals.whole_process
-        ),
-        None,
-    )
+def find_command_signal_recorder() -> SignalRecorder | None:
+    """Return the SignalRecorder installed at the start of this process, if any."""
+    recorders = map(find_active_signal_recorder, (*STOP_SIGNALS, "SIGINT"))
+    return next((recorder for recorder in recorders if recorder and recorder.whole_process), None)
 
 
-def find_active_signals(name: str) -> Signals | None:
-    """Return the Signals that handles a signal in this process, if any."""
+def find_active_signal_recorder(name: str) -> SignalRecorder | None:
+    """Return the SignalRecorder that handles a signal in this process, if any."""
     handler = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
-    return handler if isinstance(handler, Signals) else None
+    return handler if isinstance(handler, SignalRecorder) else None

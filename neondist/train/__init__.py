@@ -2,14 +2,15 @@
 
 experiment: configuration, as in YAML, and execution of a run. loop: steps, epochs, evaluation; pretrain: the same for
 autoencoders. state: state of a run, as seen by hooks. callbacks: hooks of a run. validate, describe, consistency:
-checks before a run. apply: evaluation of a checkpoint. inference: outputs for images of any size.
+checks before a run. checkpoint_evaluation: evaluation of a checkpoint.
+inference: outputs for images of any size.
 """
 
-from .callbacks.best import Best
+from .callbacks.best_epoch import Best
 from .callbacks.debug_halo import DebugHalo
 from .callbacks.hook import Hook
 from .callbacks.loggers import MLflow, TensorBoard
-from .callbacks.progress import ProgressBar
+from .callbacks.progress_bar import ProgressBar
 from .callbacks.stage_pictures import StagePictures
 from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog

@@ -17,16 +17,16 @@ from ..errors import ConfigError, DataError
 from ..io.checkpoint import open_checkpoint
 from ..models import TrainableModel
 from ..registry.ranges import require_choice
-from .callbacks.worst_samples import worst_samples
-from .checkpoint_fields import restore_dataset_fields
-from .consistency import check_consistency, check_data_consistency, settings_equal_on_all_ranks
+from .callbacks.worst_samples import find_worst_samples
+from .checkpoint_field_metadata import restore_dataset_normalisation
+from .consistency import check_same_data_on_ranks, check_same_lines_on_ranks, format_settings_to_compare
 from .experiment import FitExperiment
+from .inference_weights import load_inference_weights
 from .loop import evaluate
-from .state import format_results
+from .state import format_evaluation_results
 from .validate import validate_experiment
-from .weights import load_inference_weights
 
-MAX_PICTURE_PIXELS = 256
+MAX_PICTURE_EXTENT = 256
 """Largest height and width of pictures in a report."""
 
 
@@ -50,7 +50,7 @@ def evaluate_checkpoint(
     split : {'test', 'validation', 'train'}, optional
         Default: test, or validation where the data set has no test split.
     pictures : dict, optional
-        Filled with small pictures of the samples with the largest losses, as `worst_samples` returns them.
+        Filled with small pictures of the samples with the largest losses, as `find_worst_samples` returns them.
 
     Returns
     -------
@@ -66,50 +66,50 @@ def evaluate_checkpoint(
     if split is not None:
         require_choice("split", split, SPLITS)
     settings = {"the checkpoint": checkpoint, "pictures": pictures is not None}
-    with open_for_evaluation(experiment, grid, split, settings) as (model, dataset):
+    with open_model_and_dataset(experiment, grid, split, settings) as (model, dataset):
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
         with open_checkpoint(Path(checkpoint), model.grid.world) as file:
             load_inference_weights(file, model)
             with all_or_none(model.grid.world):
                 try:
-                    restore_dataset_fields(file.contents.texts, dataset)
+                    restore_dataset_normalisation(file.contents.texts, dataset)
                 except ValueError as problem:
                     raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
         results = evaluate(model, samples, experiment.batch_size, experiment.metrics)
         if pictures is not None:
-            pictures |= worst_samples(model, samples, experiment.batch_size, MAX_PICTURE_PIXELS)
-    return {"split": split, **format_results(len(samples), results)}
+            pictures |= find_worst_samples(model, samples, experiment.batch_size, MAX_PICTURE_EXTENT)
+    return {"split": split, **format_evaluation_results(len(samples), results)}
 
 
 @contextmanager
-def open_for_evaluation(
+def open_model_and_dataset(
     experiment: FitExperiment,
     grid: ProcessGrid | None = None,
     split: str | None = None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings_to_compare: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[TrainableModel, Dataset]]:
-    """Open an experiment's data and build its model, without its weights; collective, and raises what `run` does.
+    """Open an experiment's data and build its model without loading weights; collective. Raises the errors of `run`.
 
     Parameters
     ----------
-    settings : dict of str to object
+    settings_to_compare : dict of str to object
         Other arguments that must be equal on all ranks.
     """
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
-    grid.check("evaluate", {"split": split, **settings})
+    grid.check("evaluate", {"split": split, **settings_to_compare})
     with all_or_none(grid.world):
         plan = validate_experiment(experiment, grid.size, grid.shape)
-        lines = settings_equal_on_all_ranks(experiment, plan)
-    check_consistency(grid.world, lines)
+        lines = format_settings_to_compare(experiment, plan)
+    check_same_lines_on_ranks(grid.world, lines)
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
     with closing(dataset):
-        check_data_consistency(grid, dataset)
+        check_same_data_on_ranks(grid, dataset)
         with all_or_none(grid.world):
             if split is not None and split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-            model.set_cost_layout(dataset.fields)
+            model.restrict_cost_to_local_cells(dataset.fields)
         yield model, dataset

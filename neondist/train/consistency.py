@@ -17,7 +17,7 @@ from ..version import __version__
 from .validate import Experiment
 
 
-def settings_equal_on_all_ranks(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
+def format_settings_to_compare(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
     """Return the settings that all ranks must agree on, one per line: plan, layout of weights, training settings."""
     dataset, best = experiment.dataset, experiment.best
     return [
@@ -32,7 +32,7 @@ def settings_equal_on_all_ranks(experiment: Experiment, plan: ModelPlan, resume:
     ]
 
 
-def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
+def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
     """Compare the contents of an opened data set, since files may differ between machines; collective.
 
     Raises
@@ -40,18 +40,18 @@ def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
     ConfigError
         On every rank, if samples differ, or two replicas have different cells in a tile.
     """
-    check_consistency(grid.world, dataset.properties_equal_on_all_ranks())
+    check_same_lines_on_ranks(grid.world, dataset.properties_equal_on_all_ranks())
     if grid.replicas > 1:
         kept = [split.tiles for split in dataset.splits.values()]
         sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
         hashes = grid.world.allgather(f"{sums}")
         tiles = grid.shape.tiles
-        check_consistency(
+        check_same_lines_on_ranks(
             grid.world, [f"tile {n}: cells of hash {hashes[grid.replica * tiles + n]}" for n in range(tiles)]
         )
 
 
-def check_consistency(world: Transport, lines: list[str]) -> None:
+def check_same_lines_on_ranks(world: Transport, lines: list[str]) -> None:
     """Compare the lines of all ranks by their hash; collective.
 
     Raises

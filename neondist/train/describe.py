@@ -27,10 +27,6 @@ def describe_experiment(experiment: Experiment, ranks: int = 1) -> Any:
     model = f"{type(experiment.model).__name__} ({kind})"
     head = f"{model} on {grid_text(plan.grid)}, {data}, batches of {experiment.batch_size}"
     fields = experiment.dataset.fields
-    named = (
-        []
-        if fields is None
-        else [Text(f"channels: {', '.join(fields.input_names)}; targets: {', '.join(fields.names)}")]
-    )
-    note = precision_note(experiment.model.backend, precision)
-    return Group(Text(head, style="bold"), *named, *([Text(note)] if note else []), Text(), plan.table())
+    lines = [] if fields is None else [f"channels: {', '.join(fields.input_names)}; targets: {', '.join(fields.names)}"]
+    lines += filter(None, [precision_note(experiment.model.backend, precision)])
+    return Group(Text(head, style="bold"), *map(Text, lines), Text(), plan.table())

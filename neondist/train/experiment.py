@@ -41,24 +41,24 @@ from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
 from ..system.job import GENERATION_VARIABLE
 from ..system.memory import convert_memory_error, min_free_bytes_per_rank
-from .callbacks.best import Best, KeepBest
+from .callbacks.best_epoch import Best, BestCheckpointAndEarlyStopping
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
-from .callbacks.completion import CompletionMarker
-from .callbacks.curves import Curves
+from .callbacks.completion_marker import CompletionMarker
+from .callbacks.curves_picture import Curves
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import MetricLogger
 from .callbacks.master_statistics import MasterStatistics
 from .callbacks.metrics_log import MetricsLog
-from .callbacks.progress import ProgressBar
+from .callbacks.progress_bar import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
-from .consistency import check_consistency, check_data_consistency, settings_equal_on_all_ranks
+from .consistency import check_same_data_on_ranks, check_same_lines_on_ranks, format_settings_to_compare
 from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
-from .start import initialise_run
+from .starting_point import initialise_or_resume_run
 from .state import Record, Stop, TrainState
 from .validate import validate_experiment
 
@@ -174,14 +174,8 @@ class FitExperiment(Registered):
         self.loggers = list(loggers or ())
         override_model_settings(model, backend, dtype, seed, precision)
         overrides: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "precision": precision}
-        overrides |= {
-            "accumulate": accumulate,
-            "sync": sync,
-            "recompute": recompute,
-            "strips": strips,
-            "memory": memory,
-            "strategy": strategy,
-        }
+        overrides |= {"accumulate": accumulate, "sync": sync, "recompute": recompute}
+        overrides |= {"strips": strips, "memory": memory, "strategy": strategy}
         self.overridden_model_fields = frozenset(name for name, value in overrides.items() if value is not None)
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = resolve_grid(strategy, self.grid)
@@ -189,7 +183,7 @@ class FitExperiment(Registered):
         chosen = model.strategy
         self.server_strategy = chosen if chosen is not None and chosen.needs_servers else None
         if self.server_strategy is not None:
-            model.strategy = None  # within a worker
+            model.strategy = None  # the ranks of a worker use no strategy
             if model.num_pretrain_epochs:
                 raise ConfigError(
                     "strategy: pretraining needs sync: true and staleness: 0; set them, or num_pretrain_epochs: 0"
@@ -288,13 +282,12 @@ class FitExperiment(Registered):
         arguments = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
         grid.check("run", arguments | {"snapshot": snapshot})
         with open_hooks(hooks):
-            available_bytes = min_free_bytes_per_rank(
-                grid.world, get_backend(self.model.backend).kernels.available_memory
-            )
+            get_free_bytes = get_backend(self.model.backend).kernels.available_memory
+            available_bytes = min_free_bytes_per_rank(grid.world, get_free_bytes)
             with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
                 plan = validate_experiment(self, grid.size, grid.shape, available_bytes)
-                settings = settings_equal_on_all_ranks(self, plan, resume)
-            check_consistency(grid.world, settings)
+                settings = format_settings_to_compare(self, plan, resume)
+            check_same_lines_on_ranks(grid.world, settings)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
                 return _run_locked(self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker)
 
@@ -314,7 +307,7 @@ def _run_locked(
     """Run a validated experiment in a locked folder."""
     model, dataset = experiment.model, experiment.dataset
     dataset.open(grid.with_tiles(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
-    check_data_consistency(grid, dataset)
+    check_same_data_on_ranks(grid, dataset)
     with all_or_none(grid.world), convert_memory_error("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
     model.step = model.steps_without_optimizer = 0
@@ -325,7 +318,7 @@ def _run_locked(
         run.start_messages.append(note)
     supervised = GENERATION_VARIABLE in os.environ
     store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or supervised) else None
-    start = initialise_run(run, folder, resume, init_from, store)
+    start = initialise_or_resume_run(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
         from ..services.master_client import MasterClient
@@ -340,25 +333,25 @@ def _run_locked(
     model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:
-        _init_folder(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
+        _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
         statistics = [MasterStatistics(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
-        writers = [*statistics, *_writer_hooks(folder, last, store, snapshot, pictures)]
+        writers = [*statistics, *_file_writing_hooks(folder, last, store, snapshot, pictures)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
         convert_memory_error("model", "smaller batches, or fewer or smaller layers"),
     ):
         if experiment.best is not None:
-            best_keeper = KeepBest(experiment.best, experiment.metrics, folder, yaml_text)
-            best_keeper.check_resumed_run(run)
+            best_keeper = BestCheckpointAndEarlyStopping(experiment.best, experiment.metrics, folder, yaml_text)
+            best_keeper.end_if_already_stopped_early(run)
             writers.insert(0, best_keeper)  # before the checkpoint used to resume
         for logger in experiment.loggers:
             logger.set_run_folder(folder, yaml_text)
         writers.extend(experiment.loggers)
-        if not start.pretrained:
-            args = start.pretraining_stage, experiment.checkpoint, yaml_text
+        if not start.pretraining_complete:
+            args = start.resumed_pretraining_stage, experiment.checkpoint, yaml_text
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *args)
         if run.stop is None:
             fresh = not (start.resumed or supervised or worker)
@@ -370,10 +363,10 @@ def _run_locked(
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
-def _init_folder(
+def _write_initial_files(
     experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, yaml_text: str | None, supervised: bool
 ) -> None:
-    """Tidy the folder and write the files that are known before training.
+    """Remove leftovers from the folder and write the files that are known before training.
 
     Files of an earlier run are removed only after these are on disk, so that the earlier run survives a full disk.
     """
@@ -396,19 +389,19 @@ def _init_folder(
                 remove_run_files(folder, keep=[*texts, *([GENERATIONS] if supervised else [])])
 
 
-def _writer_hooks(
-    folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None,
-    pictures: bool,
+def _file_writing_hooks(
+    folder: Path, checkpoint: Checkpoint, snapshot_store: SnapshotStore | None,
+    snapshot_interval: int | Literal["auto"] | None, with_pictures: bool,
 ) -> list[Hook]:  # fmt: skip
-    """Return the hooks that write files; the log before the checkpoint, from which a run resumes."""
+    """Return the hooks that write files; the log precedes the checkpoint, from which a run resumes."""
     plots = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
     return [
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
         CompletionMarker(folder / COMPLETE),
-        *([Snapshots(store, snapshot, checkpoint)] if store is not None else []),
-        *(plots if pictures else []),
+        *([Snapshots(snapshot_store, snapshot_interval, checkpoint)] if snapshot_store is not None else []),
+        *(plots if with_pictures else []),
     ]
 
 
@@ -425,7 +418,7 @@ def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
 def override_model_settings(
     model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None, precision: str | None = None
 ) -> None:
-    """Override settings of the model by those of the experiment."""
+    """Override settings of the model with those of the experiment."""
     if backend is not None:
         model.backend = backend
     if dtype is not None:

@@ -1,4 +1,4 @@
-"""The grid that an experiment's `grid` and `dist_mode` ask for."""
+"""Factors of the process grid, from the fields `grid` and `dist_mode` of an experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
 
 
 def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
-    """Return the factors of the grid under a `dist_mode`; ConfigError if given ones do not go with it."""
+    """Return the factors of the grid under a `dist_mode`; ConfigError if the given factors contradict it."""
     modes: dict[str, dict[str, int | None]] = {
         "halopar": {"replicas": 1},
         "vecpar": {"replicas": 1},

@@ -19,31 +19,31 @@ from ..io.output import CLASS_NAMES
 from ..io.regular_file import open_regular, read_bytes
 from ..io.run_event_log import read_events
 from ..terminal.console import counted
-from .job_report import job_section_html
-from .page import (
+from .html_elements import (
     SPLIT_COLOURS,
-    escape_text,
-    file_section,
-    format_value,
+    encode_png,
+    escape_html,
     html_page,
-    image_tag,
-    is_finite,
-    png_file,
-    scrollable,
-    table_tag,
+    image_html,
+    is_plottable,
+    scrollable_html,
+    table_html,
+    text_file_html,
+    value_html,
 )
+from .job_report import server_job_html
 from .state import Record
 from .svg_plot import line_plot_svg
 
-_PICTURES = ("tiles.png",)  # curves are drawn from the records
-_MAX_ROWS, _MAX_COLUMNS, _MAX_DEPTH = 5000, 100, 5
+_PICTURE_FILES = ("tiles.png",)  # curves are drawn from the records
+_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS, _MAX_DEPTH = 5000, 100, 5
 """Limits of table rows, of columns, and of the nesting of a record's lists."""
 _MAX_CLASSES_WITHOUT_PLOT = 20
 """Number of classes above which a table gets a plot."""
-_COLOURED_CLASSES, _OTHER_CLASS_COLOUR = 255, (128, 128, 128)
+_COLOURED_CLASS_COUNT, _OTHER_CLASS_COLOUR = 255, (128, 128, 128)
 """Number of classes with their own colour, and the colour of others, such as ignored cells."""
-_MAX_BYTES = 1 << 27  # bytes of a picture, or of arrays
-_COST_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s",
+_MAX_PICTURE_BYTES = 1 << 27  # bytes of a picture, or of arrays
+_TIME_AND_BYTES_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s",
                 "bytes_sent": "halo bytes sent, all ranks", "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
 
 
@@ -55,43 +55,39 @@ def run_report_html(folder: Path) -> str:
     DataError
         There is no run, or its metrics.jsonl cannot be read.
     """
-    records = read_records(folder / "metrics.jsonl")
+    records = read_epoch_records(folder / "metrics.jsonl")
     last = records[-1]
-    numbers = {name for record in records for name, value in record.items() if is_finite(value)}
-    metrics = sorted(numbers - {"epoch", "step", *_COST_TITLES})[:_MAX_COLUMNS]
-    last_rows, plots = records[-_MAX_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
-    class_names = read_class_names(folder)
-    pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
+    numbers = {name for record in records for name, value in record.items() if is_plottable(value)}
+    metrics = sorted(numbers - {"epoch", "step", *_TIME_AND_BYTES_TITLES})[:_MAX_TABLE_COLUMNS]
+    last_rows, plots = records[-_MAX_TABLE_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
+    class_names, worst = read_class_names(folder), folder / "worst.npz"
+    pictures = [folder / name for name in _PICTURE_FILES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
-        f"<p>{counted(last['epoch'], 'epoch')}, step {format_value(last.get('step', '?'))}. Source: metrics.jsonl.</p>",
+        f"<p>{counted(last['epoch'], 'epoch')}, step {value_html(last.get('step', '?'))}. Source: metrics.jsonl.</p>",
         "<h2>Curves</h2>",
-        *(line_plot_svg(name, _split_points(name, metrics, records), x_label="epoch") for name in plots),
+        *(line_plot_svg(name, _points_by_split(name, metrics, records), x_label="epoch") for name in plots),
         "<h2>Epochs</h2>",
         _epoch_table_html(metrics, last_rows),
         *_class_tables_html(last, class_names),
-        *(
-            _worst_samples_html(_read_worst_samples(folder / "worst.npz"), class_names)
-            if (folder / "worst.npz").is_file()
-            else []
-        ),
+        *(_worst_samples_html(_read_worst_samples(worst), class_names) if worst.is_file() else []),
         "<h2>Time and bytes</h2>",
-        table_tag(
-            ["epoch", *_COST_TITLES.values()],
-            [[format_value(r.get(n)) for n in ("epoch", *_COST_TITLES)] for r in last_rows],
+        table_html(
+            ["epoch", *_TIME_AND_BYTES_TITLES.values()],
+            [[value_html(r.get(n)) for n in ("epoch", *_TIME_AND_BYTES_TITLES)] for r in last_rows],
         ),
-        *job_section_html(folder, last_rows),
-        *_generation_table_html(folder),
-        *(f"<h2>{path.name}</h2>{image_tag(path.name, read_bytes(path, _MAX_BYTES, folder))}" for path in pictures),
-        *(file_section(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
+        *server_job_html(folder, last_rows),
+        *_supervision_events_html(folder),
+        *(f"<h2>{p.name}</h2>{image_html(p.name, read_bytes(p, _MAX_PICTURE_BYTES, folder))}" for p in pictures),
+        *(text_file_html(folder / n) for n in ("experiment.yaml", "environment.json") if (folder / n).is_file()),
     ])  # fmt: skip
 
 
 def _run_headline_html(records: Sequence[Record]) -> list[str]:
-    """Return the lowest error, or loss, of the split by which settings are chosen, and its epoch."""
+    """Return the lowest error, or loss, of the selection split, and its epoch."""
     for number in ("error", "loss"):
         split = records[-1].selection_split
-        values = [(r[key], r["epoch"]) for r in records if is_finite(r.get(key := f"{split}_{number}"))]
+        values = [(r[key], r["epoch"]) for r in records if is_plottable(r.get(key := f"{split}_{number}"))]
         if values:
             value, epoch = min(values)
             return [f"<p class='lead'>Lowest {split} {number}: {_format_score(number, value)}, epoch {epoch}</p>"]
@@ -112,44 +108,44 @@ def evaluation_page_html(
     settings : mapping
         The checkpoint and its inputs, by name.
     samples : mapping, optional
-        Pictures, as `worst_samples` returns them.
+        Pictures, as `find_worst_samples` returns them.
     class_names : sequence of str
         From class 0; classes without a name are numbered.
     """
     rows_by_name = {**settings, **{name: value for name, value in results.items() if not isinstance(value, list)}}
-    rows = [[escape_text(name), format_value(value)] for name, value in rows_by_name.items()]
-    parts = [*_evaluation_headline_html(results), table_tag((), rows), *_class_tables_html(results, class_names, "")]
+    rows = [[escape_html(name), value_html(value)] for name, value in rows_by_name.items()]
+    parts = [*_evaluation_headline_html(results), table_html((), rows), *_class_tables_html(results, class_names, "")]
     pictures = _worst_samples_html(samples, class_names, 256) if samples else []
     return html_page(f"Evaluation of {name}", parts + pictures)
 
 
 def _evaluation_headline_html(results: Mapping[str, Any]) -> list[str]:
     """Return the error, or the loss, as the headline of an evaluation."""
-    number = next((key for key in ("error", "loss") if is_finite(results.get(key))), None)
+    number = next((key for key in ("error", "loss") if is_plottable(results.get(key))), None)
     if number is None:
         return []
     split = results.get("split")
     name = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
-    return [f"<p class='lead'>{escape_text(name)}: {_format_score(number, results[number])}</p>"]
+    return [f"<p class='lead'>{escape_html(name)}: {_format_score(number, results[number])}</p>"]
 
 
-def _format_score(number: str, value: float) -> str:
-    return f"{100 * value:.4g} %" if number == "error" else format_value(value)
+def _format_score(metric: str, value: float) -> str:
+    return f"{100 * value:.4g} %" if metric == "error" else value_html(value)
 
 
-def read_records(path: Path, continued: bool = False) -> list[Record]:
+def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> list[Record]:
     """Return the records of a log such as metrics.jsonl; DataError if there are none, or one is invalid.
 
     Parameters
     ----------
-    continued : bool
+    tolerate_incomplete_end : bool
         Whether the log is to be appended to: it may be missing or empty, and an incomplete last line is ignored.
     """
-    if continued and not path.exists():
+    if tolerate_incomplete_end and not path.exists():
         return []
     try:
         text = read_bytes(path, root=path.parent).decode()
-        lines = text.split("\n")[:-1] if continued else text.splitlines()
+        lines = text.split("\n")[:-1] if tolerate_incomplete_end else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a readable run folder") from None
     records = []
@@ -159,10 +155,10 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
-            raise DataError(f"{path}:{at}: is no record, a JSON object with an integer 'epoch'; remove the line")
+            raise DataError(f"{path}:{at}: is not a record (a JSON object with an integer 'epoch'); remove the line")
         records.append(Record.upgrade(values))
-    if not records and not continued:
-        raise DataError(f"{path}: no epoch is complete yet; wait for the first")
+    if not records and not tolerate_incomplete_end:
+        raise DataError(f"{path}: no epoch is complete yet; wait until the first one ends")
     return records
 
 
@@ -176,7 +172,7 @@ def read_class_names(folder: Path) -> list[str]:
     except (OSError, ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{path}: is no JSON list of class names; remove it")
+        raise DataError(f"{path}: is not a JSON list of class names; remove it")
     return names
 
 
@@ -184,10 +180,10 @@ def _is_epoch(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_shallow(value: Any, depth: int) -> bool:
+def _is_shallow(value: Any, max_depth: int) -> bool:
     """Return whether lists are nested at most as deeply as in a record."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_shallow(item, depth - 1) for item in inside)
+    return max_depth > 0 and all(_is_shallow(item, max_depth - 1) for item in inside)
 
 
 def _name_without_split(name: str) -> str:
@@ -201,62 +197,59 @@ def _epoch_table_html(metrics: Sequence[str], records: Sequence[Record]) -> str:
     names = {name: _name_without_split(name) for name in metrics}
     splits = [name.removesuffix(names[name]).rstrip("_") for name in metrics]
     groups = [("", 1), *((split, len(list(columns))) for split, columns in groupby(splits))]
-    rows = [[format_value(record.get(name)) for name in ("epoch", *metrics)] for record in records]
-    return table_tag(["epoch", *names.values()], rows, groups if any(splits) else ())
+    rows = [[value_html(record.get(name)) for name in ("epoch", *metrics)] for record in records]
+    return table_html(["epoch", *names.values()], rows, groups if any(splits) else ())
 
 
-def _split_points(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Return a number over the epochs by split; without a split's name it is that of the test split."""
-    named = {f"{split}_{base}": split for split in SPLIT_COLOURS if f"{split}_{base}" in metrics}
-    if base in metrics:
-        named[base] = "test" if named else base
-    return {split: [(r["epoch"], r[name]) for r in records if is_finite(r.get(name))] for name, split in named.items()}
+def _points_by_split(
+    metric: str, metrics: Sequence[str], records: Sequence[Record]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the points (epoch, value) of a metric by split; a name without a split belongs to the test split."""
+    named = {f"{split}_{metric}": split for split in SPLIT_COLOURS if f"{split}_{metric}" in metrics}
+    if metric in metrics:
+        named[metric] = "test" if named else metric
+    return {s: [(r["epoch"], r[name]) for r in records if is_plottable(r.get(name))] for name, s in named.items()}
 
 
 def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], when: str = ", last epoch") -> list[str]:
     """Return tables of the per-class values of a record."""
-    lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_COLUMNS]}
+    lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_TABLE_COLUMNS]}
     parts = []
     matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
     columns = {name: value for name, value in lists.items() if name not in matrices}
     if columns:
-        count = min(_MAX_ROWS, max(map(len, columns.values())))
-        rows = [
-            [
-                _class_label(at, class_names),
-                *(format_value(value[at]) if at < len(value) else "" for value in columns.values()),
-            ]
-            for at in range(count)
-        ]
-        parts += [f"<h2>Classes{when}</h2>", table_tag(["class", *columns], rows)]
+        count = min(_MAX_TABLE_ROWS, max(map(len, columns.values())))
+        cells = ([value_html(v[at]) if at < len(v) else "" for v in columns.values()] for at in range(count))
+        rows = [[_class_label_html(at, class_names), *row] for at, row in enumerate(cells)]
+        parts += [f"<h2>Classes{when}</h2>", table_html(["class", *columns], rows)]
         for name, value in columns.items() if count > _MAX_CLASSES_WITHOUT_PLOT else ():
-            if points := [(float(at), one) for at, one in enumerate(value[:_MAX_ROWS]) if is_finite(one)]:
+            if points := [(float(at), one) for at, one in enumerate(value[:_MAX_TABLE_ROWS]) if is_plottable(one)]:
                 parts.append(line_plot_svg(name, {name: points}, points_only=True, x_label="class"))
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{escape_text(name.replace('_', ' ').capitalize())}{when}</h2>"
+                f"<h2>{escape_html(name.replace('_', ' ').capitalize())}{when}</h2>"
                 "<p>Rows: true classes. Columns: predicted classes.</p>",
-                _confusion_matrix_html([row[:_MAX_COLUMNS] for row in value[:_MAX_COLUMNS]], class_names),
+                _confusion_matrix_html([row[:_MAX_TABLE_COLUMNS] for row in value[:_MAX_TABLE_COLUMNS]], class_names),
             ]
     return parts
 
 
-def _generation_table_html(folder: Path) -> list[str]:
+def _supervision_events_html(folder: Path) -> list[str]:
     """Return a table of the events of a supervised run; nothing if these are only its start and end."""
-    events = [event for event in read_events(folder) if event["event"] != "run"][-_MAX_ROWS:]
+    events = [event for event in read_events(folder) if event["event"] != "run"][-_MAX_TABLE_ROWS:]
     if all(event["event"] in ("start", "end") for event in events):
         return []
     rows = []
     for event in events:
         rest = {name: value for name, value in event.items() if name not in ("time", "event", "generation", "ranks")}
-        details = "; ".join(f"{name}: {_as_text(value)}" for name, value in rest.items() if value not in (None, [], {}))
-        cells = [format_value(event.get(name)) for name in ("time", "generation", "event", "ranks")]
-        rows.append([*cells, escape_text(details)])
-    return ["<h2>Generations</h2>", table_tag(["time", "generation", "event", "ranks", ""], rows)]
+        details = "; ".join(f"{name}: {_event_text(item)}" for name, item in rest.items() if item not in (None, [], {}))
+        cells = [value_html(event.get(name)) for name in ("time", "generation", "event", "ranks")]
+        rows.append([*cells, escape_html(details)])
+    return ["<h2>Generations</h2>", table_html(["time", "generation", "event", "ranks", ""], rows)]
 
 
-def _as_text(value: Any) -> str:
+def _event_text(value: Any) -> str:
     """Return a value of an event: text, a number, a list, or a table such as ranks by host."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {number}" for key, number in value.items())
@@ -279,7 +272,7 @@ def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence
         maps: Iterable[np.ndarray] = _colour_classes(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
         pictures = (
-            image_tag(alt, png_file(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False)
+            image_html(alt, encode_png(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False)
         )
         caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
         parts.append(f"<figure><div class='row'>{''.join(pictures)}</div><figcaption>{caption}</figcaption></figure>")
@@ -287,14 +280,14 @@ def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence
 
 
 def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[str]:
-    """Return the colours of the classes in some maps."""
+    """Return a legend of the classes in `maps`; nothing if these are not classes."""
     if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
-    classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_MAX_COLUMNS]
+    classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_MAX_TABLE_COLUMNS]
     colours = _colour_classes(np.array(classes))
     named = (
         f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
-        f" {_class_label(number, class_names)}</span>"
+        f" {_class_label_html(number, class_names)}</span>"
         for number, (r, g, b) in zip(classes, colours.tolist(), strict=True)
     )
     return [f"<p>Classes: {''.join(named)}</p>"]
@@ -305,7 +298,7 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
     with convert_read_errors(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
-        if size > _MAX_BYTES:
+        if size > _MAX_PICTURE_BYTES:
             raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
         file.seek(0)
         with np.load(file) as arrays:
@@ -323,25 +316,25 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
         or (volume.ndim, volume.dtype.kind) != (1, "b")
         or not {label.dtype.kind, said.dtype.kind} <= {*"iuf"}
         or (label.ndim == 3 and (label.shape != said.shape or not label.size))
-        or sample.size > _MAX_COLUMNS
+        or sample.size > _MAX_TABLE_COLUMNS
     ):
         raise DataError(f"{path}: its arrays are not the worst samples of a run; remove it")
     return arrays_
 
 
 def _format_target(value: np.ndarray, class_names: Sequence[str]) -> str:
-    """Return a class, or up to four numbers."""
+    """Return the label of a class, or up to four numbers of another target."""
     if value.ndim == 0 and value.dtype.kind in "iu":
-        return _class_label(int(value), class_names)
-    return ", ".join(format_value(number) for number in np.ravel(value)[:4].tolist())
+        return _class_label_html(int(value), class_names)
+    return ", ".join(value_html(number) for number in np.ravel(value)[:4].tolist())
 
 
 def _colour_classes(maps: np.ndarray) -> np.ndarray:
-    """Return colours (n, h, w, 3) of classes; numbers are grey."""
+    """Return RGB maps (n, h, w, 3): classes in their colours, other numbers in grey."""
     if maps.dtype.kind in "iu":
         classes, places = np.unique(maps, return_inverse=True)
-        colours = np.array([*class_colours(_COLOURED_CLASSES), _OTHER_CLASS_COLOUR], np.uint8)
-        chosen = np.where((classes >= 0) & (classes < _COLOURED_CLASSES), classes, _COLOURED_CLASSES)
+        colours = np.array([*class_colours(_COLOURED_CLASS_COUNT), _OTHER_CLASS_COLOUR], np.uint8)
+        chosen = np.where((classes >= 0) & (classes < _COLOURED_CLASS_COUNT), classes, _COLOURED_CLASS_COUNT)
         return colours[chosen][places.reshape(maps.shape)]
     maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()
@@ -349,20 +342,20 @@ def _colour_classes(maps: np.ndarray) -> np.ndarray:
         return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
-def _class_label(number: int, class_names: Sequence[str]) -> str:
+def _class_label_html(number: int, class_names: Sequence[str]) -> str:
     """Return the name of a class for HTML, or its number if it has none."""
-    return escape_text(class_names[number]) if 0 <= number < len(class_names) else str(number)
+    return escape_html(class_names[number]) if 0 <= number < len(class_names) else str(number)
 
 
 def _confusion_matrix_html(counts: Sequence[Sequence[Any]], class_names: Sequence[str]) -> str:
     rows = []
     for at, row in enumerate(counts):
-        total = sum(abs(float(n)) for n in row if is_finite(n)) or 1
-        shades = (0.6 * abs(float(n)) / total if is_finite(n) else 0 for n in row)
+        total = sum(abs(float(n)) for n in row if is_plottable(n)) or 1
+        shades = (0.6 * abs(float(n)) / total if is_plottable(n) else 0 for n in row)
         cells = (
-            f"<td style='background:rgba(31,119,180,{shade:.3f})'>{format_value(n)}</td>"
+            f"<td style='background:rgba(31,119,180,{shade:.3f})'>{value_html(n)}</td>"
             for n, shade in zip(row, shades, strict=True)
         )
-        rows.append(f"<tr><th>{_class_label(at, class_names)}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{_class_label(at, class_names)}</th>" for at in range(len(counts)))
-    return scrollable(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")
+        rows.append(f"<tr><th>{_class_label_html(at, class_names)}</th>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{_class_label_html(at, class_names)}</th>" for at in range(len(counts)))
+    return scrollable_html(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")

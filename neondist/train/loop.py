@@ -12,14 +12,14 @@ import numpy as np
 
 from ..arrays.namespace import to_host
 from ..comm import all_or_none
-from ..costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
+from ..costs.mean import local_weighted_denominators, mean_cost, parts_of, weighted_mean_parts
 from ..data import Dataset, Split
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, OutputLayout
 from ..models import Model, Trainable, TrainableModel
 from ..registry.arguments import type_checked
 from .callbacks.hook import Hook, open_hooks
-from .state import EpochTotals, Record, Stop, TrainState, replace_nonfinite
+from .state import EpochTotals, Record, Stop, TrainState, nonfinite_to_none
 
 _STOPPED_WHILE_WAITING = Stop("requested while waiting for a task; --resume continues from here")
 
@@ -77,17 +77,17 @@ def train_loop(
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
     try:
-        if isinstance(model.whole_model, TrainableModel):  # trainables of others need not know of it
+        if isinstance(model.whole_model, TrainableModel):  # user-defined trainables may lack it
             with all_or_none(model.grid.world):
-                model.whole_model.set_cost_layout(run.dataset.train.fields)
+                model.whole_model.restrict_cost_to_local_cells(run.dataset.train.fields)
         _call_hooks(hooks, lambda hook: hook.before_run(run))
-        _join_running_job(run)
+        _start_at_epoch_of_first_task(run)
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
-                with model.whole_model.averaged_weights():
-                    record = evaluate_splits(run, metrics)
-                close_epoch(run, record)
+                with model.whole_model.use_averaged_weights():
+                    record = evaluate_validation_and_test(run, metrics)
+                record_epoch_and_reset_totals(run, record)
                 _call_hooks(hooks, lambda hook: hook.after_epoch(run))
         model.whole_model.wait_for_messages()
         _call_hooks(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
@@ -98,20 +98,16 @@ def train_loop(
         raise
 
 
-def _join_running_job(run: TrainState) -> None:
+def _start_at_epoch_of_first_task(run: TrainState) -> None:
     """Start a worker that joins late at the epoch of its first task; collective.
 
     The first worker writes the records of all epochs.
     """
-    if (
-        run.master_client is None
-        or run.master_client.is_first_worker
-        or run.stop is not None
-        or run.epoch >= run.epochs
-    ):
+    master = run.master_client
+    if master is None or master.is_first_worker or run.stop is not None or run.epoch >= run.epochs:
         return
-    epoch = run.master_client.next_epoch(run.has_stop_request)
-    if run.master_client.wait_interrupted:
+    epoch = master.next_epoch(run.has_stop_request)
+    if master.wait_interrupted:
         run.stop = _STOPPED_WHILE_WAITING
     elif epoch is None:
         run.stop = Stop("all tasks are done", exit_code=0)
@@ -132,7 +128,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             for (first, upto, batch), (x, targets) in zip(batches, read, strict=True):
                 if run.stop is not None:
                     return
-                apply_schedule(run, losses)
+                set_scheduled_rate_and_momentum(run, losses)
                 if master is not None:
                     master.begin_minibatch(first, upto, len(batch))
                 run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
@@ -162,7 +158,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
 
 
 def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
-    """Yield epochs and their consecutive minibatches: positions before and after, and samples."""
+    """Yield an epoch and its consecutive minibatches: first position, end position and sample numbers of each."""
     if run.master_client is not None:
         for task in run.master_client.tasks_through_epoch(run.epoch, run.has_stop_request):
             yield task.epoch, list(task.minibatches(run.batch_size))
@@ -179,35 +175,35 @@ def selection_losses(run: TrainState) -> list[float | None]:
     return [record.selection_value("loss") for record in run.history[len(run.history) - run.epoch :]]
 
 
-def apply_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
+def set_scheduled_rate_and_momentum(run: TrainState, epoch_losses: Sequence[float | None]) -> None:
     """Set the model's learning rate and momentum for the current position in the data."""
     model, epoch = run.model, run.epoch + run.samples_seen / run.epoch_size
-    model.learning_rate_scale = model.optimizer.rate_factor_at(epoch, losses)
+    model.learning_rate_scale = model.optimizer.rate_factor_at(epoch, epoch_losses)
     model.scheduled_momentum = model.optimizer.momentum_at(epoch)
 
 
-def _read_batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
+def _read_batches(model: Trainable, split: Split, batches: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
     """Yield images and targets; a streaming model reads its images strip by strip."""
-    options = {"lazy": True} if getattr(model, "is_streamed", False) else {}  # trainables of others need not know of it
-    return split.batches(parts, model.dtype, **options)
+    options = {"lazy": True} if getattr(model, "is_streamed", False) else {}  # user-defined trainables may lack it
+    return split.batches(batches, model.dtype, **options)
 
 
-def evaluate_splits(run: TrainState, metrics: Sequence[Metric]) -> Record:
+def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> Record:
     """Evaluate the validation and the test split for a record; collective."""
     record = Record()
     for name, split in run.dataset.splits.items():
         if name != "train":
             results = evaluate(run.model, split, run.batch_size, metrics)
             loss, error = results.pop("loss"), results.pop(Misclassification.name, math.nan)
-            record |= {f"{name}_loss": loss, f"{name}_error": replace_nonfinite(error)}
+            record |= {f"{name}_loss": loss, f"{name}_error": nonfinite_to_none(error)}
             record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in results.items()}
     return record
 
 
-def close_epoch(run: TrainState, record: Record) -> None:
-    """Count the epoch, append its record and reset the totals."""
+def record_epoch_and_reset_totals(run: TrainState, evaluation: Record) -> None:
+    """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
     totals, seen = run.totals, run.samples_seen
-    sent, summed = totals.bytes_of_all_ranks(run.grid)
+    sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
     scaler, scaling = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
         scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
@@ -218,7 +214,7 @@ def close_epoch(run: TrainState, record: Record) -> None:
             epoch=run.epoch,
             step=run.step,
             train_loss=totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
-            **record,
+            **evaluation,
             seconds=totals.seconds,
             samples_per_second=seen / max(totals.seconds, 1e-9),
             bytes_sent=sent,
@@ -257,7 +253,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     for _, y, targets, cost in evaluate_batches(model, split, batch_size):
         costs += cost
         if weights.size:  # outputs of a user's model may have no shape
-            weights += local_denominators(model.cost, y.shape, targets)
+            weights += local_weighted_denominators(model.cost, y.shape, targets)
         cells = drop_ignored_cells(y, targets, ignored)
         for meter in meters:
             meter.add(to_host(cells[0]) if meter.metric.needs_numpy else cells[0], cells[1])
@@ -282,17 +278,12 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
 def _output_layout(model: Trainable, split: Split) -> OutputLayout:
     """Return the layout and metadata of a model's outputs."""
     output = model.output
-    return OutputLayout(
-        model.grid,
-        model.output_shape,
-        output.sum_over_ranks,
-        getattr(output, "owns", True),
-        getattr(split, "fields", None),
-    )
+    owns, fields = getattr(output, "owns", True), getattr(split, "fields", None)
+    return OutputLayout(model.grid, model.output_shape, output.sum_over_ranks, owns, fields)
 
 
 def drop_ignored_cells(y: Any, targets: Any, ignore_index: int | None) -> tuple[Any, Any]:
-    """Return outputs and labels of the cells that are not ignored."""
+    """Return outputs and labels without the cells whose label is `ignore_index`."""
     if ignore_index is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
         return y, targets
     keep = targets != ignore_index

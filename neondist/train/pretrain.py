@@ -18,7 +18,7 @@ from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkp
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.stage_pictures import StagePictures
-from .loop import evaluate_splits, train_loop
+from .loop import evaluate_validation_and_test, train_loop
 from .state import Record, Stop, TrainState
 
 
@@ -50,7 +50,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     with open_hooks(hooks):
         for stage in model.stages if model.num_pretrain_epochs else ():
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
-            _train_stage(run, stage, hooks, None)
+            _pretrain_stage(run, stage, hooks, None)
             history = run.history
     return history
 
@@ -61,33 +61,32 @@ def pretrain_stages(
     batch_size: int,
     hooks: Iterable[Hook],
     folder: Path | None,
-    pretraining_stage: int,
-    schedule: CheckpointSchedule,
+    resumed_pretraining_stage: int,
+    checkpoint_schedule: CheckpointSchedule,
     yaml_text: str | None,
 ) -> Stop | None:
-    """Pretrain for an experiment, writing to `folder`; resume the checkpoint of `pretraining_stage`, unless it is 0.
+    """Pretrain for an experiment, writing to `folder`, from a checkpoint of `resumed_pretraining_stage` unless it is 0.
 
-    Only hooks that run during pretraining are called; `schedule` and `yaml_text` are for the checkpoints. Returns the
-    reason of an early end, if any; collective.
+    Only hooks that run during pretraining are called. Return the reason of an early end, if any; collective.
     """
     hooks = [hook for hook in hooks if hook.runs_during_pretraining]
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
-        if number >= pretraining_stage:
+        if number >= resumed_pretraining_stage:
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
             writers: list[Hook] = []
             if folder is not None:
-                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, yaml_text)
+                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", checkpoint_schedule, yaml_text)
                 writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
-            interrupted = folder / f"pretrain_{number}.h5" if folder and number == pretraining_stage else None
-            _train_stage(run, stage, [*hooks, *writers], interrupted)
+            interrupted = folder / f"pretrain_{number}.h5" if folder and number == resumed_pretraining_stage else None
+            _pretrain_stage(run, stage, [*hooks, *writers], interrupted)
             if run.stop is not None:
                 return run.stop
             history = run.history
     return None
 
 
-def find_pretraining_stage(world: Transport, folder: Path) -> int:
+def find_interrupted_stage(world: Transport, folder: Path) -> int:
     """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining; collective."""
     stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
@@ -96,30 +95,31 @@ def find_pretraining_stage(world: Transport, folder: Path) -> int:
     return int(world.bcast(stage))
 
 
-def _train_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
+def _pretrain_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], resumed_checkpoint: Path | None) -> None:
     """Train a stage from scratch or from a checkpoint."""
     stage.begin_epoch(0)
-    if checkpoint is not None:
-        restore_checkpoint(checkpoint, run)
-    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train.without_augmentation(), run.batch_size)]
-    if checkpoint is None:
-        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **evaluate_splits(run, metrics))]
-    train_loop(run, [RecordStageName(stage.name), *hooks], metrics)
+    if resumed_checkpoint is not None:
+        restore_checkpoint(resumed_checkpoint, run)
+    metrics: list[Any] = [ReconstructionErrorMetric(stage, run.dataset.train.without_augmentation(), run.batch_size)]
+    if resumed_checkpoint is None:
+        evaluation = evaluate_validation_and_test(run, metrics)
+        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **evaluation)]
+    train_loop(run, [StageNameRecorder(stage.name), *hooks], metrics)
     stage.close()
 
 
-class RecordStageName(Hook):
+class StageNameRecorder(Hook):
     """Write the stage's name into its records."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, stage_name: str) -> None:
+        self.stage_name = stage_name
 
     def after_epoch(self, run: TrainState) -> None:
         """Complete the epoch's record."""
-        run.history[-1] = Record(stage=self.name, **run.history[-1])
+        run.history[-1] = Record(stage=self.stage_name, **run.history[-1])
 
 
-class ReconstructionError:
+class ReconstructionErrorMetric:
     """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is each cell's own.
 
     A metric for `evaluate` with Reconstruction outputs.
@@ -141,13 +141,14 @@ class ReconstructionError:
         for start in range(0, len(split), batch_size):
             batch = np.arange(start, min(start + batch_size, len(split)))
             lo, hi = grid.sample_range(len(batch))
-            total += to_host(stage.stage_input(split.images(batch[lo:hi], stage.dtype))).sum(axis=0, dtype=np.float64)
+            x = to_host(stage.compute_stage_input(split.images(batch[lo:hi], stage.dtype)))
+            total += x.sum(axis=0, dtype=np.float64)
         grid.replica_comm.allreduce(total)
-        self.mean = (total / max(1, len(split))).astype(stage.dtype)
+        self.cell_means = (total / max(1, len(split))).astype(stage.dtype)
 
     def local_sums(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
         """Return the two sums over the local cells."""
-        return _sum_of_squares(to_host(y.residual)), _sum_of_squares(to_host(y.x) - self.mean)
+        return _sum_of_squares(to_host(y.residual)), _sum_of_squares(to_host(y.x) - self.cell_means)
 
 
 def _sum_of_squares(array: np.ndarray) -> float:

@@ -14,9 +14,9 @@ from ..data import Dataset
 from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
-from ..parallel import Flag
+from ..parallel import ControlFlag
 from ..terminal.console import counted
-from .checkpoint_fields import field_texts, restore_fields
+from .checkpoint_field_metadata import field_metadata_texts, restore_field_normalisation
 
 if TYPE_CHECKING:
     from ..services.master_client import MasterClient
@@ -28,17 +28,17 @@ class Record(dict[str, Any]):
     epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
     test_error where there is a test split; further metrics of the test split by their names, of the validation split as
     validation_NAME, numbers or lists of them; seconds, samples_per_second, bytes_sent, bytes_summed; with precision
-    float16 loss_scale, as it is then, and skipped_steps, in which gradients have overflowed.
+    float16, the current loss_scale and skipped_steps, the number of steps whose gradients overflowed.
     """
 
     @classmethod
     def upgrade(cls, record: Mapping[str, Any]) -> Record:
         """Return a record written by any version; in 0.1 numbers of the test split were named valid_*."""
-        return cls({_current_name(name): value for name, value in record.items()})
+        return cls({_upgrade_metric_name(name): value for name, value in record.items()})
 
     def __missing__(self, name: str) -> Any:
         """Return a number by its name of version 0.1, with a warning."""
-        if (new := _current_name(name)) not in self:
+        if (new := _upgrade_metric_name(name)) not in self:
             raise KeyError(name)
         warnings.warn(f"'{name}' of a record is now called '{new}'", DeprecationWarning, stacklevel=2)
         return self[new]
@@ -48,42 +48,42 @@ class Record(dict[str, Any]):
         """Split for model selection: 'validation', or 'test' if there is no validation split."""
         return "validation" if "validation_loss" in self else "test"
 
-    def selection_value(self, number: str) -> Any:
+    def selection_value(self, loss_or_error: str) -> Any:
         """Return 'loss' or 'error' of the selection split; None if there is none."""
-        return self.get(f"{self.selection_split}_{number}")
+        return self.get(f"{self.selection_split}_{loss_or_error}")
 
 
-def replace_nonfinite(value: Any) -> Any:
-    """Return a number of a record, or a list of them, with None for non-finite values, for JSON."""
+def nonfinite_to_none(value: Any) -> Any:
+    """Replace non-finite values by None, for JSON, in a number or a list of numbers."""
     if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
+        return [nonfinite_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def format_results(samples: int, results: Mapping[str, Any]) -> dict[str, Any]:
+def format_evaluation_results(sample_count: int, results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of an evaluation as `neondist evaluate` prints them: 'samples', 'loss', 'error', and others.
 
     Non-finite values are None.
     """
-    rest = {name: replace_nonfinite(value) for name, value in results.items()}
-    return {"samples": samples, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
+    rest = {name: nonfinite_to_none(value) for name, value in results.items()}
+    return {"samples": sample_count, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
 
 
-def _current_name(name: str) -> str:
+def _upgrade_metric_name(name: str) -> str:
     return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
 
 
 @dataclass
 class EpochTotals:
-    """Sums over an epoch so far.
+    """Sums over the current epoch so far.
 
     Attributes
     ----------
-    loss : of all samples
-    seconds : spent on the epoch
+    loss : sum of the losses of all samples but `skipped`
+    seconds : time spent on the epoch
     sent_before, summed_before : bytes that all ranks sent, and reduced, before a resume
     sent, summed : bytes that this rank has sent, and reduced, since
-    skipped : samples that are not in `loss`: of other workers, and of steps in which something was not finite
+    skipped : samples not included in `loss`: those of other workers, and of steps with a non-finite loss
     """
 
     loss: float = 0.0
@@ -94,7 +94,7 @@ class EpochTotals:
     summed_before: int = 0
     summed: int = 0
 
-    def bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
+    def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced; collective."""
         sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
         return self.sent_before + sum(sent), self.summed_before + sum(summed)
@@ -125,7 +125,7 @@ class TrainState:
         continues from this step
     totals : sums over the present epoch
     start_messages : messages to print at the start
-    master_client : of a worker of an asynchronous job, which trains tasks; None: whole epochs
+    master_client : client of the master that assigns tasks to asynchronous workers; None: train whole epochs
     """
 
     model: Trainable
@@ -163,24 +163,24 @@ class TrainState:
 
     def request_stop(self, reason: str) -> None:
         """Request, on one rank or more, that the run ends on all ranks after the next step, as complete."""
-        self.model.sync.flags.own_flags[Flag.STOP] = 1
+        self.model.sync.flags.own_flags[ControlFlag.STOP] = 1
 
     def has_stop_request(self) -> bool:
-        """Whether this rank has a stop request, which all ranks receive in the next step."""
-        return bool(self.model.sync.flags.own_flags[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME_LIMIT, Flag.STOP]].any())
+        """Return whether this rank has a stop request, which all ranks receive in the next step."""
+        requests = [ControlFlag.SIGTERM, ControlFlag.SIGUSR1, ControlFlag.TIME_LIMIT, ControlFlag.STOP]
+        return bool(self.model.sync.flags.own_flags[requests].any())
 
     def receive_stop_requests(self) -> None:
         """Stop if a rank requested it in the completed step."""
-        if self.stop is None and self.model.sync.flags.count_ranks(Flag.STOP):
+        if self.stop is None and self.model.sync.flags.count_ranks(ControlFlag.STOP):
             self.stop = Stop("requested by a rank", exit_code=0)
 
-    def check_epoch_samples(self, samples: int) -> None:
+    def require_epoch_size(self, expected_samples: int) -> None:
         """Raise DataError unless the epoch to continue has this number of samples."""
-        if self.epoch_size != samples:
+        if self.epoch_size != expected_samples:
             raise DataError(
-                f"was written in the middle of an epoch of {counted(samples, 'sample')}, but the data set has"
-                f" {self.epoch_size};"
-                " resume with the same data"
+                f"was written in the middle of an epoch of {counted(expected_samples, 'sample')}, but the data set has"
+                f" {self.epoch_size}; resume with the same data"
             )
 
     def checkpoint_texts(self) -> dict[str, str]:
@@ -188,10 +188,10 @@ class TrainState:
         train = self.dataset.train
         factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
-        return {"images": json.dumps(images), **field_texts(getattr(train, "fields", None))}
+        return {"images": json.dumps(images), **field_metadata_texts(getattr(train, "fields", None))}
 
-    def restore_texts(self, texts: Mapping[str, str]) -> None:
-        """Continue with texts of a checkpoint; ValueError if they do not match."""
-        fields = getattr(self.dataset.train, "fields", None)  # what is only like a split may not have it
+    def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
+        """Check that the texts of a checkpoint match the data set; ValueError otherwise."""
+        fields = getattr(self.dataset.train, "fields", None)  # user-defined splits may lack it
         if fields is not None:
-            restore_fields(texts, fields)
+            restore_field_normalisation(texts, fields)

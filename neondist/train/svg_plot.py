@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .page import SPLIT_COLOURS, axis_range, escape_text, format_value
+from .html_elements import SPLIT_COLOURS, axis_range_and_is_logarithmic, escape_html, value_html
 
-_WIDTH, _HEIGHT = 330, 210  # three fit in a row of a page, one in 400 pixels without scaling
+_PLOT_WIDTH, _PLOT_HEIGHT = 330, 210  # three fit in a row of a page, one in 400 pixels without scaling
 _TOP_MARGIN, _RIGHT_MARGIN, _BOTTOM_MARGIN = 10, 16, 38
 _CHARACTER_WIDTH = 6.4  # pixels of width
-_TICK_INTERVALS = 4  # approximate number of intervals between ticks
-_MIN_DIFFERENCE = 1e-300  # smaller differences cannot be divided
+_TARGET_TICK_INTERVALS = 4  # approximate number of intervals between ticks
+_MIN_AXIS_LENGTH = 1e-300  # smaller differences cannot be divided
 _MIN_RELATIVE_VARIATION = 1e-12  # smaller relative variations are rounding errors
-_BEST_COLOUR = "#d62728"
-_COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
+_BEST_POINT_COLOUR = "#d62728"
+_LINE_COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Axis:
 
     @classmethod
     def vertical(cls, values: Sequence[float]) -> Axis:
-        """Return a y axis that ends at ticks, with the scale of `axis_range`."""
-        low, high, powers = axis_range(values)
+        """Return a y axis that ends at ticks, with the scale of `axis_range_and_is_logarithmic`."""
+        low, high, powers = axis_range_and_is_logarithmic(values)
         if powers:
             ticks = _logarithmic_ticks(low, high)
         else:
-            low, high = _distinct_range(low, high)
+            low, high = _widen_empty_range(low, high)
             step = _tick_spacing(low, high)
             ticks = [at * step for at in range(math.floor(low / step), math.ceil(high / step) + 1)]
         return cls(min(low, ticks[0]), max(high, ticks[-1]), powers, tuple(ticks))
@@ -46,7 +46,7 @@ class Axis:
         if logarithmic and _MIN_RELATIVE_VARIATION * high < high - low:
             ticks = _logarithmic_ticks(low, high)
             return cls(min(low, ticks[0]), max(high, ticks[-1]), True, tuple(ticks))
-        if high - low <= max(_MIN_DIFFERENCE, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
+        if high - low <= max(_MIN_AXIS_LENGTH, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
             return cls(low - 1, high + 1, False, (low,))
         step = _tick_spacing(low, high)
         if all(float(value).is_integer() for value in values):
@@ -60,10 +60,10 @@ class Axis:
         scale = math.log if self.logarithmic else float
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low) or 1)
 
-    def labels(self) -> list[str]:
+    def tick_labels(self) -> list[str]:
         """Return tick labels with enough digits to distinguish them."""
         if self.logarithmic or len(self.ticks) < 2:
-            return [format_value(tick) for tick in self.ticks]
+            return [value_html(tick) for tick in self.ticks]
         step, most = self.ticks[1] - self.ticks[0], max(map(abs, self.ticks))
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
         if most < 1e6 and digits <= 5:
@@ -71,16 +71,16 @@ class Axis:
         return [f"{tick:.{max(2, math.ceil(math.log10(most / step)) + 1)}g}" for tick in self.ticks]
 
 
-def _distinct_range(low: float, high: float) -> tuple[float, float]:
-    """Return distinct ends of an axis."""
-    if high - low > max(_MIN_DIFFERENCE, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
+def _widen_empty_range(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of an axis, widened if they coincide."""
+    if high - low > max(_MIN_AXIS_LENGTH, _MIN_RELATIVE_VARIATION * max(abs(low), abs(high))):
         return low, high
-    return (min(low, 0.0), max(high, 0.0)) if abs(high) > 4 * _MIN_DIFFERENCE else (0.0, 1.0)
+    return (min(low, 0.0), max(high, 0.0)) if abs(high) > 4 * _MIN_AXIS_LENGTH else (0.0, 1.0)
 
 
 def _tick_spacing(low: float, high: float) -> float:
     """Return a tick spacing: 1, 2 or 5 times a power of ten."""
-    least = (high - low) / _TICK_INTERVALS
+    least = (high - low) / _TARGET_TICK_INTERVALS
     power = 10.0 ** math.floor(math.log10(least))
     return next(many * power for many in (1, 2, 5, 10) if many * power >= 0.999 * least)
 
@@ -89,7 +89,7 @@ def _logarithmic_ticks(low: float, high: float) -> list[float]:
     """Return ticks of a logarithmic axis that enclose its ends."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if last - first > 2:  # decades are enough
-        every = -(-(last - first) // (_TICK_INTERVALS + 1))
+        every = -(-(last - first) // (_TARGET_TICK_INTERVALS + 1))
         return [10.0**at for at in range(first, last + every, every) if at < 308]
     ticks = [many * 10.0**at for at in range(first, last) for many in (1, 2, 5)] + [10.0**last]
     below, above = max(t for t in ticks if t <= low * 1.001), min(t for t in ticks if t >= high * 0.999)
@@ -101,7 +101,7 @@ def line_plot_svg(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     points_only: bool = False,
     logarithmic_x: bool = False,
-    best: tuple[float, float] | None = None,
+    best_point: tuple[float, float] | None = None,
     x_label: str = "",
 ) -> str:
     """Return an SVG figure of lines of points (x, y) by name.
@@ -111,58 +111,62 @@ def line_plot_svg(
     points_only : bool
         Draw points without lines.
     logarithmic_x : bool
-        Use a logarithmic x axis. `axis_range` chooses the scale of y.
-    best : (x, y), optional
+        Use a logarithmic x axis. `axis_range_and_is_logarithmic` chooses the scale of y.
+    best_point : (x, y), optional
         A point to mark.
     x_label : str
         Label of the x axis.
     """
     points = [point for line in lines.values() for point in line]
-    horizontal, vertical = Axis.horizontal([x for x, _ in points], logarithmic_x), Axis.vertical([y for _, y in points])
-    heights = vertical.labels()
+    horizontal = Axis.horizontal([x for x, _ in points], logarithmic_x)
+    vertical = Axis.vertical([y for _, y in points])
+    heights = vertical.tick_labels()
     left = 10 + _CHARACTER_WIDTH * max(map(len, heights))
-    across, up = _WIDTH - left - _RIGHT_MARGIN, _HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN
+    across, up = _PLOT_WIDTH - left - _RIGHT_MARGIN, _PLOT_HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN
 
     def to_pixels(x: float, y: float) -> tuple[str, str]:
         return (f"{left + horizontal.fraction(x) * across:.1f}", f"{_TOP_MARGIN + (1 - vertical.fraction(y)) * up:.1f}")
 
-    bottom, svg, keys = _HEIGHT - _BOTTOM_MARGIN, [], []
+    bottom, svg, keys = _PLOT_HEIGHT - _BOTTOM_MARGIN, [], []
     for tick, label in zip(vertical.ticks, heights, strict=True):
         _, y = to_pixels(horizontal.low, tick)
-        svg.append(f"<path d='M{left:.1f} {y}H{_WIDTH - _RIGHT_MARGIN}' stroke='#ddd'/>")
+        svg.append(f"<path d='M{left:.1f} {y}H{_PLOT_WIDTH - _RIGHT_MARGIN}' stroke='#ddd'/>")
         svg.append(f"<text x='{left - 6:.1f}' y='{float(y) + 4:.1f}' text-anchor='end'>{label}</text>")
-    for tick, label in zip(horizontal.ticks, horizontal.labels(), strict=True):
+    for tick, label in zip(horizontal.ticks, horizontal.tick_labels(), strict=True):
         x, _ = to_pixels(tick, vertical.low)
         svg.append(f"<path d='M{x} {bottom}v4' stroke='#888'/>")
         svg.append(f"<text x='{x}' y='{bottom + 18}' text-anchor='middle'>{label}</text>")
-    svg.append(f"<path d='M{left:.1f} {_TOP_MARGIN}V{bottom}H{_WIDTH - _RIGHT_MARGIN}' fill='none' stroke='#888'/>")
+    svg.append(
+        f"<path d='M{left:.1f} {_TOP_MARGIN}V{bottom}H{_PLOT_WIDTH - _RIGHT_MARGIN}' fill='none' stroke='#888'/>"
+    )
     middle = left + across / 2
     if x_label:
-        svg.append(f"<text x='{middle:.1f}' y='{_HEIGHT - 4}' text-anchor='middle'>{escape_text(x_label)}</text>")
+        svg.append(f"<text x='{middle:.1f}' y='{_PLOT_HEIGHT - 4}' text-anchor='middle'>{escape_html(x_label)}</text>")
     for at, (name, line) in enumerate(lines.items()):
-        colour, positions = SPLIT_COLOURS.get(name, _COLOURS[at % len(_COLOURS)]), [to_pixels(*point) for point in line]
+        colour = SPLIT_COLOURS.get(name, _LINE_COLOURS[at % len(_LINE_COLOURS)])
+        positions = [to_pixels(*point) for point in line]
         if not points_only:
             joined = " ".join(map(",".join, positions))
             svg.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
         if points_only or len(positions) <= 40:
             svg += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in positions]
         if name != title:
-            keys.append(_legend_entry(escape_text(name), f"<circle cx='5' cy='5' r='5' fill='{colour}'/>"))
+            keys.append(_legend_entry_html(escape_html(name), f"<circle cx='5' cy='5' r='5' fill='{colour}'/>"))
     if scaled := [name for name, axis in (("x", horizontal), ("y", vertical)) if axis.logarithmic]:
-        keys.append(_legend_entry(f"logarithmic: {', '.join(scaled)}"))
-    if best is not None:
-        x, y = to_pixels(*best)
-        ring = f"fill='none' stroke='{_BEST_COLOUR}' stroke-width='2'/>"
+        keys.append(_legend_entry_html(f"logarithmic: {', '.join(scaled)}"))
+    if best_point is not None:
+        x, y = to_pixels(*best_point)
+        ring = f"fill='none' stroke='{_BEST_POINT_COLOUR}' stroke-width='2'/>"
         svg.append(f"<circle cx='{x}' cy='{y}' r='7' {ring}")
-        text = f"best: {format_value(best[1])} at {format_value(best[0])}"
-        keys.append(_legend_entry(text, f"<circle cx='5' cy='5' r='4' {ring}"))
+        text = f"best: {value_html(best_point[1])} at {value_html(best_point[0])}"
+        keys.append(_legend_entry_html(text, f"<circle cx='5' cy='5' r='4' {ring}"))
     return (
-        f"<figure><figcaption><b>{escape_text(title)}</b><div>{''.join(keys)}</div></figcaption>"
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'"
-        f" aria-label='{escape_text(title)}' font-size='11' fill='#444'>{''.join(svg)}</svg></figure>"
+        f"<figure><figcaption><b>{escape_html(title)}</b><div>{''.join(keys)}</div></figcaption>"
+        f"<svg width='{_PLOT_WIDTH}' height='{_PLOT_HEIGHT}' viewBox='0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}' role='img'"
+        f" aria-label='{escape_html(title)}' font-size='11' fill='#444'>{''.join(svg)}</svg></figure>"
     )
 
 
-def _legend_entry(text: str, mark: str = "") -> str:
+def _legend_entry_html(text: str, mark: str = "") -> str:
     icon = f"<svg width='10' height='10'>{mark}</svg> " if mark else ""
     return f"<span class='key'>{icon}{text}</span>"

@@ -20,15 +20,15 @@ from ..models import TrainableModel
 from ..plan import Plan
 from ..system.memory import require_memory
 from ..terminal.console import counted
-from .callbacks.best import Best
+from .callbacks.best_epoch import Best
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.loggers import MetricLogger
 
-_BATCHES_IN_MEMORY = 3  # in memory: the current, the next, and the first layer's view
+_BATCHES_IN_MEMORY = 3  # the current one, the next one, and the view of the first layer
 
 
 class Experiment(Protocol):
-    """Parts of an experiment."""
+    """Settings of an experiment that are validated before a run."""
 
     dataset: Dataset
     model: TrainableModel
@@ -47,7 +47,7 @@ class Experiment(Protocol):
 def validate_experiment(
     experiment: Experiment, ranks: int, grid: GridShape | None = None, available_bytes: int | None = None
 ) -> Plan:
-    """Return the plan of an experiment on `ranks` ranks; needs no MPI.
+    """Validate an experiment on `ranks` ranks and return its plan; needs no MPI.
 
     Parameters
     ----------
@@ -62,45 +62,45 @@ def validate_experiment(
         GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
     """
     model, dataset = experiment.model, experiment.dataset
-    with name_in_errors(experiment):
+    with set_error_subject(experiment):
         default_shape = experiment_grid_shape(experiment, ranks)
         shape = grid or default_shape
-    with name_in_errors(dataset):
+    with set_error_subject(dataset):
         dataset.check()
-    with name_model_in_errors(experiment):
+    with set_model_as_error_subject(experiment):
         free_bytes_per_rank = memory_per_rank(model.backend)
-        model.available_bytes = free_bytes_per_rank(1) if available_bytes is None else available_bytes
+        model.available_bytes_per_rank = free_bytes_per_rank(1) if available_bytes is None else available_bytes
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
-        plan = model.fit_to_memory(plan)
+        plan = model.fit_plan_to_memory(plan)
         if model.precision.has_16_bit_operands:
             model.array_backend()
         if not plan.is_streamed:
             _check_memory_for_layers(plan, free_bytes_per_rank)
-    with name_in_errors(dataset):
+    with set_error_subject(dataset):
         if not plan.is_streamed:
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
-    with name_in_errors(model.output_layer):
+    with set_error_subject(model.output_error_subject):
         model.cost.check_output_shape(plan.output_shape, dataset.classes)
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
-        with name_in_errors(part):
-            part.check_weights_available(plan.output_shape, dataset.fields)
+        with set_error_subject(part):
+            part.check_cell_weights_available(plan.output_shape, dataset.fields)
     model.optimizer.check_run_length(experiment.epochs)
     if model.num_pretrain_epochs:
         model.pretrain_optimizer.check_run_length(model.num_pretrain_epochs)
     for transform in experiment.augment:
-        with name_in_errors(transform):
+        with set_error_subject(transform):
             transform.check_shape(dataset.sample_shape)
     for metric in experiment.metrics:
-        with name_in_errors(metric):
+        with set_error_subject(metric):
             metric.check_class_count(dataset.classes)
             metric.check_outputs(plan.output_shape)
             metric.check_field_metadata(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
-        with name_in_errors(logger):
+        with set_error_subject(logger):
             logger.check_installed()
     if experiment.best is not None:
-        with name_in_errors(experiment.best):
-            experiment.best.check_metric_name(experiment.metrics)
+        with set_error_subject(experiment.best):
+            experiment.best.check_metric_is_recorded(experiment.metrics)
     return plan
 
 
@@ -121,10 +121,10 @@ def _check_memory_for_layers(plan: Plan, free_bytes_per_rank: Callable[[int], in
 
 
 @contextmanager
-def name_model_in_errors(experiment: Experiment) -> Iterator[None]:
+def set_model_as_error_subject(experiment: Experiment) -> Iterator[None]:
     """Set the subject of a UserError to the model, or to the experiment if that sets the field at fault."""
     try:
-        with name_in_errors(experiment.model):
+        with set_error_subject(experiment.model):
             yield
     except UserError as error:
         field = re.match(r"\w*", str(error))
@@ -134,7 +134,7 @@ def name_model_in_errors(experiment: Experiment) -> Iterator[None]:
 
 
 @contextmanager
-def name_in_errors(subject: object) -> Iterator[None]:
+def set_error_subject(subject: object) -> Iterator[None]:
     """Set the subject of a UserError of the block to `subject`, unless it has one."""
     try:
         yield

@@ -23,7 +23,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
 from neondist.system import machine
-from neondist.train.inference.progress import first_rank_progress
+from neondist.train.inference.progress_line import first_rank_progress
 
 NODE_LINK, NETWORK_LINK = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
 
@@ -301,7 +301,7 @@ def test_calibrate(monkeypatch):
 
     def measure(world):
         parts = calibrate.count_progress_steps(world, 2)
-        with first_rank_progress(world.rank, output, parts, "measurement", first=0) as progress:
+        with first_rank_progress(world.rank, output, parts, "measurement", delay=0) as progress:
             return calibrate.calibrate(world, 2, progress)
 
     estimate, noise = loopback.run(4, measure)[0]

@@ -102,10 +102,10 @@ def test_resume_from_a_crafted_position(texts, text):
 
 
 def test_crafted_image_facts(texts, tmp_path):
-    from neondist.train.inference.network import read_normalisation
+    from neondist.train.inference.checkpoint_prediction import parse_shape_and_normalisation
 
     for text in craft_texts(texts[1]["images"]):
-        error_type = _catch_error_type(lambda text: read_normalisation(texts[0], {"images": text}), text)
+        error_type = _catch_error_type(lambda text: parse_shape_and_normalisation(texts[0], {"images": text}), text)
         assert error_type in (None, DataError), text
     path = forge_checkpoint(
         texts[0], lambda file: _replace_text(file, "images", '{"shape": [1, "a"], "factor": [1], "offset": [0]}')

@@ -10,7 +10,7 @@ from neondist.comm import loopback
 from neondist.io.checkpoint import SnapshotStore, snapshots
 from neondist.io.run_event_log import RunEventLog, read_events
 from neondist.train.callbacks.checkpoint import Checkpoint
-from neondist.train.callbacks.snapshots import MAX_TIME_SHARE, Snapshots
+from neondist.train.callbacks.snapshots import MAX_SNAPSHOT_TIME_FRACTION, Snapshots
 
 KEY = "0123456789abcdef" * 2
 NODES = ["a", "a", "b", "b"]
@@ -126,26 +126,26 @@ def test_checkpoints_on_disk_without_shared_memory(shared_memory, tmp_path, caps
     folder = tmp_path / "out"
     train_until_killed(folder)
     assert "no snapshots in memory, but checkpoints on disk at the same interval: " in capsys.readouterr().out
-    steps = loopback.run(1, lambda world: read_checkpoint_step(folder, world))
+    steps = loopback.run(1, lambda world: read_step(folder, world))
     assert steps == [5]
 
 
-def read_checkpoint_step(folder, world):
-    from neondist.train.callbacks.checkpoint import read_step
+def read_step(folder, world):
+    from neondist.train.callbacks.checkpoint import read_checkpoint_step
 
-    return read_step(folder / "checkpoint.h5", world)
+    return read_checkpoint_step(folder / "checkpoint.h5", world)
 
 
 def test_snapshots_use_their_share_of_the_time():
     now = [0.0]
     store = loopback.run(1, lambda world: SnapshotStore(KEY, world))[0]
     hook = Snapshots(store, "auto", Checkpoint(nd.__file__), clock=lambda: now[0])
-    hook.snapshot_seconds, written = 0.05, 0
+    hook.expected_snapshot_seconds, written = 0.05, 0
     for _ in range(10_000):
         now[0] += 0.01
         if hook.is_affordable:
-            now[0] += hook.snapshot_seconds
-            hook.seconds_spent += hook.snapshot_seconds
+            now[0] += hook.expected_snapshot_seconds
+            hook.total_snapshot_seconds += hook.expected_snapshot_seconds
             written += 1
-        assert hook.seconds_spent <= MAX_TIME_SHARE * now[0]
-    assert written >= 0.95 * MAX_TIME_SHARE * 100 / 0.05
+        assert hook.total_snapshot_seconds <= MAX_SNAPSHOT_TIME_FRACTION * now[0]
+    assert written >= 0.95 * MAX_SNAPSHOT_TIME_FRACTION * 100 / 0.05

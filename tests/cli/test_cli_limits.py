@@ -143,9 +143,9 @@ def test_signal_before_imports(folder, name):
 def test_swallowed_interrupt_is_raised_again():
     code = """
 import signal, time, weakref
-from neondist.system.signals import Signals
+from neondist.system.signals import SignalRecorder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs may ignore it
-signals = Signals(whole_process=True).install_handlers()
+signals = SignalRecorder(whole_process=True).install_handlers()
 signals.needs_cleanup = True
 class Thing: pass
 thing = Thing()

@@ -5,7 +5,7 @@ from toy_registry import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModel
 
 import neondist as nd
 from neondist.config import describe_location, dump, load_experiment
-from neondist.registry.words import example_class_names
+from neondist.registry.type_hints import example_class_names
 
 FILE = """\
 # a comment

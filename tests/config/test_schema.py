@@ -223,7 +223,7 @@ def test_representations_of_models():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     assert "not built" in model._repr_html_()
     assert repr(model) == str(model) == "Convnet (not built)"
-    with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape"):
+    with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape of its input"):
         model.summary()
     summary = model.summary((8, 8, 1))
     assert "conv1" in summary

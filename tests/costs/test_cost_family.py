@@ -12,15 +12,15 @@ from neondist.errors import ConfigError, DataError, ShapeError
 from neondist.train import evaluate
 
 SHAPES = [(5, 4), (3, 4, 5, 4), (2, 3, 4), (2, 3, 2, 2, 4)]
-WEIGHTS = [0.5, 2.0, 0.0, 1.25]
-VOID = 255
+CLASS_WEIGHTS = [0.5, 2.0, 0.0, 1.25]
+IGNORED_LABEL = 255
 
 
 def draw_scores(shape, ignore=True):
     rng = np.random.default_rng(3)
     labels = rng.integers(0, shape[-1], shape[:-1])
     if ignore:
-        labels[rng.random(labels.shape) < 0.3] = VOID
+        labels[rng.random(labels.shape) < 0.3] = IGNORED_LABEL
     return rng.normal(scale=3, size=shape), labels
 
 
@@ -49,15 +49,15 @@ def compute_mean(cost, y, targets):
 
 def compute_focal(torch, f, y, labels):
     log_p = f.log_softmax(y, 1)
-    keep = labels != VOID
+    keep = labels != IGNORED_LABEL
     indices = labels.where(keep, torch.zeros(()).long())[:, None]
     log_pt = log_p.gather(1, indices)[:, 0]
-    w = torch.tensor(WEIGHTS, dtype=y.dtype)[indices[:, 0]] * keep
+    w = torch.tensor(CLASS_WEIGHTS, dtype=y.dtype)[indices[:, 0]] * keep
     return -(w * (1 - log_pt.exp()) ** 1.5 * log_pt).sum() / w.sum()
 
 
 def compute_dice(torch, f, y, labels):
-    keep = (labels != VOID)[:, None]
+    keep = (labels != IGNORED_LABEL)[:, None]
     p = y.softmax(1) * keep
     one_hot = f.one_hot(labels.where(keep[:, 0], torch.zeros(()).long()), y.shape[1])
     t = torch.movedim(one_hot, -1, 1) * keep
@@ -72,28 +72,33 @@ def compute_entropy(f, y, t, **options):
 
 LABEL_COSTS = {
     "weights": (
-        nd.CrossEntropy(class_weights=WEIGHTS),
-        lambda torch, f, y, t, w: compute_entropy(f, y, t.where(t != VOID, torch.zeros(()).long()), weight=w),
+        nd.CrossEntropy(class_weights=CLASS_WEIGHTS),
+        lambda torch, f, y, t, w: compute_entropy(f, y, t.where(t != IGNORED_LABEL, torch.zeros(()).long()), weight=w),
     ),
     "ignore": (
-        nd.SoftmaxCrossEntropy(ignore_index=VOID),
-        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=VOID),
+        nd.SoftmaxCrossEntropy(ignore_index=IGNORED_LABEL),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=IGNORED_LABEL),
     ),
     "smoothing": (
-        nd.CrossEntropy(ignore_index=VOID, label_smoothing=0.2),
-        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=VOID, label_smoothing=0.2),
+        nd.CrossEntropy(ignore_index=IGNORED_LABEL, label_smoothing=0.2),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=IGNORED_LABEL, label_smoothing=0.2),
     ),
     "all": (
-        nd.CrossEntropy(class_weights=WEIGHTS, ignore_index=VOID, label_smoothing=0.1),
-        lambda o, f, y, t, w: compute_entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1),
+        nd.CrossEntropy(class_weights=CLASS_WEIGHTS, ignore_index=IGNORED_LABEL, label_smoothing=0.1),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, weight=w, ignore_index=IGNORED_LABEL, label_smoothing=0.1),
     ),
-    "focal": (nd.Focal(1.5, class_weights=WEIGHTS, ignore_index=VOID), lambda o, f, y, t, w: compute_focal(o, f, y, t)),
-    "dice": (nd.Dice(ignore_index=VOID), lambda o, f, y, t, w: compute_dice(o, f, y, t)),
+    "focal": (
+        nd.Focal(1.5, class_weights=CLASS_WEIGHTS, ignore_index=IGNORED_LABEL),
+        lambda o, f, y, t, w: compute_focal(o, f, y, t),
+    ),
+    "dice": (nd.Dice(ignore_index=IGNORED_LABEL), lambda o, f, y, t, w: compute_dice(o, f, y, t)),
     "dice and entropy": (
-        nd.DiceCE(dice_weight=0.5, ce_weight=2.0, class_weights=WEIGHTS, ignore_index=VOID, label_smoothing=0.1),
+        nd.DiceCE(
+            dice_weight=0.5, ce_weight=2.0, class_weights=CLASS_WEIGHTS, ignore_index=IGNORED_LABEL, label_smoothing=0.1
+        ),
         lambda o, f, y, t, w: (
             0.5 * compute_dice(o, f, y, t)
-            + 2 * compute_entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1)
+            + 2 * compute_entropy(f, y, t, weight=w, ignore_index=IGNORED_LABEL, label_smoothing=0.1)
         ),
     ),
 }
@@ -107,7 +112,7 @@ def test_label_costs_match_torch(name, shape):
     original = y.copy()
 
     def function(torch, f, tensor):
-        return reference(torch, f, tensor, torch.from_numpy(labels), torch.tensor(WEIGHTS, dtype=torch.float64))
+        return reference(torch, f, tensor, torch.from_numpy(labels), torch.tensor(CLASS_WEIGHTS, dtype=torch.float64))
 
     loss, gradient = compute_with_torch(function, y)
     value, actual_gradient = compute_mean(cost, y, labels)
@@ -122,11 +127,14 @@ def test_label_costs_match_torch(name, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_and_smoothing_of_probabilities(shape):
     p = np.random.default_rng(1).random(shape)
-    cost = nd.CrossEntropy(class_weights=WEIGHTS, label_smoothing=0.1)
+    cost = nd.CrossEntropy(class_weights=CLASS_WEIGHTS, label_smoothing=0.1)
     y, _ = draw_scores(shape)
     loss, gradient = compute_with_torch(
         lambda torch, f, x: f.cross_entropy(
-            x, torch.from_numpy(np.moveaxis(p, -1, 1).copy()), torch.tensor(WEIGHTS, dtype=x.dtype), label_smoothing=0.1
+            x,
+            torch.from_numpy(np.moveaxis(p, -1, 1).copy()),
+            torch.tensor(CLASS_WEIGHTS, dtype=x.dtype),
+            label_smoothing=0.1,
         ),
         y,
     )
@@ -164,16 +172,16 @@ def test_regression_costs_match_torch(name, shape):
 
 def test_bce_of_labels():
     y, labels = draw_scores((4, 5, 6, 1))
-    labels = np.where(labels == VOID, VOID, labels % 2 + (np.arange(6) % 2 == 0)) % 256
+    labels = np.where(labels == IGNORED_LABEL, IGNORED_LABEL, labels % 2 + (np.arange(6) % 2 == 0)) % 256
     labels[labels == 2] = 1
-    keep = labels != VOID
+    keep = labels != IGNORED_LABEL
     loss, gradient = compute_with_torch(
         lambda torch, f, x: f.binary_cross_entropy_with_logits(
             x[:, 0][torch.from_numpy(keep)], torch.from_numpy(labels[keep].astype("f8"))
         ),
         y,
     )
-    value, actual_gradient = compute_mean(nd.BCE(ignore_index=VOID), y, labels)
+    value, actual_gradient = compute_mean(nd.BCE(ignore_index=IGNORED_LABEL), y, labels)
     assert value == pytest.approx(loss, rel=1e-12)
     np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-11, atol=1e-15)
     outputs, classes = draw_scores((4, 5, 3), ignore=False)
@@ -190,7 +198,7 @@ def test_empty_and_fully_ignored_targets(cost):
         assert cost.local_sum(np.zeros(shape), np.zeros(shape[:-1], int)) == 0
         assert cost.local_sum_gradient(np.zeros(shape), np.zeros(shape[:-1], int)).shape == shape
     if cost.ignore_index is not None:
-        y, void = draw_scores((2, 3, 4))[0], np.full((2, 3), VOID)
+        y, void = draw_scores((2, 3, 4))[0], np.full((2, 3), IGNORED_LABEL)
         assert cost.local_sum(y, void) == 0
         assert not cost.local_sum_gradient(y, void).any()
         assert cost.local_sum_gradient(y.astype("f4"), void).dtype == "f4"
@@ -199,7 +207,7 @@ def test_empty_and_fully_ignored_targets(cost):
 COSTS = {
     **{name: (cost, "labels") for name, (cost, _) in LABEL_COSTS.items() if cost.ignore_index},
     **{name: (cost, "numbers") for name, (cost, _) in REGRESSION_COSTS.items()},
-    "bce of classes": (nd.BCE(pos_weight=[1, 2, 3, 4], ignore_index=VOID), "labels"),
+    "bce of classes": (nd.BCE(pos_weight=[1, 2, 3, 4], ignore_index=IGNORED_LABEL), "labels"),
 }
 EXTENT = (7, 6)
 
@@ -217,8 +225,8 @@ class CellTargets(nd.Synthetic):
             rng = np.random.default_rng(seed)
             labels = rng.integers(0, 4, (len(split), *EXTENT))
             if self.kind == "labels":
-                labels[rng.random(labels.shape) < 0.3] = VOID
-                labels[0] = VOID
+                labels[rng.random(labels.shape) < 0.3] = IGNORED_LABEL
+                labels[0] = IGNORED_LABEL
             else:
                 labels = rng.random((*labels.shape, 4))
             yield nd.Split(split.images(range(len(split)), "float64"), labels[(slice(None), *box)], scale=1.0)

@@ -175,7 +175,7 @@ def test_prefetched_and_lazy_batches_match(write_files):
     expected = [(data.train.images(numbers), data.train.targets(numbers)) for numbers in batches]
     for lazy in (False, True):
         for (x, y), (images, labels) in zip(data.train.batches(batches, lazy=lazy), expected, strict=True):
-            np.testing.assert_array_equal(x.whole() if lazy else x, images)
+            np.testing.assert_array_equal(x.read_whole() if lazy else x, images)
             np.testing.assert_array_equal(y, labels)
     data.close()
 

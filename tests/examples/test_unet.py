@@ -17,10 +17,10 @@ def test_unet(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib")
     thread, names, losses = threading.local(), {"__name__": "unet_retina", "__doc__": ""}, {}
     exec(SCRIPT.read_text(encoding="utf-8"), names)
-    vessels, sato = names["vessels"], names["filters"].sato
+    vessels, sato = names["segment_vessels"], names["filters"].sato
     monkeypatch.setattr(names["filters"], "sato", lambda picture, sigmas: sato(picture, [3]))  # all widths take seconds
     truth = vessels(names["data"].retina())
-    names["vessels"] = lambda picture: truth
+    names["segment_vessels"] = lambda picture: truth
     monkeypatch.setattr(nd, "ProcessGrid", lambda grid=nd.ProcessGrid: grid(thread.world))
 
     def run_rank(world):

@@ -58,7 +58,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def read_step(path):
+def read_checkpoint_step(path):
     """Return step and epoch of a checkpoint; fail if it cannot be read."""
     with open_checkpoint(path, SingleTransport()) as file:
         return json.loads(file.contents.texts["position"])["step"], json.loads(file.contents.texts["position"])["epoch"]
@@ -97,9 +97,9 @@ def test_run_survives_kills_at_any_moment(folder):
         assert code != 2, err
         wait_until(lambda processes=processes: not any(map(is_alive, processes)))
         if checkpoint.exists():
-            last = read_step(checkpoint)
+            last = read_checkpoint_step(checkpoint)
         for older in checkpoint.parent.glob("checkpoint-*.h5"):
-            read_step(older)
+            read_checkpoint_step(older)
     assert at_write >= 2  # some interrupted a write
     epochs = last[1] + 1
     job = Job(folder, "--resume", "--set", f"epochs={epochs}")

@@ -26,7 +26,7 @@ from neondist.io.hdf5 import array_names, open_hdf5
 from neondist.io.journal import Journal
 from neondist.io.regular_file import open_regular, read_bytes
 from neondist.system.machine import read_machine
-from neondist.train.html_report import read_records
+from neondist.train.html_report import read_epoch_records
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 
@@ -42,7 +42,7 @@ READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFI
     "picture": (".png", lambda path: ImageLoader().load(path)),
     "convert .npy": (".npy", lambda path: open_split_sources([path, path], ImageLoader())),
     "convert .npz": (".npz", lambda path: open_split_sources([path], ImageLoader())),
-    "records": (".jsonl", read_records),
+    "records": (".jsonl", read_epoch_records),
     "journal": (".journal", Journal),
 }
 EXCEPTIONS = {"journal": {"missing", "empty", "loop", "folder"}, "table": {"empty"}}

@@ -57,7 +57,7 @@ def run_pretraining_steps(kind, grid=None, batch=6, steps=3, **overrides):
         results[f"{stage.name} cost"] = np.array([stage.train_batch(x, None, batch) for _ in range(steps)])
         y = stage.fprop(x)
         results[f"{stage.name} reconstruction"] = stage.output.gather(y.residual + y.x)
-        stage.cost_and_gradient(x, 1 / batch)
+        stage.compute_cost_and_gradient(x, 1 / batch)
         results[f"{stage.name} gradient"] = model.gradients()[f"{stage.name}/weights"]
     labels = np.arange(batch) % 4
     losses = []

@@ -12,7 +12,7 @@ from neondist.config import load_experiment
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervision import JobEnding
-from neondist.system.signals import Signals
+from neondist.system.signals import SignalRecorder
 
 
 class GenerationScript:
@@ -48,7 +48,7 @@ class GenerationScript:
             ["run", str(self.folder / "toy.yaml"), "--output", str(self.folder / "out"),
              "--hosts-from", str(self.folder / "discover"), *words]
         )  # fmt: skip
-        arguments.signals = Signals()
+        arguments.signals = SignalRecorder()
         members.resolve_host_options(arguments, None)
         return run_generations(arguments, load_experiment(self.folder / "toy.yaml"), self.start, sleep)
 

@@ -31,7 +31,7 @@ class ToyModel:
     def begin_epoch(self, epoch, seen=0):
         pass
 
-    def averaged_weights(self):
+    def use_averaged_weights(self):
         return nullcontext()
 
     def wait_for_messages(self):

@@ -13,7 +13,7 @@ from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_empty_or_untrained
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervision import JobEnding
-from neondist.system.signals import Signals
+from neondist.system.signals import SignalRecorder
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"
 NEW_RUNS = {
@@ -68,7 +68,7 @@ def test_restart_ignores_files_of_an_earlier_run(tmp_path):
     arguments = create_parser().parse_args(
         ["run", str(tmp_path / "toy.yaml"), "-n", "2", "--restarts", "1", "--output", str(tmp_path), "--overwrite"]
     )
-    arguments.signals = Signals()
+    arguments.signals = SignalRecorder()
     write_files(tmp_path, {"checkpoint.h5": "old", "checkpoint-00000003.h5": "old"})
     launches = []
 

@@ -6,7 +6,7 @@ import pytest
 import neondist as nd
 from neondist.comm import loopback
 
-LINEAR = {
+LINEAR_LAYERS = {
     "conv": lambda: [nd.ConvLayerDist(4, 3, 2, "same", groups=2, bias=False, padding_mode="replicate")],
     "deconv": lambda: [nd.DeconvLayerDist(6, 4, 3, 1, output_padding=2, groups=2, bias=False)],
     "unshared": lambda: [nd.LocalFilteringLayerDist(3, (3, 2), 2, padding=1)],
@@ -26,11 +26,11 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", LINEAR_LAYERS)
 @pytest.mark.long
 def test_dot_product_identity(name, ranks):
     def compute_products(comm):
-        model = nd.ConvnetDist(LINEAR[name](), seed=2, dtype="float64")
+        model = nd.ConvnetDist(LINEAR_LAYERS[name](), seed=2, dtype="float64")
         model.build((11, 8, 4), 3, nd.ProcessGrid(comm))
         rng = np.random.default_rng(1)
         x = rng.normal(size=(3, 11, 8, 4))

@@ -12,7 +12,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError, ShapeError
 
 SHAPES = [(11, 4), (5, 7, 4), (2, 3, 4), (3, 4, 5, 4)]
-LAYERS = {
+LAYER_FACTORIES = {
     "one group": make_factory("GroupNorm", 1),
     "groups": make_factory("GroupNorm", 2, eps=0.1),
     "one channel per group": make_factory("GroupNorm", 4),
@@ -20,22 +20,22 @@ LAYERS = {
     "instances": make_factory("InstanceNorm"),
     "instances, affine": make_factory("InstanceNorm", eps=0.01, affine=True),
 }
-GROUPS = {"one group": 1, "groups": 2, "no parameters": 2}
+GROUP_COUNTS = {"one group": 1, "groups": 2, "no parameters": 2}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", LAYER_FACTORIES)
 def test_equals_torch(shape, name):
     torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
-    arrays = run_layer(LAYERS[name], shape)
+    arrays = run_layer(LAYER_FACTORIES[name], shape)
     xt = torch.tensor(np.moveaxis(arrays["x"], -1, 1).copy(), requires_grad=True)
     parameters = {k.split("/")[1]: torch.tensor(v, requires_grad=True) for k, v in arrays.items() if "param" in k}
     gamma, beta = parameters.get("gamma"), parameters.get("beta")
-    eps = LAYERS[name](False).eps
+    eps = LAYER_FACTORIES[name](False).eps
     if "instances" in name:
         yt = torch.nn.functional.instance_norm(xt, weight=gamma, bias=beta, eps=eps)
     else:
-        yt = torch.nn.functional.group_norm(xt, GROUPS.get(name, 4), gamma, beta, eps)
+        yt = torch.nn.functional.group_norm(xt, GROUP_COUNTS.get(name, 4), gamma, beta, eps)
     yt.backward(torch.tensor(np.moveaxis(arrays["dy"], -1, 1).copy()))
     np.testing.assert_allclose(arrays["y"], np.moveaxis(yt.detach().numpy(), 1, -1), rtol=0, atol=1e-10)
     np.testing.assert_allclose(arrays["dx"], np.moveaxis(xt.grad.numpy(), 1, -1), rtol=0, atol=1e-10)
@@ -45,10 +45,10 @@ def test_equals_torch(shape, name):
         np.testing.assert_allclose(grad, tensor.grad.numpy(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("shape", "name"), select_cases(product(SHAPES, LAYERS)), ids=str)
+@pytest.mark.parametrize(("shape", "name"), select_cases(product(SHAPES, LAYER_FACTORIES)), ids=str)
 @pytest.mark.long
 def test_every_grid_matches_one_process(shape, name):
-    check_on_grids(LAYERS[name], shape, rotate_grids(SHAPES.index(shape) + list(LAYERS).index(name)))
+    check_on_grids(LAYER_FACTORIES[name], shape, rotate_grids(SHAPES.index(shape) + list(LAYER_FACTORIES).index(name)))
 
 
 def run_on_vectors(dist, grid=None):
@@ -98,7 +98,7 @@ def test_no_cancellation_far_from_zero():
     assert abs(np.var(model.fprop(x), dtype=np.float64) - 1) < 1e-3
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("make", LAYER_FACTORIES.values(), ids=LAYER_FACTORIES.keys())
 def test_float32_and_empty_batches(make):
     model = nd.Convnet([make(False)])
     model.build((6, 5, 4), 2)

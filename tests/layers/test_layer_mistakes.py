@@ -8,37 +8,49 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError, ShapeError
 
 
-def build(*layers, shape=(8, 8, 4)):
+def build_convnet(*layers, shape=(8, 8, 4)):
     nd.Convnet(layers).build(shape, batch_size=1)
 
 
 MISTAKES = {
     "branches differ": (
-        lambda: build(nd.Sum([[nd.ConvLayer(4, 3, name="narrow")], []], name="block")),
+        lambda: build_convnet(nd.Sum([[nd.ConvLayer(4, 3, name="narrow")], []], name="block")),
         ShapeError,
         r"layer 0 'block' \(Sum\).*'block.sequential1' outputs \(6, 6, 4\).*\(the identity\) outputs \(8, 8, 4\)",
     ),
     "extents differ": (
-        lambda: build(nd.Concat([nd.ConvLayer(4, 3, name="a"), nd.ConvLayer(2, 1, name="b")])),
+        lambda: build_convnet(nd.Concat([nd.ConvLayer(4, 3, name="a"), nd.ConvLayer(2, 1, name="b")])),
         ShapeError,
         r"'a' outputs \(6, 6, 4\), but branch 'b' outputs \(8, 8, 2\)",
     ),
     "inner layer": (
-        lambda: build(nd.Sequential([nd.ConvLayer(4, 3), nd.ConvLayer(4, 9)])),
+        lambda: build_convnet(nd.Sequential([nd.ConvLayer(4, 3), nd.ConvLayer(4, 9)])),
         ShapeError,
         r"layer 0 'sequential1.conv2' \(ConvLayer\): kernel_size",
     ),
-    "deconv groups": (lambda: build(nd.DeconvLayer(6, 3, groups=3)), ConfigError, "groups 3 must divide the input's 4"),
-    "output_padding": (lambda: build(nd.DeconvLayer(4, 3, 2, output_padding=2)), ConfigError, "less than stride 2"),
-    "deconv padding": (lambda: build(nd.DeconvLayer(4, 1, padding=4)), ConfigError, "cuts off all"),
+    "deconv groups": (
+        lambda: build_convnet(nd.DeconvLayer(6, 3, groups=3)),
+        ConfigError,
+        "groups 3 must divide the input's 4",
+    ),
+    "output_padding": (
+        lambda: build_convnet(nd.DeconvLayer(4, 3, 2, output_padding=2)),
+        ConfigError,
+        "less than stride 2",
+    ),
+    "deconv padding": (lambda: build_convnet(nd.DeconvLayer(4, 1, padding=4)), ConfigError, "leaves no output"),
     "factor": (lambda: nd.UpsampleLayer(0), ConfigError, "factor 0"),
-    "factors": (lambda: build(nd.UpsampleLayer((2, 2, 2))), ConfigError, "one for each of 2 axes"),
+    "factors": (lambda: build_convnet(nd.UpsampleLayer((2, 2, 2))), ConfigError, "one for each of 2 axes"),
     "upsample mode": (lambda: nd.UpsampleLayer(2, "cubic"), ConfigError, "choose from nearest, bilinear"),
-    "crop": (lambda: build(nd.CropLayer(4)), ShapeError, "layer 0 'crop1'"),
+    "crop": (lambda: build_convnet(nd.CropLayer(4)), ShapeError, "layer 0 'crop1'"),
     "negative crop": (lambda: nd.CropLayer(-1), ConfigError, "use PadLayer"),
-    "negative padding": (lambda: build(nd.ConvLayer(1, 3, padding=-1)), ConfigError, "only a kernel of 1 may crop"),
+    "negative padding": (
+        lambda: build_convnet(nd.ConvLayer(1, 3, padding=-1)),
+        ConfigError,
+        "only a kernel of 1 may crop",
+    ),
     "reflect": (
-        lambda: build(nd.PadLayer(8, mode="reflect")),
+        lambda: build_convnet(nd.PadLayer(8, mode="reflect")),
         ConfigError,
         "'reflect' must be less than the image's 8",
     ),
@@ -88,7 +100,7 @@ def test_dice_gradient_matches_finite_differences():
     assert cost.local_sum(perfect, labels) < 0.1 < cost.local_sum(-perfect, labels)
 
 
-WITH_WINDOWS = {
+WINDOWED_LAYERS = {
     "conv": lambda: nd.ConvLayer(4, 3, padding="same"),
     "deconv": lambda: nd.DeconvLayer(4, 3),
     "deconv of two axes": lambda: nd.DeconvLayer(4, (3, 3)),
@@ -105,9 +117,9 @@ WITH_WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("make", WITH_WINDOWS.values(), ids=WITH_WINDOWS.keys())
+@pytest.mark.parametrize("make", WINDOWED_LAYERS.values(), ids=WINDOWED_LAYERS.keys())
 @pytest.mark.parametrize("make_vectors", [nd.GlobalAvgPoolingLayer, lambda: nd.FCLayer(4)])
 def test_windowed_layers_after_vectors_are_rejected(make, make_vectors):
     for layer in (make(), nd.Sum([[make()], []])):
         with pytest.raises(ShapeError, match=r"layer 1 '(sum1\..*)?\w+' \(\w+Layer\): .*needs an image, but its input"):
-            build(make_vectors(), layer)
+            build_convnet(make_vectors(), layer)

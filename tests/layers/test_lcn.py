@@ -10,9 +10,9 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError, ShapeError
 from neondist.geometry import GridShape, HaloPlan
 
-SHAPES = {1: (17, 3), 2: (9, 11, 2), 3: (5, 6, 7, 2)}
-KERNEL_VARIANTS = {1: 5, 2: (3, 7), 3: 3}
-OPTIONS = [
+SHAPES_BY_NDIM = {1: (17, 3), 2: (9, 11, 2), 3: (5, 6, 7, 2)}
+KERNEL_SIZES_BY_NDIM = {1: 5, 2: (3, 7), 3: 3}
+LCN_OPTIONS = [
     {"window": "gaussian", "padding_mode": "zeros", "min_deviation": 1.0},
     {"window": "gaussian", "padding_mode": "reflect", "min_deviation": "mean", "sigma": 0.7},
     {"window": "uniform", "padding_mode": "zeros", "min_deviation": "mean"},
@@ -53,21 +53,21 @@ def compute_with_torch(x, dy, kernel_size, window="gaussian", sigma=None, paddin
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("halo", ["twice", "wide"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", LCN_OPTIONS)
 def test_matches_the_formula(ndim, halo, options):
-    arrays = run_layer(make_factory("LCN", KERNEL_VARIANTS[ndim], halo=halo, **options), SHAPES[ndim])
-    y, dx, used = compute_with_torch(arrays["x"], arrays["dy"], KERNEL_VARIANTS[ndim], **options)
+    arrays = run_layer(make_factory("LCN", KERNEL_SIZES_BY_NDIM[ndim], halo=halo, **options), SHAPES_BY_NDIM[ndim])
+    y, dx, used = compute_with_torch(arrays["x"], arrays["dy"], KERNEL_SIZES_BY_NDIM[ndim], **options)
     assert 0.02 < used < 0.98  # both branches of max(c, deviation) are taken
     np.testing.assert_allclose(arrays["y"], y, rtol=0, atol=1e-10)
     np.testing.assert_allclose(arrays["dx"], dx, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize(("options", "halo"), [*zip(OPTIONS, ["twice", "wide", "wide", "twice"], strict=True)])
+@pytest.mark.parametrize(("options", "halo"), [*zip(LCN_OPTIONS, ["twice", "wide", "wide", "twice"], strict=True)])
 @pytest.mark.long
 def test_every_grid_matches_one_process(ndim, halo, options):
-    grids = rotate_grids(ndim + OPTIONS.index(options))
-    check_on_grids(make_factory("LCN", KERNEL_VARIANTS[ndim], halo=halo, **options), SHAPES[ndim], grids)
+    grids = rotate_grids(ndim + LCN_OPTIONS.index(options))
+    check_on_grids(make_factory("LCN", KERNEL_SIZES_BY_NDIM[ndim], halo=halo, **options), SHAPES_BY_NDIM[ndim], grids)
 
 
 @pytest.mark.parametrize("halo", ["twice", "wide"])
@@ -94,7 +94,7 @@ def test_reflect_padding_of_small_images():
     check_on_grids(make, (4, 3, 1), [(2, 1, 2, 1), (4, 1, 2, 1)])
 
 
-def count_planned_values(halos, grid):
+def count_planned_halo_values(halos, grid):
     """Return the number of values that all tiles send per sample in fprop, according to the plans."""
     return sum(
         shape[-1] * HaloPlan.of(grid.partition(shape[:-1]), window, tile).sent_cells
@@ -116,10 +116,11 @@ def test_auto_selects_the_cheapest_method(mode):
         grid = GridShape(1, *map(int, rng.integers(1, 4, 3)))
         lcn = nd.LCNLayer(kernel, padding_mode=mode)
         costs = {
-            method: count_planned_values(halos, grid) for method, halos in lcn.local.halos_by_method(shape).items()
+            method: count_planned_halo_values(halos, grid)
+            for method, halos in lcn.local_window.halos_by_method(shape).items()
         }
-        method = lcn.local.cheapest_method(shape, grid)
-        assert costs[method] == min(costs.values()) == count_planned_values(lcn.halos_for(shape, grid), grid)
+        method = lcn.local_window.least_sending_method(shape, grid)
+        assert costs[method] == min(costs.values()) == count_planned_halo_values(lcn.halos_for(shape, grid), grid)
         assert method == "twice" or (shape[-1] == 1 and costs["wide"] < costs["twice"])
         methods.append(method)
     assert methods.count("wide") >= 3
@@ -129,7 +130,7 @@ def test_auto_selects_the_cheapest_method(mode):
 @pytest.mark.parametrize(("shape", "method"), [((24, 25, 1), "twice"), ((6, 5, 1), "wide"), ((6, 5, 2), "twice")])
 def test_traffic_matches_the_plan(shape, method):
     grid = GridShape(1, 2, 2)
-    assert nd.LCNLayer(9).local.cheapest_method(shape, grid) == method
+    assert nd.LCNLayer(9).local_window.least_sending_method(shape, grid) == method
     sent = {}
     for halo in ("auto", "twice", "wide"):
         make = make_factory("LCN", 9, halo=halo)
@@ -204,21 +205,25 @@ MISTAKES = {
         ShapeError,
         "layer 1 'lcn1'.*needs an image",
     ),
-    "axes": (lambda: build(nd.LCNLayer((3, 3)), (5, 5, 5, 1)), ConfigError, "layer 0 'lcn1'.*number of spatial axes"),
+    "axes": (
+        lambda: build_lcn_model(nd.LCNLayer((3, 3)), (5, 5, 5, 1)),
+        ConfigError,
+        "layer 0 'lcn1'.*number of spatial axes",
+    ),
     "reflect": (
-        lambda: build(nd.LCNLayer(9, padding_mode="reflect"), (9, 4, 1)),
+        lambda: build_lcn_model(nd.LCNLayer(9, padding_mode="reflect"), (9, 4, 1)),
         ConfigError,
         r"layer 0 'lcn1' .*kernel_size 9.*more than 4 cells on axis 1, but it has 4.*padding_mode 'zeros'",
     ),
     "wide reflect": (
-        lambda: build(nd.LCNLayer(9, padding_mode="reflect", halo="wide"), (9, 8, 1)),
+        lambda: build_lcn_model(nd.LCNLayer(9, padding_mode="reflect", halo="wide"), (9, 8, 1)),
         ConfigError,
         r"more than 8 cells on axis 1, but it has 8.*halo 'auto'",
     ),
 }
 
 
-def build(lcn, shape):
+def build_lcn_model(lcn, shape):
     nd.Convnet([lcn]).build(shape, 1)
 
 

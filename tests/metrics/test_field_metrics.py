@@ -14,7 +14,7 @@ pytest.importorskip("netCDF4", reason="files are made by netCDF4")
 xarray = pytest.importorskip("xarray", reason="the oracle")
 from climate import make_weather, write_dataset, write_series  # noqa: E402
 
-NAMES = ["t2m", "z500"]
+VARIABLE_NAMES = ["t2m", "z500"]
 
 
 def make_metrics(weights):
@@ -33,7 +33,7 @@ def evaluate_on_ranks(path, ranks, weights):
         model = nd.ConvnetDist(layers, cost=nd.MSE(weights=weights), optimizer=nd.SGD(learning_rate=0.1), seed=3)
         model.dtype = np.dtype("float64")
         model.build(data.sample_shape, 3, grid)
-        model.set_cost_layout(data.fields)
+        model.restrict_cost_to_local_cells(data.fields)
         results = evaluate(model, data.test, 3, make_metrics(weights))
         numbers = np.arange(7)
         y = model.gather(model.fprop(data.test.images(numbers, "float64"), training=False, batch_size=7))

@@ -7,10 +7,10 @@ from neondist.costs import CrossEntropy
 from neondist.errors import ConfigError, DataError
 from neondist.metrics import LogLoss, Misclassification, TopK
 
-ALL = [Misclassification(), TopK(1), TopK(3), LogLoss()]
+ALL_METRICS = [Misclassification(), TopK(1), TopK(3), LogLoss()]
 
 
-def draw_data(shape, seed=0, levels=5):
+def draw_scores_and_labels(shape, seed=0, levels=5):
     rng = np.random.default_rng(seed)
     return rng.integers(0, levels, shape).astype(float), rng.integers(0, shape[-1], shape[:-1])  # with ties
 
@@ -18,7 +18,7 @@ def draw_data(shape, seed=0, levels=5):
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6), (2, 3, 6)])
 @pytest.mark.parametrize("k", [1, 2, 6])
 def test_topk_is_the_first_k_of_a_stable_sort(shape, k):
-    y, labels = draw_data(shape)
+    y, labels = draw_scores_and_labels(shape)
     guesses = np.argsort(-y, axis=-1, kind="stable")[..., :k]
     misses = ~(guesses == labels[..., None]).any(axis=-1)
     assert TopK(k).local_sums(y, labels) == (misses.sum(), misses.size)
@@ -26,7 +26,7 @@ def test_topk_is_the_first_k_of_a_stable_sort(shape, k):
 
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
 def test_misclassification_equals_top1_error(shape):
-    y, labels = draw_data(shape)
+    y, labels = draw_scores_and_labels(shape)
     assert Misclassification().local_sums(y, labels) == TopK(1).local_sums(y, labels)
     assert Misclassification().local_sums(y, y.argmax(-1)) == (0.0, y[..., 0].size)
 
@@ -35,7 +35,7 @@ def test_misclassification_equals_top1_error(shape):
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
 def test_regression_targets_give_nan(metric, shape):
     """One-hot vectors and probabilities denote classes; other values do not."""
-    y, labels = draw_data(shape)
+    y, labels = draw_scores_and_labels(shape)
     one_hot = np.eye(shape[-1])[labels]
     expected = metric.local_sums(y, labels)
     for dense in (one_hot, one_hot.astype("float32") * 0.9 + np.float32(0.1 / shape[-1]), one_hot.astype("uint8")):
@@ -49,7 +49,7 @@ def test_regression_targets_give_nan(metric, shape):
 
 
 def test_log_loss_is_the_mean_cross_entropy():
-    y, labels = draw_data((4, 5, 6))
+    y, labels = draw_scores_and_labels((4, 5, 6))
     total, count = LogLoss().local_sums(y, labels)
     assert count == 20
     assert total == CrossEntropy().local_sum(y, labels)
@@ -57,16 +57,16 @@ def test_log_loss_is_the_mean_cross_entropy():
     assert total == pytest.approx(-np.take_along_axis(flat, labels[..., None], -1).sum(), rel=1e-12)
 
 
-@pytest.mark.parametrize("metric", ALL)
+@pytest.mark.parametrize("metric", ALL_METRICS)
 def test_sums_are_additive_and_accept_one_hot_targets(metric):
-    y, labels = draw_data((6, 4, 5))
+    y, labels = draw_scores_and_labels((6, 4, 5))
     parts = [slice(0, 0), slice(0, 1), slice(1, 6)]
     sums = np.array([metric.local_sums(y[p], labels[p]) for p in parts]).sum(axis=0)
     np.testing.assert_allclose(sums, metric.local_sums(y, labels), rtol=1e-13)
     np.testing.assert_allclose(metric.local_sums(y, np.eye(5)[labels]), metric.local_sums(y, labels), rtol=1e-13)
 
 
-@pytest.mark.parametrize("metric", ALL)
+@pytest.mark.parametrize("metric", ALL_METRICS)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 2, 4)])
 def test_empty_arrays(metric, shape):
     assert metric.local_sums(np.zeros(shape), np.zeros(shape[:-1], int)) == (0.0, 0)
@@ -87,4 +87,4 @@ def test_values_out_of_range():
 
 
 def test_names():
-    assert [m.name for m in ALL] == ["misclassification", "top1_error", "top3_error", "log_loss"]
+    assert [m.name for m in ALL_METRICS] == ["misclassification", "top1_error", "top3_error", "log_loss"]

@@ -12,7 +12,7 @@ from neondist.metrics import roc
 from neondist.train import evaluate
 
 GRIDS = [(1, 1, None), (2, 2, None), (3, 1, None), (4, 2, None), (5, 1, None), (6, 3, None), (6, 1, 6)]
-VOID = 9
+IGNORED_LABEL = 9
 
 
 class FixedScores(nd.Synthetic):
@@ -94,10 +94,10 @@ def test_absent_classes_and_ignored_cells():
     sk = pytest.importorskip("sklearn.metrics")
     y, labels = draw_scores((4, 7, 6), 4, seed=1)
     y[..., 2] = -9
-    labels[labels == 2] = VOID
+    labels[labels == 2] = IGNORED_LABEL
     metrics = [nd.IoU(), nd.Accuracy(), nd.Misclassification(), nd.LogLoss(), nd.ROCAUC()]
-    values = check_on_all_grids(y, labels, metrics, cost=nd.CrossEntropy(ignore_index=VOID))
-    keep = labels != VOID
+    values = check_on_all_grids(y, labels, metrics, cost=nd.CrossEntropy(ignore_index=IGNORED_LABEL))
+    keep = labels != IGNORED_LABEL
     true, predicted = labels[keep], y.argmax(-1)[keep]
     assert np.isnan(values["iou_per_class"][2])
     assert values["iou"] == pytest.approx(sk.jaccard_score(true, predicted, average="macro"), rel=1e-12)
@@ -107,7 +107,9 @@ def test_absent_classes_and_ignored_cells():
         == pytest.approx(np.mean(true == predicted))
     )
     assert np.isnan(values["roc_auc_per_class"][2])
-    ignored = evaluate_scores(y, np.full_like(labels, VOID), metrics, cost=nd.CrossEntropy(ignore_index=VOID))
+    ignored = evaluate_scores(
+        y, np.full_like(labels, IGNORED_LABEL), metrics, cost=nd.CrossEntropy(ignore_index=IGNORED_LABEL)
+    )
     assert np.isnan(ignored["loss"])
     assert np.isnan(ignored["iou"])
     assert np.isnan(ignored["roc_auc"])
@@ -148,7 +150,7 @@ def test_single_outputs_are_binary():
 
 
 def test_too_many_scores_are_rejected_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(roc, "MAX_SCORES", 30)
+    monkeypatch.setattr(roc, "MAX_DISTINCT_SCORES_PER_CLASS", 30)
     y, labels = draw_scores((4, 6, 5), 2)
 
     def job(comm):

@@ -24,30 +24,49 @@ class UnfusedLogistic(nd.Logistic):
 
 
 def make_layers(relu, dist=""):
-    def make(name, *args, **kwargs):
+    def make_layer(name, *args, **kwargs):
         return getattr(nd, f"{name}Layer{dist}")(*args, **kwargs)
 
-    def conv(bias=False):  # before a norm, the gradient of a bias is only rounding errors
-        return make("Conv", 4, 3, padding=1, bias=bias)
+    def make_conv(bias=False):  # before a norm, the gradient of a bias is only rounding errors
+        return make_layer("Conv", 4, 3, padding=1, bias=bias)
 
-    def act():
-        return make("Activation", relu())
+    def make_activation():
+        return make_layer("Activation", relu())
 
-    block = nd.Sum([[conv(), make("BatchNorm"), act(), conv(), make("BatchNorm")], []])
-    second_block = nd.Sum([[conv(bias=True), act(), conv()], [make("GroupNorm", 2)], []])
-    norm = [make("InstanceNorm", affine=True), act()]
+    block = nd.Sum(
+        [[make_conv(), make_layer("BatchNorm"), make_activation(), make_conv(), make_layer("BatchNorm")], []]
+    )
+    second_block = nd.Sum([[make_conv(bias=True), make_activation(), make_conv()], [make_layer("GroupNorm", 2)], []])
+    norm = [make_layer("InstanceNorm", affine=True), make_activation()]
     last = [
-        make("BatchNorm"),
-        make("Activation", nd.Tanh()),
-        conv(),
-        make("Activation", UnfusedLogistic() if relu is UnfusedReLU else nd.Logistic()),
+        make_layer("BatchNorm"),
+        make_layer("Activation", nd.Tanh()),
+        make_conv(),
+        make_layer("Activation", UnfusedLogistic() if relu is UnfusedReLU else nd.Logistic()),
     ]
-    tail = [make("GlobalAvgPooling"), make("BatchNorm"), act(), make("FC", 3)]
-    start = [make("BatchNorm"), act(), make("Conv", 4, 3, stride=2, padding=1, bias=False)]
-    return [*start, *norm, block, act(), second_block, act(), nd.Concat([[], [make("MaxPooling", 1)]]), act(),
-            make("Conv", 4, 3, padding=1, activation=relu()), make("MaxPooling", 3, 1, 1),
-            nd.Sum([[conv(bias=True)], []]), act(), make("MaxPooling", (2, 1), 1), make("Crop", 1), conv(),
-            make("BatchNorm"), act(), *last, *tail]  # fmt: skip
+    tail = [make_layer("GlobalAvgPooling"), make_layer("BatchNorm"), make_activation(), make_layer("FC", 3)]
+    start = [make_layer("BatchNorm"), make_activation(), make_layer("Conv", 4, 3, stride=2, padding=1, bias=False)]
+    return [
+        *start,
+        *norm,
+        block,
+        make_activation(),
+        second_block,
+        make_activation(),
+        nd.Concat([[], [make_layer("MaxPooling", 1)]]),
+        make_activation(),
+        make_layer("Conv", 4, 3, padding=1, activation=relu()),
+        make_layer("MaxPooling", 3, 1, 1),
+        nd.Sum([[make_conv(bias=True)], []]),
+        make_activation(),
+        make_layer("MaxPooling", (2, 1), 1),
+        make_layer("Crop", 1),
+        make_conv(),
+        make_layer("BatchNorm"),
+        make_activation(),
+        *last,
+        *tail,
+    ]
 
 
 def build_model(relu, dist="", grid=None, **options):
@@ -79,7 +98,7 @@ def compute_difference(actual, expected):
 
 
 @pytest.fixture(scope="module")
-def unfused():
+def unfused_results():
     model = build_model(UnfusedReLU)
     assert not any(section.graph.fused_activations for section in model.executor.sections)
     return run_passes(model)
@@ -109,30 +128,30 @@ def test_fused_steps():
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 @pytest.mark.long
-def test_fusion_keeps_results(unfused, options, backend, compiled, monkeypatch):
+def test_fusion_keeps_results(unfused_results, options, backend, compiled, monkeypatch):
     if backend == "torch":
         pytest.importorskip("torch")
     if not compiled:
         monkeypatch.setattr("neondist.backends.cells.load_compiled_kernels", lambda: None)
     model = build_model(nd.ReLU, backend=backend, **options)
-    assert compute_difference(run_passes(model), unfused) < 1e-10
+    assert compute_difference(run_passes(model), unfused_results) < 1e-10
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1), (6, 1)])
 @pytest.mark.long
-def test_fusion_on_grids(unfused, ranks, replicas):
+def test_fusion_on_grids(unfused_results, ranks, replicas):
     def job(comm):
         return run_passes(build_model(nd.ReLU, "Dist", nd.ProcessGrid(comm, replicas=replicas)))
 
     for actual in loopback.run(ranks, job):
-        assert compute_difference(actual, unfused) < 1e-10
+        assert compute_difference(actual, unfused_results) < 1e-10
 
 
-def test_fusion_under_guard(unfused):
+def test_fusion_under_guard(unfused_results):
     """No array is overwritten while it is still read."""
     model = build_model(nd.ReLU, "Dist", nd.ProcessGrid.serial())
     model.executor = model.executor.with_layer_tasks(GuardedTask)
-    assert compute_difference(run_passes(model), unfused) < 1e-10
+    assert compute_difference(run_passes(model), unfused_results) < 1e-10
 
 
 def test_passes_ending_between_layer_and_activation():

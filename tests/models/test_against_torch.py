@@ -8,8 +8,8 @@ import neondist as nd
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 F = torch.nn.functional
-FUNCTIONS = {"relu": nd.ReLU, "tanh": nd.Tanh, "logistic": nd.Logistic, "none": lambda: None}
-TORCH_FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh, "logistic": torch.sigmoid, "none": lambda z: z}
+ACTIVATIONS = {"relu": nd.ReLU, "tanh": nd.Tanh, "logistic": nd.Logistic, "none": lambda: None}
+TORCH_ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "logistic": torch.sigmoid, "none": lambda z: z}
 
 
 def make_conv(rng):
@@ -18,7 +18,7 @@ def make_conv(rng):
     dilation, groups = int(rng.integers(1, 3)), int(rng.choice([1, 2]))
     padding = ((1, 2), (2, 1))
     mode = str(rng.choice(["zeros", "reflect", "replicate", "wrap"]))
-    function = str(rng.choice(list(FUNCTIONS)))
+    function = str(rng.choice(list(ACTIVATIONS)))
     layer = nd.ConvLayer(
         4,
         kernel,
@@ -27,7 +27,7 @@ def make_conv(rng):
         dilation=dilation,
         groups=groups,
         bias=True,
-        activation=FUNCTIONS[function](),
+        activation=ACTIVATIONS[function](),
         padding_mode=mode,
     )
     torch_mode = {"zeros": "constant", "wrap": "circular"}.get(mode, mode)
@@ -35,7 +35,7 @@ def make_conv(rng):
     def run(x, p):
         x = F.pad(x, (2, 1, 1, 2), mode=torch_mode)
         weights = p["weights"].permute(3, 2, 0, 1)
-        return TORCH_FUNCTIONS[function](F.conv2d(x, weights, p["bias"], stride, 0, dilation, groups))
+        return TORCH_ACTIVATIONS[function](F.conv2d(x, weights, p["bias"], stride, 0, dilation, groups))
 
     return layer, run
 
@@ -70,7 +70,7 @@ def make_fc(features):
     return nd.FCLayer(features), run
 
 
-def make_stack(seed):
+def make_random_layers(seed):
     rng = np.random.default_rng(seed)
     kinds = rng.choice([make_conv, make_max_pool, make_avg_pool, make_l2_pool, make_batch_norm, make_softmax], 4)
     pairs = [make_conv(rng), *(kind(rng) for kind in kinds)]
@@ -82,7 +82,7 @@ def make_stack(seed):
 
 
 def build_model(seed, backend, optimizer=None):
-    layers, runs = make_stack(seed)
+    layers, runs = make_random_layers(seed)
     model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=make_backend(backend), dtype="float64")
     model.build((13, 12, 2), batch_size=4)
     tensors = {k: torch.tensor(v, requires_grad=True) for k, v in model.state().items()}

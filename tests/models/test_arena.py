@@ -31,7 +31,7 @@ def test_overlapping_lifetimes_are_disjoint(spans):
     assert lower_bound <= length <= sum(span.elements_per_sample for span in spans)
 
 
-class Keeper(nd.Layer):
+class OutputSavingLayer(nd.Layer):
     """Layer that saves its view and returns it as its output."""
 
     def forward(self, ctx, view):
@@ -42,7 +42,7 @@ class Keeper(nd.Layer):
         return dy + 0 * ctx.view
 
 
-class Squarer(nd.Layer):
+class SquaringLayer(nd.Layer):
     """Layer whose gradient is memory saved in the forward pass."""
 
     def forward(self, ctx, view):
@@ -55,7 +55,7 @@ class Squarer(nd.Layer):
         return ctx.gradient
 
 
-class PassThrough(nd.Layer):
+class ViewReturningLayer(nd.Layer):
     """Layer that returns its input, with an activation computed in place."""
 
     activation = nd.ReLU()
@@ -67,7 +67,7 @@ class PassThrough(nd.Layer):
         return dy
 
 
-class UndeclaredSaver(nd.Layer):
+class UndeclaredSavingLayer(nd.Layer):
     """Layer that declares no need for its input and output, but saves both."""
 
     saves_input = saves_output = False
@@ -83,61 +83,87 @@ class UndeclaredSaver(nd.Layer):
         return dy * np.cos(ctx.view)
 
 
-def conv(**options):
+def make_conv(**options):
     return nd.ConvLayer(3, 3, padding=1, activation=nd.ReLU(), **options)
 
 
 def make_networks():
     pool, tanh = nd.MaxPoolingLayer, nd.Tanh()
     return {
-        "plain": [conv(), conv(stride=2), pool(2), conv(), nd.FCLayer(4)],
-        "naive": [conv(), Keeper(), conv(), Keeper(), Squarer(), pool(2), Keeper(), conv(), Squarer()],
-        "identity first and last": [Keeper(), conv(), Keeper()],
-        "residual": [conv(), nd.Sum([[conv(), Keeper(), conv()], []]), conv(), nd.Sum([[], Keeper()])],
-        "two branches": [conv(), nd.Sum([[conv(), conv()], conv()]), conv()],
-        "identities": [nd.ConvLayer(3, 3, padding=1, activation=tanh), nd.Sum([[], []]), [], conv()],
+        "plain": [make_conv(), make_conv(stride=2), pool(2), make_conv(), nd.FCLayer(4)],
+        "naive": [
+            make_conv(),
+            OutputSavingLayer(),
+            make_conv(),
+            OutputSavingLayer(),
+            SquaringLayer(),
+            pool(2),
+            OutputSavingLayer(),
+            make_conv(),
+            SquaringLayer(),
+        ],
+        "identity first and last": [OutputSavingLayer(), make_conv(), OutputSavingLayer()],
+        "residual": [
+            make_conv(),
+            nd.Sum([[make_conv(), OutputSavingLayer(), make_conv()], []]),
+            make_conv(),
+            nd.Sum([[], OutputSavingLayer()]),
+        ],
+        "two branches": [make_conv(), nd.Sum([[make_conv(), make_conv()], make_conv()]), make_conv()],
+        "identities": [nd.ConvLayer(3, 3, padding=1, activation=tanh), nd.Sum([[], []]), [], make_conv()],
         "nested": [
-            conv(),
-            nd.Sum([[conv(), nd.Sum([conv(), []]), nd.Sum([[], conv()])], []]),
-            nd.Concat([[], [nd.Concat([conv(), [], [conv(), Keeper()]])], [[conv()], Squarer()]]),
+            make_conv(),
+            nd.Sum([[make_conv(), nd.Sum([make_conv(), []]), nd.Sum([[], make_conv()])], []]),
+            nd.Concat(
+                [
+                    [],
+                    [nd.Concat([make_conv(), [], [make_conv(), OutputSavingLayer()]])],
+                    [[make_conv()], SquaringLayer()],
+                ]
+            ),
             nd.Sum([[], []]),
-            [nd.Concat([[conv()], conv()])],
-            nd.Sum([[nd.Sum([conv(), conv()])], [conv()]]),
+            [nd.Concat([[make_conv()], make_conv()])],
+            nd.Sum([[nd.Sum([make_conv(), make_conv()])], [make_conv()]]),
         ],
         "repeated shortcut": [
-            conv(),
+            make_conv(),
             nd.Sum([[nd.ConvLayer(6, 3, padding=1)], [nd.Concat([[], []])]]),
             nd.ActivationLayer(nd.ReLU()),
         ],
         "containers of identities": [
-            conv(),
+            make_conv(),
             nd.Sum([[nd.ConvLayer(6, 3, padding=1)], [nd.Concat([[], []])]]),
             nd.ActivationLayer(tanh),
-            nd.Concat([[nd.Sum([[], [[]]]), conv()], nd.Sum([[nd.Sum([[]])]]), []]),
+            nd.Concat([[nd.Sum([[], [[]]]), make_conv()], nd.Sum([[nd.Sum([[]])]]), []]),
             nd.BatchNormLayer(),
-            nd.Concat([[nd.Concat([[], []]), Keeper()], [[], nd.ConvLayer(3, 1, activation=tanh)]]),
+            nd.Concat([[nd.Concat([[], []]), OutputSavingLayer()], [[], nd.ConvLayer(3, 1, activation=tanh)]]),
             nd.Sum([[], [nd.Concat([[]])]]),
         ],
         "undeclared saves": [
-            conv(),
-            UndeclaredSaver(),
-            conv(),
-            nd.Sum([UndeclaredSaver(), [conv(), UndeclaredSaver()]]),
-            UndeclaredSaver(),
-            conv(),
+            make_conv(),
+            UndeclaredSavingLayer(),
+            make_conv(),
+            nd.Sum([UndeclaredSavingLayer(), [make_conv(), UndeclaredSavingLayer()]]),
+            UndeclaredSavingLayer(),
+            make_conv(),
             pool(2),
-            UndeclaredSaver(),
+            UndeclaredSavingLayer(),
         ],
         "pass-through": [
-            nd.Sum([PassThrough(), []]),
-            conv(),
-            nd.Concat([[], PassThrough(), [PassThrough(), PassThrough()]]),
-            PassThrough(),
+            nd.Sum([ViewReturningLayer(), []]),
+            make_conv(),
+            nd.Concat([[], ViewReturningLayer(), [ViewReturningLayer(), ViewReturningLayer()]]),
+            ViewReturningLayer(),
         ],
-        "empty lists first": [[], [[], conv(), [[[]], conv()]], nd.Sequential([nd.Sequential([]), Squarer()]), conv()],
-        "branches first": [nd.Concat([conv(), [], [nd.Sum([conv(), conv()])]]), conv()],
-        "skip": [conv(), nd.Concat([[pool(2), conv(), nd.UpsampleLayer(2)], [], conv()]), [conv()]],
-        "normalised": [conv(), nd.BatchNormLayer(), nd.DropoutLayer(0.3), nd.L2PoolingLayer(2), nd.LCNLayer(3)],
+        "empty lists first": [
+            [],
+            [[], make_conv(), [[[]], make_conv()]],
+            nd.Sequential([nd.Sequential([]), SquaringLayer()]),
+            make_conv(),
+        ],
+        "branches first": [nd.Concat([make_conv(), [], [nd.Sum([make_conv(), make_conv()])]]), make_conv()],
+        "skip": [make_conv(), nd.Concat([[pool(2), make_conv(), nd.UpsampleLayer(2)], [], make_conv()]), [make_conv()]],
+        "normalised": [make_conv(), nd.BatchNormLayer(), nd.DropoutLayer(0.3), nd.L2PoolingLayer(2), nd.LCNLayer(3)],
         "pools": [pool(3, 1, 1), nd.ActivationLayer(tanh), nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)],
     }
 
@@ -155,24 +181,24 @@ class DisjointArena(Arena):
         self.num_elements = sum(live_range.elements_per_sample for live_range in self.live_ranges)
 
 
-class PoisonTask(LayerTask):
+class PoisoningLayerTask(LayerTask):
     """Task that fills dead arrays with NaN before each layer."""
 
     def _forward(self, passes, inputs):
         for run in passes:
-            poison(run, self.index)
+            poison_dead_arrays(run, self.index)
         return super()._forward(passes, inputs)
 
     def _backward(self, passes, dys, needed):
         for run in passes:
-            poison(run, 2 * run.workspace.plan.backward_start - 1 - self.index)
+            poison_dead_arrays(run, 2 * run.workspace.plan.backward_start - 1 - self.index)
         return super()._backward(passes, dys, needed)
 
 
-def poison(run, moment):
+def poison_dead_arrays(run, time):
     arena = run.workspace.arena
     for index, live_range in enumerate(arena.live_ranges):
-        if not live_range.first_time <= moment <= live_range.last_time:
+        if not live_range.first_time <= time <= live_range.last_time:
             arena.array(index, (run.samples, live_range.elements_per_sample)).fill(np.nan)
 
 
@@ -200,7 +226,7 @@ def train(layers, backend, arena, task, monkeypatch):
 @pytest.mark.long
 def test_sharing_memory_keeps_results(network, backend, monkeypatch):
     expected = train(make_networks()[network], backend, DisjointArena, LayerTask, monkeypatch)
-    for implementation in ((Arena, LayerTask), (DisjointArena, PoisonTask)):
+    for implementation in ((Arena, LayerTask), (DisjointArena, PoisoningLayerTask)):
         actual = train(make_networks()[network], backend, *implementation, monkeypatch)
         for actual_part, expected_part in zip(actual, expected, strict=True):
             for key in actual_part if isinstance(actual_part, dict) else [slice(None)]:
@@ -208,7 +234,7 @@ def test_sharing_memory_keeps_results(network, backend, monkeypatch):
 
 
 def test_in_place_activation_keeps_the_input():
-    model = nd.Convnet([nd.Sum([PassThrough(), []])], dtype="float64")
+    model = nd.Convnet([nd.Sum([ViewReturningLayer(), []])], dtype="float64")
     model.build((5, 4, 1), 2)
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 1))
     before = x.copy()
@@ -217,7 +243,7 @@ def test_in_place_activation_keeps_the_input():
 
 
 def test_live_ranges_of_a_chain():
-    model = nd.Convnet([conv(), nd.MaxPoolingLayer(2), nd.MaxPoolingLayer(2), conv()])
+    model = nd.Convnet([make_conv(), nd.MaxPoolingLayer(2), nd.MaxPoolingLayer(2), make_conv()])
     model.build((8, 8, 2), 1)
     plan = model.executor.sections[0].plan
     views, gradients = (
@@ -232,10 +258,10 @@ def test_live_ranges_of_a_chain():
 
 
 def test_residual_blocks_accumulate_gradients_in_place():
-    plain, down = [conv(), nd.ConvLayer(3, 3, padding=1)], [conv(stride=2), nd.ConvLayer(3, 3, padding=1)]
+    plain, down = [make_conv(), nd.ConvLayer(3, 3, padding=1)], [make_conv(stride=2), nd.ConvLayer(3, 3, padding=1)]
     first, second = nd.ActivationLayer(nd.ReLU()), nd.ActivationLayer(nd.ReLU())
     blocks = [nd.Sum([plain, []]), first, nd.Sum([down, nd.ConvLayer(3, 1, stride=2)]), second]
-    model = nd.Convnet([conv(), *blocks, nd.GlobalAvgPoolingLayer(), nd.FCLayer(2)])
+    model = nd.Convnet([make_conv(), *blocks, nd.GlobalAvgPoolingLayer(), nd.FCLayer(2)])
     model.build((8, 8, 2), 1)
     section = model.executor.sections[0]
     joins = [index for index, step in enumerate(section.graph.steps) if step.join is not None]
@@ -254,8 +280,13 @@ def test_residual_blocks_accumulate_gradients_in_place():
 @pytest.mark.long
 def test_steps_allocate_little_memory(backend, middle, monkeypatch):
     middles = {
-        "chain": [conv(), conv(stride=2), nd.MaxPoolingLayer(2), conv()],
-        "containers": [conv(), nd.Sum([conv(), []]), nd.Sum([[conv(), conv()], conv()]), nd.Concat([conv(), []])],
+        "chain": [make_conv(), make_conv(stride=2), nd.MaxPoolingLayer(2), make_conv()],
+        "containers": [
+            make_conv(),
+            nd.Sum([make_conv(), []]),
+            nd.Sum([[make_conv(), make_conv()], make_conv()]),
+            nd.Concat([make_conv(), []]),
+        ],
     }
     model = nd.Convnet([*middles[middle], nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend=backend)
     model.build((256, 256, 3), batch_size=4)
@@ -280,8 +311,8 @@ def test_torch_allocates_only_strips(monkeypatch):
     from neondist.bench.allocations import PURPOSE_BY_OPERATOR, measure_allocations
 
     layers = [
-        conv(),
-        conv(stride=2),
+        make_conv(),
+        make_conv(stride=2),
         nd.MaxPoolingLayer(2),
         nd.ConvLayer(16, 3, padding=1),
         nd.ConvLayer(16, 3, groups=4),
@@ -316,7 +347,13 @@ def test_memory_of_ranks_matches_the_plan(ranks):
     """Allow 15 % beyond views, gradients, parameters and optimiser arrays, for strips in kernels."""
 
     def make_layers():
-        return [conv(), nd.BatchNormLayer(), nd.MaxPoolingLayer(2), nd.Sum([conv(), []]), nd.GlobalAvgPoolingLayer()]
+        return [
+            make_conv(),
+            nd.BatchNormLayer(),
+            nd.MaxPoolingLayer(2),
+            nd.Sum([make_conv(), []]),
+            nd.GlobalAvgPoolingLayer(),
+        ]
 
     images, labels = np.ones((2, 96, 128, 3), np.float32), np.zeros(2, int)
     held = []

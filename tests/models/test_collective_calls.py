@@ -11,7 +11,7 @@ import neondist as nd
 
 IMAGES = np.random.default_rng(0).random((2, 6, 6, 1), np.float32)
 LABELS = np.array([0, 1])
-COLLECTIVE = {
+COLLECTIVE_CALLS = {
     "GlobalArray.get_fprop_view": ("get_fprop_view", lambda s: s.array.get_fprop_view(s.tile)),
     "GlobalArray.get_bprop_view": ("get_bprop_view", lambda s: s.array.get_bprop_view(s.view)),
     "GlobalArray.gather": ("gather", lambda s: s.array.gather(s.tile)),
@@ -29,7 +29,7 @@ COLLECTIVE = {
     "FitExperiment.run": ("run", lambda s: s.experiment.run(s.grid)),
     "nd.train.predict": ("predict", lambda s: s.predict()),
 }
-NESTED = {
+NESTED_METHODS = {
     "forward",
     "evaluate_batch",
     "gather",
@@ -40,15 +40,15 @@ NESTED = {
     "timing_batch",
 }
 """methods that only call others, and calls made by passes and costs"""
-LOCAL = {
+LOCAL_METHODS = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "checkpoint_arrays", "plan",
     "build", "configure_execution", "repartition", "set_halo_plan", "owned_part", "buffer", "wait_for_messages",
-    "scheme_state", "check_tile", "batch_stats", "ledger", "set_cost_layout",
+    "scheme_state", "check_tile", "batch_stats", "ledger", "restrict_cost_to_local_cells",
 }  # fmt: skip
-CALLS = dict(COLLECTIVE.values())
+CALLS_BY_REPORTED_NAME = dict(COLLECTIVE_CALLS.values())
 
 
-def begin(world):
+def build_call_subjects(world):
     """Return a built model, its tile, and the arguments of its calls."""
     grid = nd.ProcessGrid(world)
     layers = [nd.ConvLayerDist(2, kernel_size=3, padding=1), nd.FCLayerDist(2)]
@@ -69,48 +69,54 @@ def begin(world):
 
 
 def test_table_covers_every_public_method():
-    listed = {name.split(".")[-1] for name in COLLECTIVE} | NESTED | LOCAL
+    listed = {name.split(".")[-1] for name in COLLECTIVE_CALLS} | NESTED_METHODS | LOCAL_METHODS
     assert list_public_methods(nd.GlobalArray) | list_public_methods(nd.Model) <= listed
 
 
 def test_mismatched_calls_are_detected():
-    assert not find_undetected_pairs(begin, CALLS)
+    assert not find_undetected_pairs(build_call_subjects, CALLS_BY_REPORTED_NAME)
 
 
 def test_early_exit_is_detected():
-    check_early_exit(begin, CALLS)
+    check_early_exit(build_call_subjects, CALLS_BY_REPORTED_NAME)
 
 
-PATHS = {"experiment": None, "checkpoint": "a.h5", "source": "b.npy", "target": "c.npy", "labels": "c.npy"}
-READ = dict.fromkeys(("checkpoint", "source"), ("0.npy", "1.npy")) | {"block": (None, 4)}
-FILE_CALLS = {
-    nd.train.predict: READ | {"target": ("0.npy", "1.npy"), "overwrite": (False, True), "classes": (False, True),
+FILE_PATHS = {"experiment": None, "checkpoint": "a.h5", "source": "b.npy", "target": "c.npy", "labels": "c.npy"}
+READ_CASES = dict.fromkeys(("checkpoint", "source"), ("0.npy", "1.npy")) | {"block": (None, 4)}
+FILE_CALL_ARGUMENT_VALUES = {
+    nd.train.predict: READ_CASES | {"target": ("0.npy", "1.npy"), "overwrite": (False, True), "classes": (False, True),
                               "probabilities": (False, True), "steps": (None, 2), "axes": (None, "YXC")},
-    nd.train.evaluate_files: READ | {"labels": ("0.npy", "1.npy"), "samples": (None, {}), "axes": (None, "YXC")},
+    nd.train.evaluate_files: READ_CASES | {"labels": ("0.npy", "1.npy"), "samples": (None, {}), "axes": (None, "YXC")},
     nd.train.evaluate_checkpoint: {"checkpoint": ("0.npy", "1.npy"), "split": (None, "train"), "pictures": (None, {})},
 }  # fmt: skip
-REPORTED_NAMES = dict.fromkeys(("classes", "probabilities", "steps"), "list of outputs")
+REPORTED_ARGUMENT_NAMES = dict.fromkeys(("classes", "probabilities", "steps"), "list of outputs")
 
 
 @pytest.mark.parametrize(
-    ("call", "argument"), [(call, argument) for call, cases in FILE_CALLS.items() for argument in cases],
+    ("call", "argument"), [(call, argument) for call, cases in FILE_CALL_ARGUMENT_VALUES.items() for argument in cases],
     ids=lambda value: getattr(value, "__name__", value),
 )  # fmt: skip
 def test_different_arguments_are_rejected(call, argument):
     def body(world):
-        state = begin(world)
-        arguments = {name: value for name, value in PATHS.items() if name in signature(call).parameters}
+        state = build_call_subjects(world)
+        arguments = {name: value for name, value in FILE_PATHS.items() if name in signature(call).parameters}
         call(
             **arguments
-            | {"experiment": state.experiment, "grid": state.grid, argument: FILE_CALLS[call][argument][world.rank]}
+            | {
+                "experiment": state.experiment,
+                "grid": state.grid,
+                argument: FILE_CALL_ARGUMENT_VALUES[call][argument][world.rank],
+            }
         )
 
-    with pytest.raises(nd.ConfigError, match=f"rank 1: (the )?{REPORTED_NAMES.get(argument, argument)} is .*on rank 0"):
+    with pytest.raises(
+        nd.ConfigError, match=f"rank 1: (the )?{REPORTED_ARGUMENT_NAMES.get(argument, argument)} is .*on rank 0"
+    ):
         nd.loopback.run(2, body, timeout=30.0)
 
 
 def test_table_covers_every_argument_of_file_calls():
-    for call, cases in FILE_CALLS.items():
+    for call, cases in FILE_CALL_ARGUMENT_VALUES.items():
         assert signature(call).parameters.keys() - {"experiment", "grid", "raw"} == cases.keys()  # raw is the default
 
 
@@ -121,7 +127,7 @@ def test_different_runs_are_rejected(argument, values, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def body(world):
-        state = begin(world)
+        state = build_call_subjects(world)
         state.experiment.run(state.grid, **{"output": "a"} | {argument: values[world.rank]})
 
     with pytest.raises(nd.ConfigError, match=f"rank 1: {argument} is {values[1]}, but {values[0]} on rank 0"):
@@ -142,7 +148,7 @@ def train_model(world, layers=None, weight_offset=0.0, cost=None, input_shape=(6
 
 
 def fit_model(world, **options):
-    state = begin(world)
+    state = build_call_subjects(world)
     state.dataset.open(state.grid)
     nd.fit(state.model, state.dataset, **{"batch_size": 2} | options)
 
@@ -156,7 +162,7 @@ def make_dropout_layers(rate):
     return [nd.DropoutLayerDist(rate), nd.FCLayerDist(2)]
 
 
-DIFFERENCES = {
+CALLS_WITH_DIFFERENCES_BY_MESSAGE = {
     "the optimizer is SGD learning_rate: 1.5": (train_model, "rate", [0.1, 1.5]),
     "the seed is 2": (train_model, "seed", [1, 2]),
     "the dtype is float64": (train_model, "dtype", ["float32", "float64"]),
@@ -172,9 +178,9 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("message", DIFFERENCES)
+@pytest.mark.parametrize("message", CALLS_WITH_DIFFERENCES_BY_MESSAGE)
 def test_different_models_and_data_sets_are_rejected(message):
-    call, argument, values = DIFFERENCES[message]
+    call, argument, values = CALLS_WITH_DIFFERENCES_BY_MESSAGE[message]
 
     with pytest.raises(nd.ConfigError, match=f"rank 1: {message}.*on rank 0"):
         nd.loopback.run(2, lambda world: call(world, **{argument: values[world.rank]}), timeout=30.0)

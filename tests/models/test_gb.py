@@ -12,7 +12,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError
 
 GRIDS = [(2, 1, 1), (6, 1, 2), (6, 2, 3)]
-ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
+ROWS_AND_COLS_BY_RANK_COUNT = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,7 @@ def test_gradient_matches_finite_differences(kind):
     model, x = build_gb(kind, batch=2)
     model.sparsity = 0.7
     for stage in model.stages:
-        stage.cost_and_gradient(x)
+        stage.compute_cost_and_gradient(x)
         gradient, weights = stage.layer.grads["weights"].copy(), stage.layer.params["weights"]
         direction = np.random.default_rng(0).normal(size=weights.shape)
         step = 1e-5 * direction
@@ -109,7 +109,7 @@ def test_pretraining_traffic_matches_the_plan(kind):
         return sent, sums, rank_model.layers[0].params["weights"].size
 
     for ranks in (1, 4, 6):
-        plans = model.plan(SHAPE, nd.GridShape(1, *ROWS[ranks]))
+        plans = model.plan(SHAPE, nd.GridShape(1, *ROWS_AND_COLS_BY_RANK_COUNT[ranks]))
         planned = plans.pretraining
         assert all(sum(counts) > 0 for counts in planned.values()) or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
@@ -210,7 +210,8 @@ def test_segments_around_a_stage(name):
         model.build(data.sample_shape, 8, grid)
         losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
         losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]
-        x, values = nd.models.optimal_stimulus(model, model.stages[0].end - 1, [(1, 1, 0), (5, 4, 1)], steps=3)
+        layer = model.stages[0].end_layer_index - 1
+        x, values = nd.models.optimal_stimulus(model, layer, [(1, 1, 0), (5, 4, 1)], steps=3)
         return np.array(losses), values, model.gather_input(x)
 
     (expected,) = loopback.run(1, lambda comm: job(comm, "halo"))

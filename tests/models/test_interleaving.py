@@ -42,7 +42,7 @@ def test_interleaved_passes_match_separate_passes(ranks, backend):
     def job(comm):
         return [
             run_interleaved(build_every_layer("Dist", nd.ProcessGrid(comm), backend), (0, 1, 2), order)
-            for order in ORDERS
+            for order in BACKWARD_ORDERS
         ]
 
     for actual in loopback.run(ranks, job)[-1]:
@@ -51,7 +51,7 @@ def test_interleaved_passes_match_separate_passes(ranks, backend):
                 np.testing.assert_allclose(actual[seed][name], array, rtol=0, atol=1e-12 * max(1, np.abs(array).max()))
 
 
-ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0))
+BACKWARD_ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0))
 
 
 def test_passes_do_not_modify_layers():
@@ -89,5 +89,5 @@ def test_backward_after_weight_changes_is_rejected():
         run.backward(dy)
     run = model.forward(x)
     run.close()
-    with pytest.raises(PassError, match="it was closed"):
+    with pytest.raises(PassError, match="the pass was closed"):
         run.backward(dy)

@@ -12,10 +12,10 @@ from invariance import KINDS, make_model, train
 import neondist as nd
 from neondist.comm import loopback
 
-LARGEST = "everything", "segmentation"
+LARGEST_KINDS = "everything", "segmentation"
 GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
 GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
-OTHER_GRIDS = [(1, 1, 1), (4, 2, 2), (9, 1, 3)]
+GRIDS_OF_OTHER_BACKENDS = [(1, 1, 1), (4, 2, 2), (9, 1, 3)]
 # every sixth grid for the two largest networks, every twelfth for the others; one grid each on other backends
 CASES = [
     (kind, *case)
@@ -23,9 +23,11 @@ CASES = [
     for case in [
         *(
             (grid, "numpy")
-            for grid in (GRIDS[2 * LARGEST.index(kind) :: 6] if kind in LARGEST else GRIDS[index % 12 :: 12])
+            for grid in (
+                GRIDS[2 * LARGEST_KINDS.index(kind) :: 6] if kind in LARGEST_KINDS else GRIDS[index % 12 :: 12]
+            )
         ),
-        *((OTHER_GRIDS[index % 3], name) for name in KERNEL_VARIANTS[-1:] if name != "numpy"),
+        *((GRIDS_OF_OTHER_BACKENDS[index % 3], name) for name in KERNEL_VARIANTS[-1:] if name != "numpy"),
     ]
 ]
 
@@ -64,10 +66,10 @@ def test_distribute_keeps_the_weights(kind):
     model.load_state({name: array + 0.5 for name, array in model.state().items()})
     expected = model.fprop(x)
 
-    def run_twin(comm):
+    def run_distributed_twin(comm):
         twin = nd.distribute(model)
         twin.build(shape, 2, nd.ProcessGrid(comm))
         return twin.gather(twin.fprop(twin.scatter(x)))
 
-    for actual in loopback.run(4, run_twin):
+    for actual in loopback.run(4, run_distributed_twin):
         np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)

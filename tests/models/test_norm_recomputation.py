@@ -10,48 +10,48 @@ import neondist as nd
 from neondist.comm import loopback
 
 
-class KeptNorm(nd.BatchNormLayer):
+class InputSavingNorm(nd.BatchNormLayer):
     """Batch norm that overrides a method, so that its output is kept."""
 
     def forward(self, ctx, view):
         return super().forward(ctx, view)
 
 
-class KeptNormDist(nd.Dist, KeptNorm):
+class InputSavingNormDist(nd.Dist, InputSavingNorm):
     pass
 
 
 def build_model(norm_class, grid=None):
     counter = count()
 
-    def norm():
+    def make_norm():
         return norm_class(name=f"norm{next(counter)}")
 
-    def conv(kernel, **options):
+    def make_conv(kernel, **options):
         return nd.ConvLayerDist(6, kernel, bias=False, **options)
 
-    def relu():
+    def make_relu():
         return nd.ActivationLayerDist(nd.ReLU())
 
     layers = [
-        conv(3, padding=1),
-        norm(),
-        relu(),
-        conv(5, padding=2, padding_mode="reflect"),
-        norm(),
-        relu(),
-        conv(1),
-        norm(),
-        norm(),  # needs its own input in backward
-        conv(3, stride=2, padding=1, padding_mode="wrap"),
-        norm(),
-        relu(),
-        nd.Sum([[], [conv(3, padding=(1, 1))]]),
-        norm(),
+        make_conv(3, padding=1),
+        make_norm(),
+        make_relu(),
+        make_conv(5, padding=2, padding_mode="reflect"),
+        make_norm(),
+        make_relu(),
+        make_conv(1),
+        make_norm(),
+        make_norm(),  # needs its own input in backward
+        make_conv(3, stride=2, padding=1, padding_mode="wrap"),
+        make_norm(),
+        make_relu(),
+        nd.Sum([[], [make_conv(3, padding=(1, 1))]]),
+        make_norm(),
         nd.DeconvLayerDist(6, 3, stride=2, padding=1),
-        norm(),
+        make_norm(),
         nd.ActivationLayerDist(nd.Tanh()),  # not fused with the norm
-        conv(3, padding=1),
+        make_conv(3, padding=1),
         nd.GlobalAvgPoolingLayerDist(),
         nd.FCLayerDist(3),
     ]
@@ -80,7 +80,9 @@ def plan_live_ranges(model):
 @pytest.mark.long
 def test_recomputation_keeps_results(ranks):
     def job(comm):
-        recomputed, stored = (build_model(norm, nd.ProcessGrid(comm)) for norm in (nd.BatchNormLayerDist, KeptNormDist))
+        recomputed, stored = (
+            build_model(norm, nd.ProcessGrid(comm)) for norm in (nd.BatchNormLayerDist, InputSavingNormDist)
+        )
         assert all(
             (sorted(plan.rebuilt_view_ranges), sorted(plan.border_ranges)) == ([3, 6, 8, 12, 15], [3, 12])
             for plan in plan_live_ranges(recomputed)

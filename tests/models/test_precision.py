@@ -19,12 +19,12 @@ from neondist.backends import Kernels, get_backend
 from neondist.comm import loopback
 from neondist.errors import ConfigError, NonFiniteError
 
-NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+ROUNDING_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """relative rounding errors"""
 SHAPE, BATCH = (12, 8, 2), 4
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ROUNDING_UNITS)
 @given(bits=arrays(np.uint32, 64))
 def test_rounding_matches_pytorch(name, bits):
     """Include midpoints between two representable values."""
@@ -129,10 +129,10 @@ def compute_difference(actual, expected):
     return max(abs(actual[name] - array).max() / abs(array).max() for name, array in expected.items())
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ROUNDING_UNITS)
 def test_ranks_agree_within_rounding(name):
     (exact, _), (single, _) = (loopback.run(1, lambda c, p=p: run_first_step(c, p))[0] for p in ("float32", name))
-    assert 0.1 * NARROW[name] < compute_difference(single, exact) < 100 * NARROW[name]
+    assert 0.1 * ROUNDING_UNITS[name] < compute_difference(single, exact) < 100 * ROUNDING_UNITS[name]
     cases = [(2, {}), (4, {"strips": 3}), (6, {"recompute": True}), (4, {"replicas": 2, "sync": "bucketed"})]
     for ranks, options in cases:
         for (actual, sent), (_, full_sent) in zip(
@@ -140,8 +140,8 @@ def test_ranks_agree_within_rounding(name):
             loopback.run(ranks, lambda c, options=options: run_first_step(c, "float32", **options)),
             strict=True,
         ):
-            assert compute_difference(actual, single) < 8 * NARROW[name]
-            assert abs(actual["loss"] - single["loss"]) < 1e-3 * NARROW[name]  # forward halos are exact
+            assert compute_difference(actual, single) < 8 * ROUNDING_UNITS[name]
+            assert abs(actual["loss"] - single["loss"]) < 1e-3 * ROUNDING_UNITS[name]  # forward halos are exact
             assert 2 * sent == full_sent > 0
 
 
@@ -150,7 +150,7 @@ def test_tf32_is_float32_on_a_cpu():
     assert max_relative_difference(results[1][0][0], results[0][0][0]) == 0
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ROUNDING_UNITS)
 def test_native_16_bit_kernels_agree(name):
     """Compare kernels on 16-bit processor instructions with those in float32."""
     pytest.importorskip("torch")
@@ -162,12 +162,12 @@ def test_native_16_bit_kernels_agree(name):
     x, weights, bias = (rng.normal(size=shape).astype("f4") for shape in [(2, 9, 8, 4), (3, 3, 2, 6), (6,)])
     conv_args = (2, 1), (1, 2), 2
     actual, expected = ({"y": kernels.conv_forward(x, weights, *conv_args, bias)} for kernels in (fast, slow))
-    assert compute_difference(actual, expected) < 4 * NARROW[name]
+    assert compute_difference(actual, expected) < 4 * ROUNDING_UNITS[name]
     crop = ((1, 1), (0, 2))
     dx, expected = (
         {"dx": kernels.conv_backward_input(actual["y"], weights, (9, 8), *conv_args, crop)} for kernels in (fast, slow)
     )
-    assert compute_difference(dx, expected) < 4 * NARROW[name]
+    assert compute_difference(dx, expected) < 4 * ROUNDING_UNITS[name]
 
 
 def test_gradients_are_cleared_at_zero_operands():
@@ -179,7 +179,7 @@ def test_gradients_are_cleared_at_zero_operands():
     assert dx.ravel().tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ROUNDING_UNITS)
 def test_other_layers_compute_in_float32(name):
     """Check sums over cells, and filters of cells and blocks."""
 
@@ -251,7 +251,7 @@ def make_experiment(epochs, **fields):
     return nd.FitExperiment(data, model, batch_size=4, epochs=epochs, precision="float16", **fields)
 
 
-def read_records(folder):
+def read_epoch_records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -287,7 +287,7 @@ def test_resumed_run_keeps_its_loss_scale(tmp_path):
     for (actual, scaler), (expected, expected_scaler) in zip(resumed, uninterrupted, strict=True):
         assert max_relative_difference(actual, expected) == 0
         assert scaler == expected_scaler
-    records, expected = read_records(tmp_path / "resumed"), read_records(tmp_path / "uninterrupted")
+    records, expected = read_epoch_records(tmp_path / "resumed"), read_epoch_records(tmp_path / "uninterrupted")
     for name in ("step", "train_loss", "loss_scale", "skipped_steps"):
         assert [line[name] for line in records] == [line[name] for line in expected]
     assert records[0]["skipped_steps"] > 0

@@ -34,14 +34,14 @@ def test_generated_networks_match_pytorch(first):
             raise AssertionError(f"NEONDIST_SEED={SEED}, case {number}: {caught.value}\n\n{small.program()}") from error
 
 
-TANH = ("Activation", {"name": "b", "activation": "Tanh"})
-REGRESSIONS = {
+TANH_LAYER = ("Activation", {"name": "b", "activation": "Tanh"})
+REGRESSION_CASES = {
     "empty lists before a section": Case(
         (4, 1), [[], [], ("Conv", {"name": "a", "out_channels": 1, "kernel_size": 2}), ("LRN", {"name": "b"})],
         batch=1, steps=1, grid=(1, 1, 1, 2), recompute=True,
     ),
     "streamed tiles without cells": Case(
-        (1, 1, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1}), TANH],
+        (1, 1, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1}), TANH_LAYER],
         batch=1, steps=1, second_grid=(1, 1, 1, 2), strips=1, memory="1TiB",
     ),
     "streamed norms of one image": Case(
@@ -63,9 +63,9 @@ REGRESSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REGRESSIONS)
+@pytest.mark.parametrize("name", REGRESSION_CASES)
 def test_regressions(name):
-    check_case(REGRESSIONS[name])
+    check_case(REGRESSION_CASES[name])
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ SHAPE, BATCH = (9, 8, 3), 3
 COST = nd.CrossEntropy(class_weights=[1, 2, 1, 0.5])
 
 
-def make_small(*extra_layers):
+def make_small_layers(*extra_layers):
     return [
         nd.ConvLayer(4, 3, padding=1),
         nd.BatchNormLayer(),
@@ -27,7 +27,7 @@ def make_small(*extra_layers):
     ]
 
 
-def make_every_layer():
+def make_layers_of_every_kind():
     return [
         nd.ConvLayer(4, 3, padding=1, padding_mode="reflect"),
         nd.BatchNormLayer(),
@@ -56,7 +56,9 @@ def build_model(table, layers, model_class=nd.Convnet, **options):
     return model, device
 
 
-def compare_steps(layers, count=WARMUP_PASSES + 4, batch_sizes=(BATCH,), prepare=lambda model, step: None, **options):
+def compare_steps(
+    layers, count=WARMUP_PASSES + 4, batch_sizes=(BATCH,), prepare_step=lambda model, step: None, **options
+):
     """Check that steps with and without graphs are bit-identical, with varying images, labels and rates.
 
     Returns the launches of each step without and with graphs, and the model with graphs.
@@ -68,7 +70,7 @@ def compare_steps(layers, count=WARMUP_PASSES + 4, batch_sizes=(BATCH,), prepare
         for step in range(count):
             size = batch_sizes[step % len(batch_sizes)]
             x, labels = rng.normal(size=(size, *SHAPE)), rng.integers(0, 4, size)
-            prepare(model, step)
+            prepare_step(model, step)
             started, waited = device.launches, device.synchronisations
             model.learning_rate_scale = 1 / (1 + step)
             losses.append(model.train_batch(x * (np.inf if model.nonfinite == "skip" and step == 4 else 1), labels))
@@ -81,7 +83,7 @@ def compare_steps(layers, count=WARMUP_PASSES + 4, batch_sizes=(BATCH,), prepare
 
 
 def test_replayed_steps_match_ordinary_steps():
-    ordinary, replayed, _ = compare_steps(make_every_layer)
+    ordinary, replayed, _ = compare_steps(make_layers_of_every_kind)
     assert replayed[:WARMUP_PASSES] == ordinary[:WARMUP_PASSES]
     assert max(replayed[WARMUP_PASSES + 1 :]) < min(ordinary) / 4
 
@@ -93,24 +95,24 @@ SGD = nd.SGD(0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
     "options", [{"optimizer": SGD, "cost": nd.MSE()}, {"sync": "bucketed"}], ids=lambda options: " and ".join(options)
 )
 def test_replay_of_costs_and_updates(options):
-    ordinary, replayed, _ = compare_steps(make_small, **options)
+    ordinary, replayed, _ = compare_steps(make_small_layers, **options)
     assert replayed[-1] < ordinary[-1]
 
 
 def test_changes_between_steps_take_effect():
-    def prepare(model, step):
+    def prepare_step(model, step):
         if step >= WARMUP_PASSES + 2:
             model.leaves[1].momentum = 0.5
 
-    ordinary, replayed, _ = compare_steps(make_small, WARMUP_PASSES + 6, prepare=prepare)
+    ordinary, replayed, _ = compare_steps(make_small_layers, WARMUP_PASSES + 6, prepare_step=prepare_step)
     assert replayed[-1] == replayed[WARMUP_PASSES + 1] < replayed[WARMUP_PASSES + 2] == ordinary[WARMUP_PASSES + 2]
 
 
 def test_smaller_batches_have_separate_graphs():
-    _, replayed, model = compare_steps(make_small, 3 * (WARMUP_PASSES + 2), batch_sizes=(3, 2, 1))
+    _, replayed, model = compare_steps(make_small_layers, 3 * (WARMUP_PASSES + 2), batch_sizes=(3, 2, 1))
     assert model.executor.pass_graph_cache.is_usable
     assert max(replayed[-3:]) < min(replayed[:3])
-    *_, model = compare_steps(make_small, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
+    *_, model = compare_steps(make_small_layers, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
     assert len(model.executor.pass_graph_cache._graphs) == MAX_CACHED_PASS_KINDS
 
 
@@ -124,17 +126,17 @@ class StepScaling(nd.ActivationLayer):
         return dy * (1 + ctx.step)
 
 
-NOT_REPLAYED = {
-    "dropout": (lambda: make_small(nd.DropoutLayer(0.3)), {}),
-    "custom layer": (lambda: make_small(StepScaling(nd.Tanh())), {}),
-    "micro-batches": (make_small, {"accumulate": 2}),
-    "recomputation": (lambda: [*make_small()[:2], *make_small()], {"recompute": True}),
+LAYERS_AND_OPTIONS_NOT_REPLAYED = {
+    "dropout": (lambda: make_small_layers(nd.DropoutLayer(0.3)), {}),
+    "custom layer": (lambda: make_small_layers(StepScaling(nd.Tanh())), {}),
+    "micro-batches": (make_small_layers, {"accumulate": 2}),
+    "recomputation": (lambda: [*make_small_layers()[:2], *make_small_layers()], {"recompute": True}),
 }
 
 
-@pytest.mark.parametrize("name", NOT_REPLAYED)
+@pytest.mark.parametrize("name", LAYERS_AND_OPTIONS_NOT_REPLAYED)
 def test_varying_steps_are_not_replayed(name):
-    layers, options = NOT_REPLAYED[name]
+    layers, options = LAYERS_AND_OPTIONS_NOT_REPLAYED[name]
     with warnings.catch_warnings(action="error"):
         ordinary, replayed, _ = compare_steps(layers, **options)
     assert replayed == ordinary
@@ -156,10 +158,10 @@ def test_uncapturable_steps_are_not_replayed():
 def test_skipped_steps_leave_no_trace():
     """Running statistics are restored, and an ordinary pass locates the value."""
 
-    def prepare(model, step):
+    def prepare_step(model, step):
         model.nonfinite = "skip"
 
-    *_, model = compare_steps(make_small, prepare=prepare)
+    *_, model = compare_steps(make_small_layers, prepare_step=prepare_step)
     assert model.nonfinite_monitor.nonfinite_value == "the images"
     assert model.executor.pass_graph_cache.is_usable
 
@@ -168,14 +170,14 @@ def test_open_passes_and_observers_disable_replay():
     """Open passes occupy the memory of graphs, and observers need the values."""
     open_passes = []
 
-    def prepare(model, step):
+    def prepare_step(model, step):
         if step == WARMUP_PASSES + 2:
             run = model.forward(np.ones((BATCH, *SHAPE)))
             open_passes.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
         elif step == WARMUP_PASSES + 3:
             open_passes.pop()[0].close()
 
-    ordinary, replayed, _ = compare_steps(make_small, prepare=prepare)
+    ordinary, replayed, _ = compare_steps(make_small_layers, prepare_step=prepare_step)
     assert replayed[WARMUP_PASSES + 2] == ordinary[WARMUP_PASSES + 2]
     assert replayed[WARMUP_PASSES + 3] < ordinary[WARMUP_PASSES + 3]
 
@@ -185,7 +187,7 @@ def test_open_passes_and_observers_disable_replay():
         def on_value(self, layer, name, array):
             names.append(name)
 
-    model, _ = build_model(CapturingKernels, make_small())
+    model, _ = build_model(CapturingKernels, make_small_layers())
     for step in range(WARMUP_PASSES + 3):
         with model.grid.observers.watched_by(ValueRecorder()):
             model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int))
@@ -198,11 +200,11 @@ def test_head_training_then_full_training():
     def make_layers():
         return [nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(4)]
 
-    def prepare(model, step):
+    def prepare_step(model, step):
         model.begin_epoch(step // (WARMUP_PASSES + 2))
 
     ordinary, replayed, _ = compare_steps(
-        make_layers, 2 * (WARMUP_PASSES + 2), prepare=prepare, model_class=nd.GB, num_initial_epochs=1
+        make_layers, 2 * (WARMUP_PASSES + 2), prepare_step=prepare_step, model_class=nd.GB, num_initial_epochs=1
     )
     assert replayed[WARMUP_PASSES + 1] < ordinary[WARMUP_PASSES + 1]
     assert replayed[-1] < ordinary[-1]

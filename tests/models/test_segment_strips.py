@@ -27,7 +27,7 @@ def test_every_layer(every_layer_steps, ranks, replicas, rows):
         assert max_relative_difference(actual, every_layer_steps) < 1e-10
 
 
-def make_chain(scheme, **options):
+def make_chain_model(scheme, **options):
     """Return layers that form one segment if nothing is exchanged between them, followed by others."""
     tanh = nd.Tanh()
     layers = [
@@ -64,14 +64,14 @@ def train(model, grid, shape=(23, 17, 2)):
 @pytest.mark.long
 def test_long_segments(ranks, scheme):
     def job(comm):
-        expected = train(make_chain(scheme), nd.ProcessGrid(comm))
+        expected = train(make_chain_model(scheme), nd.ProcessGrid(comm))
         for options in (
             {"strips": 1},
             {"strips": 2, "recompute": True},
             {"strips": 3, "accumulate": 2},
             {"strips": "auto"},
         ):
-            model = make_chain(scheme, **options)
+            model = make_chain_model(scheme, **options)
             assert max_relative_difference(train(model, nd.ProcessGrid(comm)), expected) < 1e-10, options
             lengths = [len(segment.plans) for segment in model.compiled.segments]
             longest = {"halo": 2, "deep_halo(layers=3)": 5}.get(scheme, 7) if comm.size > 1 else 7
@@ -123,7 +123,7 @@ def test_passes_cannot_end_in_a_segment():
 def test_halo_guard_covers_segments(ranks):
 
     def job(comm):
-        model = make_chain("halo", strips=3)
+        model = make_chain_model("halo", strips=3)
         model.build((23, 17, 2), 4, nd.ProcessGrid(comm))
         nd.DebugHalo(seed=0).guard(model)
         x = np.random.default_rng(0).normal(size=(4, 23, 17, 2))
@@ -150,5 +150,7 @@ def test_execution_options_of_experiments():
         with pytest.raises(nd.ConfigError, match=next(iter(invalid))):
             make_experiment(**invalid)
     filters = nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(4)])
-    with pytest.raises(nd.ConfigError, match="strips: GB trains its stages one by one; leave out strips"):
+    with pytest.raises(
+        nd.ConfigError, match="strips: not supported by GB, which trains its stages one by one; leave out strips"
+    ):
         nd.FitExperiment(nd.Synthetic(shape=(9, 8, 1), classes=4, train=8, test=4), filters, strips=2)

@@ -18,7 +18,7 @@ AMPLE_MEMORY = "1TiB"
 """with `strips`, all streamable layers are streamed although everything fits"""
 
 
-def make_residual(**options):
+def make_residual_model(**options):
     """Return a network of convolutions, reduction_steps norms, dropout, residual blocks and fully connected layers."""
     relu = nd.ReLU()
     layers = [
@@ -64,7 +64,7 @@ def train(model, grid, batch=4):
 
 @pytest.fixture(scope="module")
 def expected():
-    return train(make_residual(), nd.ProcessGrid.serial())
+    return train(make_residual_model(), nd.ProcessGrid.serial())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def expected():
 @pytest.mark.long
 def test_residual_network(expected, ranks, replicas, options):
     def job(comm):
-        model = make_residual(memory=AMPLE_MEMORY, **options)
+        model = make_residual_model(memory=AMPLE_MEMORY, **options)
         actual = train(model, nd.ProcessGrid(comm, replicas=replicas))
         assert model.compiled.stream.num_nodes == 9  # the first fully connected layer ends the stream
         assert model.bytes_sent == 0
@@ -104,7 +104,7 @@ def test_every_layer(every_layer_steps, ranks):
         assert max_relative_difference(actual, every_layer_steps) < 1e-10
 
 
-def make_plain(**options):
+def make_chain_model(**options):
     relu = nd.ReLU()
     layers = [
         nd.ConvLayerDist(16, 3, padding=1, activation=relu),
@@ -119,21 +119,21 @@ def make_plain(**options):
 
 @pytest.mark.parametrize(("extent", "limit", "ranks"), [(32768, "8GiB", 2), (8192, "4GB", 4)])
 def test_strips_are_chosen_by_the_memory_limit(extent, limit, ranks):
-    plan = make_plain(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
+    plan = make_chain_model(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
     assert plan.stream.num_nodes == 5
     assert all(
         plan.memory(rank) + PROCESS_OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks for rank in range(ranks)
     )
     strips = plan.stream.grid.strips
     assert f"streamed: conv1 to global_avg_pooling1 in {strips} strips of each tile" in plan.describe()
-    fewer = make_plain(memory=AMPLE_MEMORY, strips=2 * -(-plan.stream.rows // strips)).plan(
+    fewer = make_chain_model(memory=AMPLE_MEMORY, strips=2 * -(-plan.stream.rows // strips)).plan(
         (extent, extent, 3), plan.grid
     )
     assert fewer.stream.grid.strips < strips
     assert fewer.memory(0) > plan.memory(0)
 
 
-def make_pooled(**options):
+def make_pooled_model(**options):
     """Return a network that needs only the positions and signs of maxima of its last convolution in backward."""
     relu = nd.ReLU()
     layers = [
@@ -153,10 +153,10 @@ def make_pooled(**options):
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.long
 def test_kept_arrays_reduce_recomputation(ranks):
-    expected, shape, grid = train(make_pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
+    expected, shape, grid = train(make_pooled_model(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
     plans = {PROCESS_OVERHEAD_BYTES * ranks + (1 << 40): None}
     for recomputed, cut_fraction in ((1, 0.5), (0.5, 0), (0, 0)):
-        plan = make_pooled(memory=AMPLE_MEMORY, strips=1).plan(shape, grid, 4)
+        plan = make_pooled_model(memory=AMPLE_MEMORY, strips=1).plan(shape, grid, 4)
         kept = [
             round((1 - recomputed) * plan.stream.saved_bytes(tile, 8))
             + round((1 - cut_fraction) * 8 * plan.stream.kept_gradient_elements(tile))
@@ -165,11 +165,11 @@ def test_kept_arrays_reduce_recomputation(ranks):
         peak = max(plan.memory(tile) - 4 * kept[tile] for tile in range(ranks))
         plans[(PROCESS_OVERHEAD_BYTES + peak) * ranks] = None
     for memory in plans:
-        plan = make_pooled(memory=memory, strips=1).plan(shape, grid, 4)
+        plan = make_pooled_model(memory=memory, strips=1).plan(shape, grid, 4)
         assert plan.stream.recomputed_steps == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
 
         def job(comm, memory=memory):
-            return train(make_pooled(memory=memory, strips=1), nd.ProcessGrid(comm, rows=ranks, cols=1))
+            return train(make_pooled_model(memory=memory, strips=1), nd.ProcessGrid(comm, rows=ranks, cols=1))
 
         for actual in loopback.run(ranks, job):
             assert max_relative_difference(actual, expected) < 1e-10
@@ -180,7 +180,7 @@ def test_kept_arrays_reduce_recomputation(ranks):
     assert any(0 < cut_fraction < 1 for _, cut_fraction in plans.values()) or ranks > 3
 
 
-def make_unet(**options):
+def make_unet_model(**options):
     relu = nd.ReLU()
 
     def make_conv(channels):
@@ -201,7 +201,7 @@ def make_unet(**options):
     return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **options)
 
 
-def make_contrast(**options):
+def make_contrast_model(**options):
     """Return a network of contrast normalisation, and filters shared by blocks of cells."""
     layers = [
         nd.LCNLayerDist(5, min_deviation="mean"),
@@ -218,7 +218,8 @@ def make_contrast(**options):
 
 
 @pytest.mark.parametrize(
-    ("network", "nodes", "ranks", "rows"), [(make_unet, 7, 4, 2), (make_contrast, 8, 1, 2), (make_contrast, 8, 3, 1)]
+    ("network", "nodes", "ranks", "rows"),
+    [(make_unet_model, 7, 4, 2), (make_contrast_model, 8, 1, 2), (make_contrast_model, 8, 3, 1)],
 )
 @pytest.mark.long
 def test_streamed_networks(network, nodes, ranks, rows):
@@ -236,7 +237,7 @@ def test_streamed_networks(network, nodes, ranks, rows):
 
 
 def test_images_that_fit_are_not_streamed():
-    assert make_plain(memory="8GiB").plan((512, 512, 3), nd.GridShape(1, 2)).stream is None
+    assert make_chain_model(memory="8GiB").plan((512, 512, 3), nd.GridShape(1, 2)).stream is None
 
 
 def test_insufficient_memory_is_rejected():
@@ -244,12 +245,14 @@ def test_insufficient_memory_is_rejected():
     with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
     with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each needs 629 MB before it loads"):
-        make_plain(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
+        make_chain_model(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for invalid in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
         with pytest.raises(nd.ConfigError, match=r"memory: .* is not an amount of memory; expected one such as 8GiB"):
-            make_plain(memory=invalid)
+            make_chain_model(memory=invalid)
     filters = nd.GB([nd.LocalFilteringLayer(4, 3), nd.L2PoolingLayer(3), nd.LCNLayer(3), nd.FCLayer(4)])
-    with pytest.raises(nd.ConfigError, match="memory: GB trains its stages one by one; leave out memory"):
+    with pytest.raises(
+        nd.ConfigError, match="memory: not supported by GB, which trains its stages one by one; leave out memory"
+    ):
         filters.configure_execution(memory="8GiB")
     assert [parse_bytes("memory", text) for text in ("8GiB", "500 MB", "1.5k", 77)] == [8 << 30, 5 * 10**8, 1536, 77]
 
@@ -259,7 +262,7 @@ def test_freed_memory_is_returned_after_each_strip(monkeypatch):
     monkeypatch.setattr(nd.Kernels, "release_cached_memory", lambda kernels, threshold: thresholds.append(threshold))
     for limit in (None, "1GB"):
         assert not thresholds
-        model = make_plain(memory=limit, strips=1, backend="numpy")
+        model = make_chain_model(memory=limit, strips=1, backend="numpy")
         model.build((33, 32, 3), 1)
         model.train_batch(np.ones((1, 33, 32, 3), np.float32), np.array([1]))
     assert len(thresholds) >= 2 * 8  # 8 strips, forward and backward
@@ -341,7 +344,7 @@ def test_large_images_are_streamed_automatically(tmp_path, monkeypatch):
     write_hdf5(file, shape=(60, 50, 2), counts=(3, 2))
 
     def train(comm):
-        fit = nd.FitExperiment(HDF5Dataset(file), make_pooled(), batch_size=2, epochs=1)
+        fit = nd.FitExperiment(HDF5Dataset(file), make_pooled_model(), batch_size=2, epochs=1)
         grid = nd.ProcessGrid(comm)
         plan = fit.model.plan((60, 50, 2), grid.shape, 2)
         return (

@@ -9,10 +9,10 @@ from gb_runs import run_pretraining_steps
 import neondist as nd
 from neondist.comm import loopback
 from neondist.observer import Observer
-from neondist.parallel import FLAG_HEADER_LENGTH, Bucketed, Flag
+from neondist.parallel import FLAG_HEADER_LENGTH, Bucketed, ControlFlag
 
 
-class EarlyBuckets(Observer):
+class EarlyBucketCounter(Observer):
     """Observer that counts the buckets in flight at the end of the backward pass."""
 
     def __init__(self, model):
@@ -33,7 +33,7 @@ def small_buckets(monkeypatch):
 def run_steps(grid, sync, accumulate=1):
     """Return the results of two steps, the bytes and messages of gradients, and the numbers of early buckets."""
     model, arrays = build_every_layer("Dist", grid, batch=6, sync=sync, accumulate=accumulate), {}
-    observer = EarlyBuckets(model)
+    observer = EarlyBucketCounter(model)
     with model.grid.observers.watched_by(observer):
         for step in range(2):
             rng = np.random.default_rng(step)
@@ -90,9 +90,9 @@ def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
         for span in spans[::-1]:
             sync.mark_ready(span)
         assert all(bucket.request is not None for bucket in sync.early_buckets)
-        sync.flags.own_flags[Flag.TIME_LIMIT] = 1
+        sync.flags.own_flags[ControlFlag.TIME_LIMIT] = 1
         sync.finish_sums()
-        assert sync.flag_header[Flag.TIME_LIMIT] == 1
+        assert sync.flag_header[ControlFlag.TIME_LIMIT] == 1
         values = np.arange(FLAG_HEADER_LENGTH + 60.0)
 
 

@@ -14,7 +14,7 @@ from neondist.train.state import TrainState
 CheckableTrainable = runtime_checkable(Trainable)
 
 
-class ProtocolView:
+class TrainableProtocolProxy:
     """Proxy that exposes only the members of Trainable."""
 
     def __init__(self, target):
@@ -38,8 +38,8 @@ def test_trainable_protocol_is_sufficient(kind):
     assert not isinstance(model.layers[0], CheckableTrainable)
     data = nd.Synthetic(shape=model.input_shape, classes=4, train=12, test=6)
     data.open(model.grid)
-    before = evaluate(ProtocolView(trainable), data.test, 6)["loss"]
-    run = TrainState(ProtocolView(trainable), data, 2, 6)
+    before = evaluate(TrainableProtocolProxy(trainable), data.test, 6)["loss"]
+    run = TrainState(TrainableProtocolProxy(trainable), data, 2, 6)
     train_loop(run, metrics=[])
     assert trainable.step == 4
     assert np.isfinite(before)

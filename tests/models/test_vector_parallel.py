@@ -18,7 +18,7 @@ OPTIMIZERS = {
 GRIDS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 3, 1), (1, 1, 1)]
 
 
-def make_perceptron(dist, sizes, optimizer="momentum", bias=True, vector_parallel=True, **options):
+def make_mlp(dist, sizes, optimizer="momentum", bias=True, vector_parallel=True, **options):
     layer = nd.FCLayerDist if dist else nd.FCLayer
     hidden = [layer(size, bias=bias, activation=nd.Tanh()) for size in sizes]
     model = (nd.MLPDist if dist else nd.MLP)(
@@ -50,11 +50,11 @@ def train(model, shape, grid):
 @pytest.mark.long
 def test_results_match_one_process(sizes, shape, grid, optimizer, bias, options, strategy):
     replicas, rows, cols = grid
-    expected = train(make_perceptron(False, sizes, optimizer, bias, vector_parallel=False), shape, None)
+    expected = train(make_mlp(False, sizes, optimizer, bias, vector_parallel=False), shape, None)
 
     def body(world):
         process_grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
-        model = make_perceptron(True, sizes, optimizer, bias, strategy=strategy, **options)
+        model = make_mlp(True, sizes, optimizer, bias, strategy=strategy, **options)
         return train(model, shape, process_grid), model.ledger(), model.compiled.reduction_bytes(process_grid.rank)
 
     tolerance = 1e-12 if optimizer == "momentum" else 1e-8
@@ -71,7 +71,7 @@ def test_pairs_need_one_sum_per_direction(pairs):
 
     def body(world):
         grid = nd.ProcessGrid(world)
-        model = make_perceptron(True, sizes[:-1])
+        model = make_mlp(True, sizes[:-1])
         model.build((8,), 4, grid)
         model.train_batch(model.scatter(np.ones((4, 8))), np.zeros(4, int))
         log_entries = [entry for entry in model.ledger() if entry.layer.startswith("fc")]
@@ -99,7 +99,7 @@ def test_pairs_need_one_sum_per_direction(pairs):
 
 def test_weights_are_divided_evenly():
     def body(world):
-        model = make_perceptron(True, [11, 7, 10])
+        model = make_mlp(True, [11, 7, 10])
         model.build((9,), 4, nd.ProcessGrid(world))
         for placed in model.parameters.trained_shards:
             if len(placed.parameter.shape) == 2:
@@ -114,7 +114,7 @@ def test_checkpoints_are_independent_of_the_grid(tmp_path):
     def start_run(world, vector_parallel, replicas):
         grid = nd.ProcessGrid(world, replicas=replicas)
         model, dataset = (
-            make_perceptron(True, [10, 6, 8], vector_parallel=vector_parallel),
+            make_mlp(True, [10, 6, 8], vector_parallel=vector_parallel),
             nd.Synthetic((9, 1), classes=3),
         )
         dataset.open(grid)
@@ -175,7 +175,7 @@ def test_layers_split_by_outputs():
     assert [layer.splits_outputs for layer in layers[:4]] == [False, True, False, False]
 
 
-TEXT = """!FitExperiment
+EXPERIMENT_TEXT = """!FitExperiment
 dataset: !Synthetic {{shape: [6, 6, 1], classes: 3, train: 12, test: 4}}
 model: !MLPDist
   layers:
@@ -186,9 +186,9 @@ model: !MLPDist
 """
 
 
-def load_text(tmp_path, lines):
+def load_experiment_with_lines(tmp_path, lines):
     path = tmp_path / "e.yaml"
-    path.write_text(TEXT.format(lines=lines))
+    path.write_text(EXPERIMENT_TEXT.format(lines=lines))
     return load_experiment(path)
 
 
@@ -201,11 +201,11 @@ def load_text(tmp_path, lines):
     ("dist_mode: halodatapar\ngrid: {replicas: 2}", 4, (2, 2, 1)),
 ])  # fmt: skip
 def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
-    experiment = load_text(tmp_path, lines)
+    experiment = load_experiment_with_lines(tmp_path, lines)
     experiment.validate(ranks)
 
     def body(world):
-        rank_experiment = load_text(tmp_path, lines)
+        rank_experiment = load_experiment_with_lines(tmp_path, lines)
         shape = rank_experiment.open_grid(world).shape
         return (shape.replicas, shape.rows, shape.cols), rank_experiment.run(
             rank_experiment.open_grid(world), hooks=[]
@@ -213,7 +213,7 @@ def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
 
     shapes, history = zip(*nd.loopback.run(ranks, body), strict=True)
     assert set(shapes) == {grid}
-    serial = load_text(tmp_path, "").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]
+    serial = load_experiment_with_lines(tmp_path, "").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]
     assert history[0]["train_loss"] == pytest.approx(serial["train_loss"], rel=1e-5)
     assert any(layer.splits_outputs for layer in experiment.model.leaves) == ("vecpar" in lines)
 
@@ -228,6 +228,6 @@ def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
 ])  # fmt: skip
 def test_invalid_modes_name_the_line(tmp_path, lines, line, message):
     with pytest.raises(nd.ConfigError) as error:
-        load_text(tmp_path, lines)
+        load_experiment_with_lines(tmp_path, lines)
     assert str(error.value).startswith(f"{tmp_path / 'e.yaml'}:{line}: ")
     assert message in str(error.value)

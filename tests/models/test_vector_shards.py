@@ -81,26 +81,47 @@ class DoublingDist(nd.Dist, Doubling):
     pass
 
 
-def fc(features, activation=None):
+def make_fc(features, activation=None):
     return nd.FCLayerDist(features, activation=activation)
 
 
 # layers, and the number of vectors that stay sharded
-CHAINS = {
-    "fully connected chain": (lambda: [fc(7, nd.Tanh()), fc(3, nd.ReLU()), fc(5, nd.Logistic()), fc(4)], 3),
-    "pooled": (lambda: [nd.ConvLayerDist(3, 3), nd.GlobalAvgPoolingLayerDist(), fc(4)], 1),
-    "custom layer of shards": (lambda: [fc(5), DoublingDist(), fc(5), MirrorDist(), DoublingDist(), fc(4)], 3),
-    "other layers between": (lambda: [fc(6, nd.Tanh()), nd.BatchNormLayerDist(), fc(5), nd.DropoutLayerDist(0.3), fc(5),
-                                     MirrorDist(), fc(4), nd.ActivationLayerDist(nd.Tanh()), fc(4)], 0),
-    "functions of all channels": (lambda: [fc(5, nd.Softmax()), fc(5, MeanFree()), FlippedFCDist(3), fc(4)], 0),
-    "read twice": (lambda: [fc(5), nd.Sum([fc(4), [fc(3), fc(4)]]), fc(4)], 2),
-    "also read in full": (lambda: [fc(4), nd.Sum([fc(4), MirrorDist(), []]), fc(4)], 0),
-}  # fmt: skip
-GRIDS = {3: {}, 4: {"replicas": 2}, 6: {"rows": 2, "cols": 3}}
+LAYER_CHAINS = {
+    "fully connected chain": (
+        lambda: [make_fc(7, nd.Tanh()), make_fc(3, nd.ReLU()), make_fc(5, nd.Logistic()), make_fc(4)],
+        3,
+    ),
+    "pooled": (lambda: [nd.ConvLayerDist(3, 3), nd.GlobalAvgPoolingLayerDist(), make_fc(4)], 1),
+    "custom layer of shards": (
+        lambda: [make_fc(5), DoublingDist(), make_fc(5), MirrorDist(), DoublingDist(), make_fc(4)],
+        3,
+    ),
+    "other layers between": (
+        lambda: [
+            make_fc(6, nd.Tanh()),
+            nd.BatchNormLayerDist(),
+            make_fc(5),
+            nd.DropoutLayerDist(0.3),
+            make_fc(5),
+            MirrorDist(),
+            make_fc(4),
+            nd.ActivationLayerDist(nd.Tanh()),
+            make_fc(4),
+        ],
+        0,
+    ),
+    "functions of all channels": (
+        lambda: [make_fc(5, nd.Softmax()), make_fc(5, MeanFree()), FlippedFCDist(3), make_fc(4)],
+        0,
+    ),
+    "read twice": (lambda: [make_fc(5), nd.Sum([make_fc(4), [make_fc(3), make_fc(4)]]), make_fc(4)], 2),
+    "also read in full": (lambda: [make_fc(4), nd.Sum([make_fc(4), MirrorDist(), []]), make_fc(4)], 0),
+}
+GRID_OPTIONS_BY_RANK_COUNT = {3: {}, 4: {"replicas": 2}, 6: {"rows": 2, "cols": 3}}
 
 
 def make_model(name, **arguments):
-    layers = CHAINS[name][0]()
+    layers = LAYER_CHAINS[name][0]()
     return nd.ConvnetDist(layers, optimizer=nd.Adam(0.01), seed=2, dtype="float64", backend="numpy", **arguments)
 
 
@@ -122,15 +143,15 @@ def train(grid, name, guarded=False, **arguments):
 
 
 def run_on_grid(ranks, job):
-    return loopback.run(ranks, lambda comm: job(nd.ProcessGrid(comm, **GRIDS.get(ranks, {}))))
+    return loopback.run(ranks, lambda comm: job(nd.ProcessGrid(comm, **GRID_OPTIONS_BY_RANK_COUNT.get(ranks, {}))))
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", LAYER_CHAINS)
 @pytest.mark.long
 def test_sharded_vectors_keep_results(name):
-    assert len(make_model(name).plan(SHAPE).graph.sharded_vectors) == CHAINS[name][1]
+    assert len(make_model(name).plan(SHAPE).graph.sharded_vectors) == LAYER_CHAINS[name][1]
     expected = run_on_grid(1, lambda grid: train(grid, name))[0]
-    for ranks in GRIDS:
+    for ranks in GRID_OPTIONS_BY_RANK_COUNT:
         for actual in run_on_grid(ranks, lambda grid: train(grid, name)):
             assert max_relative_difference(actual, expected) < 1e-10, ranks
 
@@ -191,7 +212,7 @@ def test_passes_ending_at_a_vector_gather_it():
         return {"x": model.gather_input(x)[:2], "values": values}
 
     expected = run_on_grid(1, body)[0]
-    for ranks in GRIDS:
+    for ranks in GRID_OPTIONS_BY_RANK_COUNT:
         for actual in run_on_grid(ranks, body):
             assert max_relative_difference(actual, expected) < 1e-10
 
@@ -199,7 +220,7 @@ def test_passes_ending_at_a_vector_gather_it():
 def test_traffic_of_a_digits_network():
     """Shards go to every other rank in both directions: half the traffic of two ring all-reduces."""
     sizes, tiles, batch = (512, 512, 10), 4, 100
-    model = nd.MLPDist([fc(512, nd.ReLU()), fc(512, nd.ReLU()), fc(10)], dtype="float32")
+    model = nd.MLPDist([make_fc(512, nd.ReLU()), make_fc(512, nd.ReLU()), make_fc(10)], dtype="float32")
     plan = model.plan((28, 28, 1), nd.GridShape(1, 2, 2), batch)
     assert plan.redistribution_bytes(0) == {
         f"fc{index}": 2 * (tiles - 1) * batch * sizes[index - 1] // tiles * 4 for index in (1, 2)

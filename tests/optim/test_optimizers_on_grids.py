@@ -134,7 +134,7 @@ def train(optimizer, grid=None):
     losses = [model.train_batch(model.scatter(x), labels) for _ in range(4)]
     sent, planned = model.bytes_summed, sum(model.compiled.reduction_bytes(model.grid.rank).values())
     arrays = model.state() | model.optimizer_state() | {"loss": np.array(losses)}
-    with model.averaged_weights():
+    with model.use_averaged_weights():
         arrays["averaged"] = model.gather(model.fprop(model.scatter(x), training=False))
     arrays["raw"] = model.gather(model.fprop(model.scatter(x), training=False))
     return arrays, sent, planned

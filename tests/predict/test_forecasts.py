@@ -6,14 +6,14 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.checkpoint_fields import CheckpointFields
+from neondist.train.checkpoint_field_metadata import CheckpointFieldMetadata
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
 xarray = pytest.importorskip("xarray", reason="the oracle")
 from climate import make_weather, write_dataset, write_series  # noqa: E402
 
-YAML = """!FitExperiment
+EXPERIMENT_YAML = """!FitExperiment
 dataset: !ClimateFiles
   {{files: '{path}/*.nc', variables: [t2m, z], levels: [850, 500], steps: {steps}, lead: {lead}, test: 4}}
 model: !ConvnetDist
@@ -38,7 +38,7 @@ def trained(tmp_path_factory):
         if key not in folders:
             path = tmp_path_factory.mktemp("trained")
             weather = write_series(path)
-            (path / "run.yaml").write_text(YAML.format(path=path, steps=steps, lead=lead))
+            (path / "run.yaml").write_text(EXPERIMENT_YAML.format(path=path, steps=steps, lead=lead))
             assert main(["run", str(path / "run.yaml"), "--output", str(path / "run")]) == 0
             folders[key] = path
         return folders[key], weather
@@ -59,7 +59,7 @@ def load_network(path):
     data.open(nd.ProcessGrid.serial())
     model.build(data.sample_shape, 1, nd.ProcessGrid.serial())
     from neondist.io.checkpoint import open_checkpoint
-    from neondist.train.weights import load_inference_weights
+    from neondist.train.inference_weights import load_inference_weights
 
     with open_checkpoint(path / "run" / "checkpoint.h5", model.grid.world) as file:
         load_inference_weights(file, model)
@@ -114,18 +114,18 @@ def roll_out(path, weather, steps, count):
     return np.stack(fields[steps:])
 
 
-RANKS = {
+RANKS_AND_GRIDS = {
     "one": (1, {}),
     "two replicas of two tiles": (4, {"grid.replicas": 2}),
     "tiles that overlap": (2, {"model.scheme": "overlap_tile"}),
 }
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", RANKS_AND_GRIDS)
 @pytest.mark.long
 def test_roll_outs_feed_forecasts_back(trained, tmp_path, name):
     path, weather = trained()
-    ranks, changes = RANKS[name]
+    ranks, changes = RANKS_AND_GRIDS[name]
 
     def body(world):
         experiment = load_run(path, **changes)
@@ -179,7 +179,7 @@ def test_monthly_series_step_by_calendar_months(tmp_path, stamp):
     data = make_weather(0, 30).assign_coords(time=("time", values[:30], attributes))
     data.to_netcdf(tmp_path / "all.nc")
     data.isel(time=[29]).to_netcdf(tmp_path / "last.nc_")  # its step is known from the training only
-    (tmp_path / "run.yaml").write_text(YAML.format(path=tmp_path, steps=1, lead=1))
+    (tmp_path / "run.yaml").write_text(EXPERIMENT_YAML.format(path=tmp_path, steps=1, lead=1))
     assert main(["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "run")]) == 0
     (tmp_path / "last.nc_").rename(tmp_path / "last.nc")
     for name, steps, expected in (("all", 8, values[30:38]), ("last", 8, values[30:38]), ("all", None, values[1:31])):
@@ -254,7 +254,7 @@ def test_invalid_forecasts_raise_one_error(trained, tmp_path, name, capsys):
 def test_forecasts_unusable_as_inputs(tmp_path, steps, lead, outputs, message):
     write_dataset(make_weather(0, 6), tmp_path / "a.nc")
     data = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m", "z"], levels=[500], steps=steps, lead=lead)
-    trained = CheckpointFields([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
+    trained = CheckpointFieldMetadata([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
     with pytest.raises(nd.ConfigError, match=message):
         require_outputs_cover_inputs(data, trained, data.open_series(str(tmp_path / "a.nc")))
 

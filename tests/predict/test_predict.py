@@ -22,7 +22,7 @@ from neondist.train.inference.predict import OutputWriter
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 8), (3, 1000), (6, 30)])
 @pytest.mark.long
-def test_any_blocks_on_any_ranks(network_folder, tmp_path, ranks, block):
+def test_any_blocks_on_any_ranks_agree(network_folder, tmp_path, ranks, block):
     expected = np.load(network_folder / "y.npy")
     assert predict_on_ranks(ranks, network_folder, tmp_path / "y.npy", block=block) == expected.shape
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-12, atol=1e-12)
@@ -46,7 +46,7 @@ def test_chunks_shared_by_blocks_are_decoded_once(network_folder, tmp_path, monk
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
 
 
-def test_several_outputs(network_folder, tmp_path):
+def test_several_kinds_of_outputs_are_written(network_folder, tmp_path):
     expected = np.load(network_folder / "y.npy")
     predict_on_ranks(2, network_folder, tmp_path / "out.h5", block=16, classes=True, probabilities=True)
     p = np.exp(expected) / np.exp(expected).sum(axis=-1, keepdims=True)
@@ -106,7 +106,7 @@ def test_group_norm_needs_the_full_image(network_folder, tmp_path):
 @pytest.mark.long
 def test_blocks_if_the_full_image_exceeds_memory(network_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("neondist.train.inference.methods.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.train.inference.prediction_methods.PROCESS_OVERHEAD_BYTES", 0)
     sizes = []
     run = BlockwiseExecutor.run
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ def test_interruption_after_every_part(network_folder, tmp_path, monkeypatch, bl
     assert len(list(tmp_path.iterdir())) == 2
 
 
-KILLED = """
+KILLED_PREDICTION_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
@@ -164,7 +164,7 @@ predict_on_ranks(2, Path({folder!r}), Path({target!r}), block=16, classes=True, 
 
 @pytest.mark.long
 def test_killed_prediction_resumes_on_other_ranks(network_folder, tmp_path):
-    code = KILLED.format(paths=sys.path, folder=str(network_folder), target=str(tmp_path / "y.npy"))
+    code = KILLED_PREDICTION_SCRIPT.format(paths=sys.path, folder=str(network_folder), target=str(tmp_path / "y.npy"))
     process = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.returncode == -signal.SIGKILL
     assert not list(tmp_path.glob("*.npy"))
@@ -217,7 +217,7 @@ def test_job_killed_before_its_first_block_replaces_the_journal_of_another(netwo
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(network_folder / "y.npy"), rtol=1e-12, atol=1e-12)
 
 
-def test_one_job_at_a_time(network_folder, tmp_path, monkeypatch):
+def test_second_job_for_the_same_output_is_rejected(network_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.io.lock.LOCK_TIMEOUT_SECONDS", 0)
     write, refused = OutputWriter.write, []
 
@@ -257,7 +257,7 @@ def test_interruption_between_the_renames_of_two_files(network_folder, tmp_path,
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_invalid_input(network_folder, tmp_path, monkeypatch):
+def test_invalid_input_is_rejected(network_folder, tmp_path, monkeypatch):
     np.save(tmp_path / "three.npy", np.zeros((8, 8, 3)))
     np.save(tmp_path / "odd.npy", np.zeros((9, 11, 2)))
     np.save(tmp_path / "vectors.npy", np.zeros((8, 2)))

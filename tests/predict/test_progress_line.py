@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import wait_until
 
-from neondist.train.inference import progress as module
-from neondist.train.inference.progress import (
+from neondist.train.inference import progress_line as module
+from neondist.train.inference.progress_line import (
     ProgressFile,
     ProgressLine,
     first_rank_progress,
@@ -24,41 +24,41 @@ from neondist.train.inference.progress import (
     read_seconds_left,
 )
 
-YAML = Path(__file__).parents[2] / "yaml"
-LEFT = re.compile(r"\d+ s left")
+YAML_FOLDER = Path(__file__).parents[2] / "yaml"
+SECONDS_LEFT_PATTERN = re.compile(r"\d+ s left")
 
 
 @pytest.fixture
 def early_first_line(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.05)
 
 
 def test_first_line_appears_during_the_first_part(early_first_line):
     file = io.StringIO()
     with ProgressLine(4, file, "measurement") as progress:
-        progress.begin("2 ranks")
+        progress.begin_part("2 ranks")
         line = "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate follows the first measurement"
         wait_until(lambda: line in file.getvalue(), 10)
-        progress.add(1)  # the first estimate does not wait for the next half minute
-        assert LEFT.search(file.getvalue().splitlines()[1])
-        progress.add(2)
+        progress.add_done_parts(1)  # the first estimate does not wait for the next half minute
+        assert SECONDS_LEFT_PATTERN.search(file.getvalue().splitlines()[1])
+        progress.add_done_parts(2)
         assert len(file.getvalue().splitlines()) == 2
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 def test_first_line_appears_if_the_parts_become_known_late(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_DELAY", 0.2)
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.2)
     file = io.StringIO()
     with ProgressLine(None, file) as progress:
-        progress.expect(1)
+        progress.expect_parts(1)
         wait_until(lambda: "part 0 of 1" in file.getvalue(), 10)
 
 
 def test_line_is_repeated_during_a_long_part(early_first_line, monkeypatch):
-    monkeypatch.setattr(module, "LINE_INTERVAL", 0.05)
+    monkeypatch.setattr(module, "LINE_INTERVAL_SECONDS", 0.05)
     file = io.StringIO()
-    with ProgressLine(2, file, "measurement", first=0) as progress:
-        progress.begin("2 ranks")
+    with ProgressLine(2, file, "measurement", delay=0) as progress:
+        progress.begin_part("2 ranks")
         wait_until(lambda: file.getvalue().count("measurement 0 of 2, now 2 ranks") >= 3, 10)
 
 
@@ -66,9 +66,9 @@ def test_preparation_is_reported(early_first_line):
     file = io.StringIO()
     with first_rank_progress(0, file) as progress:
         wait_until(lambda: "preparing, 0 s so far" in file.getvalue(), 10)
-        progress.expect(10, 4)
+        progress.expect_parts(10, 4)
         assert "resuming: 4 of 10 parts were already done" in file.getvalue()
-        progress.add(3, 3_000_000)
+        progress.add_done_parts(3, 3_000_000)
         assert re.search(r"part 7 of 10, [\d.e+]+ Mpixel/s, 0 s left", file.getvalue())
     with first_rank_progress(1, file) as other_rank_progress:
         assert other_rank_progress is None
@@ -77,17 +77,17 @@ def test_preparation_is_reported(early_first_line):
 def test_quick_command_prints_nothing():
     file = io.StringIO()
     with ProgressLine(2, file) as progress:
-        progress.add(2)
+        progress.add_done_parts(2)
     assert not file.getvalue()
 
 
 def test_long_command_prints_at_once():
     file = io.StringIO()
-    with ProgressLine(2, file, "run", first=0) as progress:
+    with ProgressLine(2, file, "run", delay=0) as progress:
         assert not file.getvalue()
-        progress.begin("halo")
+        progress.begin_part("halo")
         assert file.getvalue().startswith("run 0 of 2, now halo, 0 s so far")
-        progress.begin("tower")
+        progress.begin_part("tower")
     assert len(file.getvalue().splitlines()) == 1
 
 
@@ -107,9 +107,9 @@ def clock(monkeypatch):
 def test_estimate_from_completed_parts(clock):
     file = io.StringIO()
     progress = ProgressLine(9, file)
-    progress.expect(9, 1)
+    progress.expect_parts(9, 1)
     clock.now += 10
-    progress.add(2)
+    progress.add_done_parts(2)
     assert "part 3 of 9, 30 s left" in file.getvalue()
     clock.now += 4
     assert "part 3 of 9, 26 s left" in progress.format_line(clock.now)
@@ -119,15 +119,15 @@ def test_estimate_from_completed_parts(clock):
 
 def test_estimate_during_the_first_part(clock):
     file = io.StringIO()
-    progress = ProgressLine(3, file, first=0)
-    progress.begin("1 rank", lambda: None if clock.now < 110 else 120 - clock.now)
+    progress = ProgressLine(3, file, delay=0)
+    progress.begin_part("1 rank", lambda: None if clock.now < 110 else 120 - clock.now)
     clock.now += 5
     assert "5 s so far; an estimate follows the first part" in progress.format_line(clock.now)
     clock.now += 5  # 10 s of 20
     assert "part 0 of 3, now 1 rank, about 50 s left" in progress.format_line(clock.now)
     clock.now += 12
-    progress.add(1)
-    progress.begin("2 ranks")
+    progress.add_done_parts(1)
+    progress.begin_part("2 ranks")
     clock.now += 2
     progress.set_part_fraction(0.5)
     assert "now 2 ranks, 15 s left" in progress.format_line(clock.now)  # 2 s, and the mean of 22 s and 4 s
@@ -135,13 +135,13 @@ def test_estimate_during_the_first_part(clock):
 
 def test_estimate_weighs_parts_by_their_planned_times(clock):
     file = io.StringIO()
-    progress = ProgressLine(None, file, first=0)
-    progress.expect(3, 0, [10, 20, 30])
-    progress.begin("1 rank")
+    progress = ProgressLine(None, file, delay=0)
+    progress.expect_parts(3, 0, [10, 20, 30])
+    progress.begin_part("1 rank")
     assert "0 s so far, at least 1 min 0 s left" in file.getvalue()
     clock.now += 40  # longer than planned
     assert "40 s so far, at least 50 s left" in progress.format_line(clock.now)
-    progress.add(1)
+    progress.add_done_parts(1)
     assert "part 1 of 3, 3 min 20 s left" in progress.format_line(clock.now)
 
 
@@ -151,32 +151,32 @@ def test_progress_of_another_process(tmp_path):
     path.write_text("")  # another process is about to write
     assert read_seconds_left(path) is None
     progress = ProgressFile(path)
-    progress.expect(4)
+    progress.expect_parts(4)
     assert read_seconds_left(path) is None
-    progress.start -= 100
-    progress.add(1)
+    progress.start_time -= 100
+    progress.add_done_parts(1)
     assert read_seconds_left(path) == pytest.approx(300, abs=20)
-    progress.add(3)
+    progress.add_done_parts(3)
     assert read_seconds_left(path) == 0
 
 
 def test_start_of_the_process_counts_for_the_delay(monkeypatch, capsys):
-    monkeypatch.setattr(module, "FIRST_DELAY", 1e6)
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 1e6)
     with preparation_progress(whole_process=False):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(module, "FIRST_DELAY", 1e-3)  # this process is older
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 1e-3)  # this process is older
     with preparation_progress() as progress:
-        wait_until(lambda: progress.last_printed is not None, 10)
+        wait_until(lambda: progress.last_print_time is not None, 10)
     assert capsys.readouterr().err == "preparing, 0 s so far  \n"
 
 
 @pytest.mark.long
 def test_benchmark_prediction_reports_progress(tmp_path):
     code = (
-        "from neondist.train.inference import progress\n"
+        "from neondist.train.inference import progress_line\n"
         "from neondist.bench.model import predict\n"
-        "progress.FIRST_DELAY, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
+        "progress_line.FIRST_LINE_SECONDS, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
         "from neondist.cli import main\n"
         "import sys\n"
         "sys.exit(main(sys.argv[1:]))\n"
@@ -185,7 +185,7 @@ def test_benchmark_prediction_reports_progress(tmp_path):
         "bench",
         "model",
         "predict",
-        YAML / "mnist_distarray_convnet.yaml",
+        YAML_FOLDER / "mnist_distarray_convnet.yaml",
         "--ranks",
         "1,2",
         "--measure",
@@ -193,7 +193,7 @@ def test_benchmark_prediction_reports_progress(tmp_path):
     ]
     words += [
         "--machine",
-        YAML / "machines/cpu_cluster.yaml",
+        YAML_FOLDER / "machines/cpu_cluster.yaml",
         "--set",
         "grid.replicas=1",
         "--output",

@@ -11,7 +11,7 @@ from neondist.system.machine import Link, Machine, MachineProfile, write_machine
 SHAPE, GRID = (48, 48, 2), nd.GridShape(1, 3, 3)
 COSTLY_MESSAGES = MachineProfile(latency=1.0)
 """messages cost more than computing"""
-CHEAP_MESSAGES = MachineProfile(latency=1e-9, bandwidth=1e15, speed=1e6)
+CHEAP_MESSAGES = MachineProfile(latency=1e-9, bandwidth=1e15, flops_per_second=1e6)
 
 
 def conv(**options):
@@ -62,15 +62,15 @@ def test_planned_costs_match_the_choices(name, profile):
     for index, plan in enumerate(model.plan(SHAPE, GRID)):
         if plan.name not in by_name:
             continue
-        backward = plan.backward_message_sizes[middle_tile] if index or plan.reverse_halos else []
+        backward = plan.backward_message_sizes[middle_tile] if index or plan.adds_output_halo else []
         forward_seconds = profile.message_seconds(
             len(plan.forward_message_sizes[middle_tile]),
-            sum(plan.backward_message_sizes[middle_tile] if not plan.reverse_halos else []),
+            sum(plan.backward_message_sizes[middle_tile] if not plan.adds_output_halo else []),
         )
         choice = by_name[plan.name]
         if not plan.halo_cells_by_tile[middle_tile]:
             assert not plan.forward_message_sizes[middle_tile] + plan.backward_message_sizes[middle_tile]
-        elif choice.scheme == "halo" and not plan.reverse_halos:
+        elif choice.scheme == "halo" and not plan.adds_output_halo:
             assert choice.seconds == pytest.approx(
                 forward_seconds + profile.message_seconds(len(backward), sum(backward)), rel=1e-3
             )
@@ -78,7 +78,7 @@ def test_planned_costs_match_the_choices(name, profile):
 
 
 def test_measured_times_override_the_speed():
-    profile = MachineProfile(latency=1e-3, speed=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
+    profile = MachineProfile(latency=1e-3, flops_per_second=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
     assert {choice.scheme for choice in choose_for_network("chain", profile)[1][1:]} == {"halo"}
 
 
@@ -89,7 +89,7 @@ def test_auto_uses_the_profile_of_a_machine(tmp_path):
     assert scheme.planner_profile(4) == MachineProfile(1e-9, 1e15, 1e10)
     assert scheme.planner_profile(9, samples=7) == MachineProfile(1.0, 1e9, 1e10, 7)
     overridden = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3)
-    assert overridden.planner_profile(9, samples=7).samples == 3
+    assert overridden.planner_profile(9, samples=7).samples_per_replica == 3
     assert scheme_text(as_scheme(scheme_text(scheme))) == scheme_text(scheme)
     layers = [conv() for _ in range(5)]
     exchanges = [

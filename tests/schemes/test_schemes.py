@@ -335,6 +335,7 @@ def test_auto_gathers_when_it_sends_fewer_bytes():
     grid = nd.GridShape(1, 2, 2)
     plans = model.plan((32, 32, 3), grid)[:4]
     gathers = [
-        layer.gradient_gather_for(p.input_shape, grid) is not None for layer, p in zip(layers, plans, strict=True)
+        layer.gathered_gradient_shape_and_window(p.input_shape, grid) is not None
+        for layer, p in zip(layers, plans, strict=True)
     ]
     assert gathers == [False, True, True, False]

@@ -11,7 +11,7 @@ from rich.console import Console
 from neondist.cli import main
 from neondist.cli.top import render_status
 from neondist.services.job_status import JobStatus, ServerStatus
-from neondist.train.job_report import job_section_html
+from neondist.train.job_report import server_job_html
 from neondist.train.state import Record
 
 STATUS = JobStatus(
@@ -44,13 +44,13 @@ def test_top_shows_all_fields():
 def test_report_ignores_damaged_records(tmp_path):
     (tmp_path / "servers").mkdir()
     STATUS.write(tmp_path / "servers")
-    assert "worker-0" in "".join(job_section_html(tmp_path, []))
+    assert "worker-0" in "".join(server_job_html(tmp_path, []))
     damaged = [{"workers": "<b>", "tasks": 3, "server_versions": [None, 7]}, 5]
-    page = "".join(job_section_html(tmp_path, [Record(epoch=1, job=job) for job in damaged]))
+    page = "".join(server_job_html(tmp_path, [Record(epoch=1, job=job) for job in damaged]))
     assert "<b>" not in page
     assert ">, 7</td>" in page
     (tmp_path / "servers/status.json").write_text("{")
-    assert job_section_html(tmp_path, []) == []
+    assert server_job_html(tmp_path, []) == []
 
 
 def test_top_without_servers(tmp_path, capsys):

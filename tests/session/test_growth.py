@@ -16,7 +16,7 @@ from waiting import wait_until
 import neondist as nd
 from neondist.cli import run as run_command
 from neondist.system.heartbeat import CONNECTION_VARIABLE
-from neondist.system.signals import find_active_signals
+from neondist.system.signals import find_active_signal_recorder
 
 MODEL = """
 import neondist as nd
@@ -193,11 +193,11 @@ def test_signal_between_sessions_stops_the_next_one(tmp_path, read_messages):
 
 def test_session_without_checkpoints_is_not_interrupted(read_messages):
     assert run_session(None) == [1, 2, 3, 4, 5]
-    assert find_active_signals("SIGUSR1") is None
+    assert find_active_signal_recorder("SIGUSR1") is None
     with pytest.raises(BlockingIOError):
         read_messages()
 
 
 def test_session_without_a_supervisor_handles_no_signals(tmp_path):
     assert run_session(tmp_path) == [1, 2, 3, 4, 5]
-    assert find_active_signals("SIGUSR1") is None
+    assert find_active_signal_recorder("SIGUSR1") is None

@@ -13,7 +13,7 @@ from processes import communicate
 from neondist.comm import SingleTransport
 from neondist.io.checkpoint import open_checkpoint
 from neondist.services.wire import TOKEN_VARIABLE, create_token
-from neondist.train.callbacks.checkpoint import read_progress
+from neondist.train.callbacks.checkpoint import read_run_progress
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "roles.py"
 
@@ -78,6 +78,6 @@ def test_server_and_two_workers(tmp_path):
     assert lines
     assert all(line.startswith("step ") for line in lines)
     with open_checkpoint(tmp_path / "ckpt" / "checkpoint.h5", SingleTransport()) as file:
-        step = read_progress(file).step
+        step = read_run_progress(file).step
     assert 40 <= step <= 41
     assert json.loads((tmp_path / "ckpt" / "complete.json").read_text()) == {"step": step}

@@ -190,7 +190,7 @@ def write_strategy(tmp_path, **changes):
     ({"builder": 1}, "builder", "expected text"),
     ({"kind": "gossip"}, "kind", "allreduce or server"),
     ({"owners": [0, 7]}, "owners", "owner 7"),
-    ({"owners": [0]}, "owners", "1 owner for 2"),
+    ({"owners": [0]}, "owners", "1 owner for 2 parts"),
     ({"partition": {"axis": 2, "sizes": [4]}}, "axis", "expected 0 to 1"),
     ({"partition": {"axis": 0, "sizes": [3]}}, "sizes", "add up to 3"),
     ({"shape": []}, "partition", "scalar"),
@@ -219,7 +219,7 @@ def test_another_model_names_the_first_difference():
     for other, message in (
         ([ParameterSpec("a", (2,)), ParameterSpec("b", (4,))], "'b' has shape (3,), but (4,)"),
         ([ParameterSpec("a", (2,)), ParameterSpec("c", (3,))], "no entry for parameter 'c'"),
-        ([ParameterSpec("a", (2,))], "parameter 'b' is not in the model"),
+        ([ParameterSpec("a", (2,))], "'b' is not in the model"),
         ([ParameterSpec("a", (2,), "float64"), ParameterSpec("b", (3,))], "dtype float32, but float64"),
     ):
         with pytest.raises(nd.ConfigError) as error:

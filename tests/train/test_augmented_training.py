@@ -13,8 +13,8 @@ from neondist.comm import loopback
 from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError
 
-MOVES = "!Flip {axes: [height, width]}, !Shift {max: 3}, !Elastic {displacement: 2, spacing: 5}"
-VALUES = "!Brightness {amount: 0.3}, !Contrast {amount: 0.3, level: 0.1}, !Noise {sigma: 0.2}"
+MOVING_TRANSFORMS = "!Flip {axes: [height, width]}, !Shift {max: 3}, !Elastic {displacement: 2, spacing: 5}"
+VALUE_TRANSFORMS = "!Brightness {amount: 0.3}, !Contrast {amount: 0.3, level: 0.1}, !Noise {sigma: 0.2}"
 
 
 def make_augmentations():
@@ -73,11 +73,17 @@ def test_hdf5_maps_with_read_ahead_and_in_strips(tmp_path):
         return nd.FitExperiment(data, model, batch_size=6, epochs=2, augment=make_augmentations(), **fields)
 
     expected = train(1, make=lambda: make(ahead=False))
-    for ranks, fields in ((1, {}), (4, {}), (2, {"grid": {"replicas": 2}}), (1, STREAMED), (2, STREAMED)):
+    for ranks, fields in (
+        (1, {}),
+        (4, {}),
+        (2, {"grid": {"replicas": 2}}),
+        (1, STREAMED_OPTIONS),
+        (2, STREAMED_OPTIONS),
+    ):
         check_runs_match(train(ranks, make=lambda fields=fields: make(**fields)), expected)
 
 
-STREAMED = {"memory": "1TiB", "strips": 4}
+STREAMED_OPTIONS = {"memory": "1TiB", "strips": 4}
 """Stream all layers that can be streamed, although they fit in memory."""
 
 
@@ -85,7 +91,7 @@ def test_augmentation_round_trips_through_yaml(tmp_path):
     text = f"""
         !FitExperiment
         dataset: !Synthetic {{shape: [12, 12, 1], train: 12, test: 4}}
-        augment: [!QuarterTurns {{}}, {MOVES}, {VALUES}]
+        augment: [!QuarterTurns {{}}, {MOVING_TRANSFORMS}, {VALUE_TRANSFORMS}]
         model: !ConvnetDist {{layers: [!FCLayerDist {{out_features: 4}}]}}
         batch_size: 4
         """

@@ -8,7 +8,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.train import Record, evaluate_checkpoint
 
-LOSSES = [3.0, 2.0, 2.5, 1.9, None, 1.95, 1.89, 4.0]
+EPOCH_LOSSES = [3.0, 2.0, 2.5, 1.9, None, 1.95, 1.89, 4.0]
 
 
 def make_history(values, name="validation_loss"):
@@ -18,24 +18,24 @@ def make_history(values, name="validation_loss"):
 @pytest.mark.parametrize(
     ("best", "values", "expected"),
     [
-        (nd.Best(), LOSSES, 7),
-        (nd.Best(min_change=0.05), LOSSES, 4),
+        (nd.Best(), EPOCH_LOSSES, 7),
+        (nd.Best(min_change=0.05), EPOCH_LOSSES, 4),
         (nd.Best(), [None, float("nan")], 0),
         (nd.Best(), [2.0, 2.0], 1),
         (nd.Best(), [], 0),
     ],
 )
 def test_best_epoch_selection(best, values, expected):
-    assert best.best_epoch(make_history(values), []) == expected
+    assert best.find_best_epoch(make_history(values), []) == expected
 
 
 def test_larger_metrics_are_better():
     best = nd.Best("validation_iou", patience=2)
-    assert best.best_epoch(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
-    assert best.stop_reason(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
-    message = best.stop_reason(make_history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
+    assert best.find_best_epoch(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
+    assert best.early_stop_reason(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
+    message = best.early_stop_reason(make_history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
     assert message == "validation_iou has not improved since epoch 2: the run ends after epoch 4"
-    assert nd.Best().stop_reason(make_history([1.0] * 99), []) == ""
+    assert nd.Best().early_stop_reason(make_history([1.0] * 99), []) == ""
 
 
 def make_experiment(epochs=9, **best):
@@ -51,7 +51,7 @@ def test_early_stopping_persists_across_resume(tmp_path, capsys):
 
     history = loopback.run(2, lambda comm: train(comm, False))[0]
     losses = [record["test_loss"] for record in history]
-    best = nd.Best("test_loss", min_change=0.05).best_epoch(history, [])
+    best = nd.Best("test_loss", min_change=0.05).find_best_epoch(history, [])
     assert len(history) == best + 2 < 9
     message = f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}"
     assert message in capsys.readouterr().out

@@ -12,7 +12,7 @@ from neondist.train.html_report import evaluation_page_html
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
-CLASSIFIER = """!FitExperiment
+CLASSIFIER_YAML = """!FitExperiment
 dataset: {dataset}
 model: !ConvnetDist
   layers: [!ConvLayerDist {{out_channels: 2, kernel_size: 3, stride: 4}}, !FCLayerDist {{out_features: 2}}]
@@ -20,7 +20,7 @@ batch_size: 4
 epochs: 1
 metrics: [!ConfusionMatrix {{}}]
 """
-SEGMENTER = """!FitExperiment
+SEGMENTER_YAML = """!FitExperiment
 dataset: {dataset}
 model: !ConvnetDist {{layers: [!ConvLayerDist {{out_channels: 2, kernel_size: 3, padding: 1}}]}}
 batch_size: 4
@@ -29,7 +29,7 @@ metrics: [!ConfusionMatrix {{}}]
 """
 
 
-def write_pictures(folder):
+def write_class_folders(folder):
     rng = np.random.default_rng(1)
     for name in ("a <cat>", "dog"):
         (folder / "pets" / name).mkdir(parents=True)
@@ -38,8 +38,8 @@ def write_pictures(folder):
     return "!ImageFiles {images: 'pets/*/*.png', crop: [12, 12], validation: 4}"
 
 
-def write_table(folder):
-    write_pictures(folder)
+def write_csv_table(folder):
+    write_class_folders(folder)
     for path in sorted(folder.glob("pets/*/*.png")):
         path.rename(folder / "pets" / f"{path.parent.name[-1]}{path.name}")
     rows = [f"{letter}{number}.png,{name}" for letter, name in ((">", "a <cat>"), ("g", "dog")) for number in range(6)]
@@ -47,13 +47,13 @@ def write_table(folder):
     return "!ImageFiles {images: 'pets/*.png', labels: labels.csv, crop: [12, 12], validation: 4}"
 
 
-def write_converted(folder):
-    write_pictures(folder)
+def write_converted_hdf5(folder):
+    write_class_folders(folder)
     assert main(["data", "convert", str(folder / "pets"), "--to", str(folder / "pets.h5")]) == 0
     return "!HDF5Dataset {path: pets.h5}"
 
 
-def write_masks(folder):
+def write_mask_files(folder):
     rng = np.random.default_rng(1)
     for name in ("images", "masks"):
         (folder / name).mkdir()
@@ -67,14 +67,19 @@ def write_masks(folder):
     )
 
 
-SOURCES = {"folders": write_pictures, "table": write_table, "attribute": write_converted, "YAML": write_masks}
+DATASET_WRITERS = {
+    "folders": write_class_folders,
+    "table": write_csv_table,
+    "attribute": write_converted_hdf5,
+    "YAML": write_mask_files,
+}
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_reports_show_names(tmp_path, monkeypatch, source):
+@pytest.mark.parametrize("source", DATASET_WRITERS)
+def test_reports_show_class_names(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    template = SEGMENTER if source == "YAML" else CLASSIFIER
-    (tmp_path / "run.yaml").write_text(template.format(dataset=SOURCES[source](tmp_path)))
+    template = SEGMENTER_YAML if source == "YAML" else CLASSIFIER_YAML
+    (tmp_path / "run.yaml").write_text(template.format(dataset=DATASET_WRITERS[source](tmp_path)))
     assert main(["run", "run.yaml", "--output", "run"]) == 0
     assert json.loads((tmp_path / "run" / "classes.json").read_text()) == ["a <cat>", "dog"]
     assert main(["report", "run"]) == 0
@@ -89,7 +94,7 @@ def test_reports_show_names(tmp_path, monkeypatch, source):
             assert "target dog, prediction" in page or "target a &lt;cat&gt;, prediction" in page
 
 
-def test_evaluation_of_files_shows_names_of_the_run(tmp_path, monkeypatch):
+def test_evaluation_of_files_shows_class_names_of_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with h5py.File("cells.h5", "w") as file:
         cells = np.random.default_rng(2).integers(0, 255, (8, 12, 12, 1), "u1")
@@ -98,7 +103,7 @@ def test_evaluation_of_files_shows_names_of_the_run(tmp_path, monkeypatch):
             file[f"{split}/labels"].attrs["names"] = ["ground", "vessel"]
     np.save("image.npy", cells[0])
     np.save("labels.npy", (cells[0, ..., 0] > 128).astype("u1"))
-    (tmp_path / "run.yaml").write_text(SEGMENTER.format(dataset="!HDF5Dataset {path: cells.h5}"))
+    (tmp_path / "run.yaml").write_text(SEGMENTER_YAML.format(dataset="!HDF5Dataset {path: cells.h5}"))
     assert main(["run", "run.yaml", "--output", "run"]) == 0
     files = "--input", "image.npy", "--labels", "labels.npy", "--report", "e.html"
     assert main(["evaluate", "run.yaml", "--checkpoint", "run/checkpoint.h5", *files]) == 0
@@ -108,7 +113,7 @@ def test_evaluation_of_files_shows_names_of_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_module_attribute(tmp_path, monkeypatch):
+def test_class_names_from_a_module_attribute(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets_with_names.py").write_text(
@@ -123,7 +128,7 @@ def test_module_attribute(tmp_path, monkeypatch):
     assert "</svg> vessel</span>" in (tmp_path / "e.html").read_text()
 
 
-def test_slices_of_volumes():
+def test_page_says_that_slices_are_of_volumes():
     cells = np.zeros((1, 4, 4), int)
     samples = {"sample": np.arange(1), "loss": np.ones(1), "image": np.zeros((1, 4, 4, 1), "u1")}
     for volume, text in ((True, "Middle slice of the volume, target"), (False, "<p>Image, target")):
@@ -139,7 +144,7 @@ def test_slices_of_volumes():
         ({"class_names": ["a", "b"], "classes": 3}, "class_names: 2 names for classes: 3; give one name per class"),
     ],
 )
-def test_invalid_names(arguments, message):
+def test_invalid_class_names_are_rejected(arguments, message):
     for create in (nd.HDF5Dataset, nd.ImageFiles):
         with pytest.raises(nd.ConfigError, match=message):
             create("x", **arguments)

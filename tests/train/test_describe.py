@@ -12,7 +12,7 @@ from neondist.optim import Adam
 from neondist.train import describe_experiment
 
 
-def render(experiment, ranks, **console):
+def render_description(experiment, ranks, **console):
     from rich.console import Console
 
     file = io.StringIO()
@@ -61,8 +61,8 @@ def test_planned_bytes_match_bytes_sent(ranks, replicas, dtype, first):
     )
 
 
-def test_table():
-    printed = render(make_experiment(), 6)
+def test_table_lists_layers_and_totals():
+    printed = render_description(make_experiment(), 6)
     rows = parse_rows(printed)
     assert "6 ranks (1 replica, 3 rows, 2 cols)" in printed
     # 13 x 11 over 3 x 2, kernel 3: a corner tile of 5 x 6 cells needs a row of 7 and a column of 5 halo cells;
@@ -77,8 +77,8 @@ def test_table():
 
 
 def test_table_is_not_truncated():
-    wide = render(make_experiment(), 6)
-    narrow = render(make_experiment(), 6, force_terminal=True, width=60, color_system=None)
+    wide = render_description(make_experiment(), 6)
+    narrow = render_description(make_experiment(), 6, force_terminal=True, width=60, color_system=None)
     for printed in (wide, narrow):
         assert "…" not in printed
     assert max(map(len, wide.splitlines())) > 100

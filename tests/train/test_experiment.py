@@ -37,12 +37,12 @@ def make_small_experiment(**fields):
         ({"metrics": TopK(2)}, r"metrics: expected a list .* got a TopK"),
     ],
 )
-def test_field_out_of_range(fields, message):
+def test_field_out_of_range_is_rejected(fields, message):
     with pytest.raises(ConfigError, match=message):
         make_small_experiment(**fields)
 
 
-def test_wrong_types_of_dataset_and_model():
+def test_wrong_types_of_dataset_and_model_are_rejected():
     with pytest.raises(ConfigError, match=r"dataset: .*; write MNIST\(\)"):
         FitExperiment("mnist", ConvnetDist([FCLayerDist(4)]))
     with pytest.raises(ConfigError, match=r"model: expected an object .*ConvnetDist.*, got a list"):
@@ -57,7 +57,7 @@ def catch_validation_error(experiment, ranks=1):
     return caught.value
 
 
-def test_incompatible_grid():
+def test_incompatible_grid_is_rejected():
     error = catch_validation_error(make_small_experiment(grid={"rows": 2, "cols": 2}), 6)
     assert isinstance(error, GridError)
     assert "1 x 6, 2 x 3, 3 x 2, 6 x 1" in str(error)
@@ -65,12 +65,12 @@ def test_incompatible_grid():
     make_small_experiment(grid={"replicas": 2, "rows": 3, "cols": None}).validate(6)
 
 
-def test_fewer_samples_than_replicas():
+def test_batch_smaller_than_the_replicas_is_rejected():
     error = catch_validation_error(make_small_experiment(batch_size=3, grid={"replicas": 4}), 4)
     assert str(error).startswith("batch_size: 3 is less than the number of replicas, 4; give at least 4")
 
 
-def test_serial_experiment_on_several_ranks():
+def test_serial_experiment_on_several_ranks_is_rejected():
     assert str(catch_validation_error(make_small_experiment(dist_flag=False), 2)).startswith("dist_flag: ")
     make_small_experiment(dist_flag=False).validate(1)
     serial = FitExperiment(DATA, Convnet([ConvLayer(2, 3), FCLayer(4)]))
@@ -100,13 +100,13 @@ def test_missing_data_names_the_data_set(tmp_path):
     assert error.subject is missing
 
 
-def test_metric_that_needs_more_classes():
+def test_metric_that_needs_more_classes_is_rejected():
     metric = TopK(5)
     error = catch_validation_error(make_small_experiment(metrics=[metric]))
     assert error.subject is metric
 
 
-def test_unknown_backend():
+def test_unknown_backend_is_rejected():
     assert "backend" in str(catch_validation_error(make_small_experiment(backend="nupmy")))
 
 
@@ -142,14 +142,14 @@ def test_network_learns():
     assert history[-1]["test_error"] < 0.2
 
 
-WRAPPED = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
+WRAPPED_CONV_LAYER = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
 
 
 @pytest.mark.parametrize(
     ("dataset", "layer", "message"),
     [
         (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB, most of it for layer 'fc1'"),
-        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED, "needs .* TB, most of it for layer 'conv1'"),
+        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED_CONV_LAYER, "needs .* TB, most of it for layer 'conv1'"),
         (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB, most of it for layer 'fc1'"),
         (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "bookkeeping for 10000000000064 samples needs 400 TB"),
     ],

@@ -30,7 +30,7 @@ def test_seed_defaults_to_that_of_the_model():
     assert models[0].batches == models[1].batches != models[2].batches
 
 
-def test_records():
+def test_records_have_mean_losses_and_metrics():
     model, data = ToyModel(), ToyData(train=10, test=7)
     losses = []
 

@@ -7,7 +7,7 @@ from neondist.comm import loopback
 from neondist.config import dump, load_experiment
 from neondist.errors import ShapeError
 
-TEXT = """
+EXPERIMENT_YAML = """
 !FitExperiment
 dist_flag: true
 seed: 1
@@ -34,7 +34,7 @@ epochs: 2
 
 def train_losses(comm=None, **settings):
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    experiment = load_experiment("graph.yaml", overrides, text=TEXT)
+    experiment = load_experiment("graph.yaml", overrides, text=EXPERIMENT_YAML)
     grid = None if comm is None else nd.ProcessGrid(comm)
     history = experiment.run(grid or nd.ProcessGrid.serial(), hooks=[]).history
     return [record["train_loss"] for record in history]
@@ -48,12 +48,12 @@ def test_tiled_graph_matches_one_process():
 
 
 def test_resolved_yaml_round_trip():
-    text = dump(load_experiment("graph.yaml", [], text=TEXT))
+    text = dump(load_experiment("graph.yaml", [], text=EXPERIMENT_YAML))
     assert dump(load_experiment("again.yaml", [], text=text)) == text
     assert "cost: !CrossEntropy {class_weights: null" in text
 
 
 def test_mismatched_branches_are_reported():
-    experiment = load_experiment("graph.yaml", ["model.layers.2.layers.0.layers.0.padding=0"], text=TEXT)
+    experiment = load_experiment("graph.yaml", ["model.layers.2.layers.0.layers.0.padding=0"], text=EXPERIMENT_YAML)
     with pytest.raises(ShapeError, match=r"layer 2 'concat1'.*\(15, 10, 4\).*\(17, 12, 4\)"):
         experiment.validate(4)

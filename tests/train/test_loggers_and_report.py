@@ -62,7 +62,7 @@ def test_tensorboard_has_all_epochs(tmp_path):
 def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
     written, ended, parameters = [], [], {}
 
-    class Client:
+    class FakeMlflowClient:
         def __init__(self, tracking_uri):
             assert tracking_uri == f"sqlite:///{(tmp_path / 'mlflow').resolve()}/mlflow.db"
 
@@ -78,7 +78,7 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
         def set_terminated(self, number):
             ended.append(number)
 
-    monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": Client}))
+    monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": FakeMlflowClient}))
     train(tmp_path, nd.MLflow, yaml_text=dump(make_experiment()))
     assert {("7", "test_loss", 1), ("7", "validation_iou_per_class/0", 2)} <= set(written)
     assert ended == ["7"]
@@ -144,6 +144,7 @@ def test_report_is_self_contained(tmp_path, capsys):
         file.write('{"epoch"')
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"metrics\.jsonl:3: is no record, a JSON object with an integer 'epoch'; remove the line\n", error)
+    expected = "metrics.jsonl:3: is not a record (a JSON object with an integer 'epoch'); remove the line\n"
+    assert expected in error
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "give a readable run folder" in capsys.readouterr().err

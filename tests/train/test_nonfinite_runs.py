@@ -12,7 +12,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError, NonFiniteError
 from neondist.train import Hook
 
-YAML = """\
+EXPERIMENT_YAML = """\
 !FitExperiment
 dataset: !Synthetic {shape: [8, 8, 1], classes: 3, train: 24, test: 12}
 model: !ConvnetDist
@@ -24,7 +24,7 @@ backend: numpy
 """
 
 
-class SpoilSample(Hook):
+class MakeSampleNonfinite(Hook):
     """Make a training image infinite in the tile of rank 0."""
 
     def before_run(self, run):
@@ -40,7 +40,7 @@ def test_skipped_steps_are_reported(tmp_path, capsys):
 
     def body(transport):
         experiment = make_experiment(2, nonfinite="skip")
-        experiment.run(experiment.open_grid(transport), hooks=[SpoilSample(), ProgressBar()], output=tmp_path)
+        experiment.run(experiment.open_grid(transport), hooks=[MakeSampleNonfinite(), ProgressBar()], output=tmp_path)
         return experiment.model.step
 
     assert loopback.run(2, body) == [10, 10]
@@ -54,14 +54,14 @@ def test_run_stops_on_all_ranks():
     def body(transport):
         experiment = make_experiment(2)
         with pytest.raises(NonFiniteError, match="first non-finite value: the images on rank 0;") as caught:
-            experiment.run(experiment.open_grid(transport), hooks=[SpoilSample()])
+            experiment.run(experiment.open_grid(transport), hooks=[MakeSampleNonfinite()])
         return str(caught.value)
 
     assert len(set(loopback.run(3, body))) == 1
 
 
-def test_error_message_and_exit_code(tmp_path, capsys):
-    (tmp_path / "a.yaml").write_text(YAML)
+def test_message_and_exit_code_of_a_nonfinite_loss(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(EXPERIMENT_YAML)
     assert main(["run", str(tmp_path / "a.yaml"), "--output", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
@@ -71,15 +71,15 @@ def test_error_message_and_exit_code(tmp_path, capsys):
 
 def test_mean_loss_is_nan_if_all_steps_are_skipped(tmp_path):
     experiment = make_experiment(1, nonfinite="skip")
-    history = experiment.run(hooks=[SpoilAll()]).history
+    history = experiment.run(hooks=[MakeAllSamplesNonfinite()]).history
     assert math.isnan(history[0]["train_loss"])
 
 
-class SpoilAll(Hook):
+class MakeAllSamplesNonfinite(Hook):
     def before_run(self, run):
         run.model.layers[0].params["weights"][...] = np.nan
 
 
-def test_invalid_choice():
+def test_invalid_nonfinite_field_is_rejected():
     with pytest.raises(ConfigError, match="nonfinite: expected 'stop' or 'skip', got the text 'no'"):
         make_experiment(1, nonfinite="no")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from neondist.train.callbacks.curves import draw_curves
+from neondist.train.callbacks.curves_picture import write_curves_picture
 from neondist.train.html_report import evaluation_page_html, run_report_html
 from neondist.train.state import Record
 from neondist.train.svg_plot import Axis, line_plot_svg
@@ -24,10 +24,12 @@ def make_records(losses, **metrics):
 def draw_axes(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     figures = []
-    monkeypatch.setattr("neondist.train.callbacks.curves.write_figure", lambda path, figure: figures.append(figure))
+    monkeypatch.setattr(
+        "neondist.train.callbacks.curves_picture.write_figure", lambda path, figure: figures.append(figure)
+    )
 
     def draw(history):
-        draw_curves(history, tmp_path / "curves.png")
+        write_curves_picture(history, tmp_path / "curves.png")
         return figures.pop().axes
 
     return draw
@@ -115,15 +117,15 @@ def test_ticks_include_all_values(values, labels):
     axis = Axis.vertical(values)
     assert axis.low <= min(values) <= max(values) <= axis.high
     assert 2 <= len(axis.ticks) <= 7
-    assert labels is None or axis.labels() == labels
-    assert len(set(axis.labels())) == len(axis.ticks)
+    assert labels is None or axis.tick_labels() == labels
+    assert len(set(axis.tick_labels())) == len(axis.ticks)
     assert all(0 <= axis.fraction(value) <= 1 for value in values)
 
 
 def test_epoch_ticks_are_integers():
-    assert Axis.horizontal([1, 2], logarithmic=False).labels() == ["1", "2"]
-    assert Axis.horizontal([5], logarithmic=False).labels() == ["5"]
-    assert Axis.horizontal([0, 1000], logarithmic=False).labels() == ["0", "500", "1,000"]
+    assert Axis.horizontal([1, 2], logarithmic=False).tick_labels() == ["1", "2"]
+    assert Axis.horizontal([5], logarithmic=False).tick_labels() == ["5"]
+    assert Axis.horizontal([0, 1000], logarithmic=False).tick_labels() == ["0", "500", "1,000"]
 
 
 def test_splits_have_distinct_colours(tmp_path):

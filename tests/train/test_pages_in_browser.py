@@ -16,14 +16,14 @@ import pytest
 
 from neondist.cli import sweep
 from neondist.io.run_event_log import RunEventLog
+from neondist.train.html_elements import encode_png
 from neondist.train.html_report import evaluation_page_html, run_report_html
-from neondist.train.page import png_file
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser; install chromium (Debian: apt install chromium)")
-DOCUMENTATION = Path(__file__).parents[2] / "docs/_build/html"
-WIDTHS = 1200, 400
-FLAGS = (
+DOCUMENTATION_FOLDER = Path(__file__).parents[2] / "docs/_build/html"
+WINDOW_WIDTHS = 1200, 400
+BROWSER_FLAGS = (
     (
         "--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
         " --disable-component-update --host-resolver-rules=MAP*~NOTFOUND --allow-file-access-from-files"
@@ -32,7 +32,7 @@ FLAGS = (
     .replace("MAP*", "MAP * ")
     .split(" --")
 )
-WRAPPER = """<!doctype html><meta charset='utf-8'><body><pre id='reports'></pre><script>
+INSPECTION_PAGE = """<!doctype html><meta charset='utf-8'><body><pre id='reports'></pre><script>
 const reports = [];
 function inspect(frame, page, width) {
   const content = frame.contentDocument, root = content.documentElement;
@@ -72,10 +72,10 @@ for (const [page, width] of PAGES) {
 
 def inspect_in_browser(pages, folder):
     """Load pages in a browser; return a report for each page and width, and the console messages."""
-    targets = [[page.as_uri(), width] for page in pages for width in WIDTHS]
+    targets = [[page.as_uri(), width] for page in pages for width in WINDOW_WIDTHS]
     wrapper = folder / "wrapper.html"
-    wrapper.write_text(WRAPPER.replace("PAGES", json.dumps(targets)))
-    command = [BROWSER, *[flag if flag.startswith("--") else f"--{flag}" for flag in FLAGS]]
+    wrapper.write_text(INSPECTION_PAGE.replace("PAGES", json.dumps(targets)))
+    command = [BROWSER, *[flag if flag.startswith("--") else f"--{flag}" for flag in BROWSER_FLAGS]]
     command += ["--no-sandbox"] * (os.geteuid() == 0) + [f"--user-data-dir={folder / 'profile'}", wrapper.as_uri()]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     reports = json.loads(unescape(re.search(r"<pre id=\"reports\">(.*?)</pre>", process.stdout, re.S)[1]) or "[]")
@@ -109,7 +109,7 @@ def write_run(folder):
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(make_record(epoch)) for epoch in range(1, 60)))
     (folder / "experiment.yaml").write_text("name: " + "long " * 100)
     (folder / "environment.json").write_text("{}")
-    (folder / "tiles.png").write_bytes(png_file(np.zeros((90, 1400, 3), np.uint8)))
+    (folder / "tiles.png").write_bytes(encode_png(np.zeros((90, 1400, 3), np.uint8)))
     np.savez(folder / "worst.npz", **make_samples(dense=True))
     log = RunEventLog(folder)
     log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
@@ -170,8 +170,8 @@ def browser_reports(tmp_path_factory):
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    paths = [*(folder / name for name in texts), folder / "sweep.html", *DOCUMENTATION.glob("index.html")]
-    return inspect_in_browser([*paths, *DOCUMENTATION.glob("reference.html")], folder)
+    paths = [*(folder / name for name in texts), folder / "sweep.html", *DOCUMENTATION_FOLDER.glob("index.html")]
+    return inspect_in_browser([*paths, *DOCUMENTATION_FOLDER.glob("reference.html")], folder)
 
 
 def test_pages_fit_a_desktop_and_a_phone(browser_reports):
@@ -182,7 +182,7 @@ def test_pages_fit_a_desktop_and_a_phone(browser_reports):
             assert (entry["overflow"], entry["overlaps"], entry["broken"], entry["requests"]) == (0, [], [], []), entry
             assert entry["title"], entry
             assert entry["headings"], entry
-    images = sum(entry["images"] for entry in reports if not entry["page"].startswith(DOCUMENTATION.as_uri()))
+    images = sum(entry["images"] for entry in reports if not entry["page"].startswith(DOCUMENTATION_FOLDER.as_uri()))
     assert images == 2 * (1 + 9 + 9 + 3 + 2)
 
 

@@ -73,7 +73,7 @@ def test_no_pictures_without_matplotlib(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 @pytest.mark.parametrize("pixels", [512, 5, 1])
 def test_image_is_assembled_from_tiles(ranks, pixels, monkeypatch):
-    monkeypatch.setattr(tiles_picture, "MAX_PIXELS", pixels)
+    monkeypatch.setattr(tiles_picture, "MAX_PICTURE_EXTENT", pixels)
     data = Synthetic((13, 11, 2), classes=4, train=1, test=1)
     data.open(ProcessGrid.serial())
     full_image = data.test.images([0], "float64")[0]

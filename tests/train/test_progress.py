@@ -31,7 +31,7 @@ def test_one_line_per_epoch(capsys):
 
 
 def test_steps_of_a_long_epoch_are_reported_without_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("neondist.train.callbacks.progress.FIRST_DELAY", 0)
+    monkeypatch.setattr("neondist.train.callbacks.progress_bar.FIRST_LINE_SECONDS", 0)
     fit(ToyModel(), ToyData(), 2, 4, [ProgressBar()])
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 3

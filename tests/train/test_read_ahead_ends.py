@@ -34,7 +34,7 @@ def path(tmp_path, monkeypatch):
         return read(tiles, numbers)
 
     monkeypatch.setattr(hdf5_tiles.HDF5Array, "__getitem__", read_slowly)
-    for module in ("curves", "tiles_picture"):  # slow, and tested elsewhere
+    for module in ("curves_picture", "tiles_picture"):  # slow, and tested elsewhere
         monkeypatch.setattr(f"neondist.train.callbacks.{module}.has_matplotlib", lambda: False)
     return tmp_path / "x.h5"
 
@@ -71,7 +71,7 @@ def send_signal(run):
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-ENDS = {
+HOOKS_BY_END = {
     "the end": list,
     "an exception": lambda: [ActionAtStepTwo(fail)],
     "Ctrl-C": lambda: [ActionAtStepTwo(interrupt)],
@@ -87,17 +87,17 @@ def check_no_leftovers(path):
         assert str(path) not in [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_training(path, end):
+@pytest.mark.parametrize("end", HOOKS_BY_END)
+def test_training_leaves_no_threads_or_files(path, end):
     try:
-        result = make_experiment(path).run(SERIAL, hooks=ENDS[end]())
+        result = make_experiment(path).run(SERIAL, hooks=HOOKS_BY_END[end]())
     except (ZeroDivisionError, KeyboardInterrupt):
         result = None
     check_no_leftovers(path)
     assert result is None or (result.stop is None) == (end == "the end")
 
 
-def test_error_on_one_rank(path):
+def test_error_on_one_rank_leaves_no_threads_or_files(path):
     def body(world):
         action = fail if world.rank == 1 else (lambda run: None)
         try:
@@ -114,7 +114,7 @@ def test_error_on_one_rank(path):
     check_no_leftovers(path)
 
 
-def test_evaluation_prediction_and_complete_run(path, tmp_path):
+def test_evaluation_and_prediction_leave_no_threads_or_files(path, tmp_path):
     make_experiment(path).run(SERIAL, tmp_path / "out", hooks=[])
     checkpoint = tmp_path / "out" / "checkpoint.h5"
     results = evaluate_checkpoint(make_experiment(path), checkpoint, SERIAL)
@@ -126,7 +126,7 @@ def test_evaluation_prediction_and_complete_run(path, tmp_path):
     check_no_leftovers(path)
 
 
-def test_custom_loop(path):
+def test_custom_loop_leaves_no_threads_or_files(path):
     data = nd.HDF5Dataset(path)
     data.open(SERIAL)
     data.close()  # before any read

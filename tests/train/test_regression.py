@@ -10,10 +10,10 @@ from neondist.bench.schemes import bench_schemes
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import ConfigError
 from neondist.train import ProgressBar, evaluate_checkpoint
-from neondist.train.state import format_results
+from neondist.train.state import format_evaluation_results
 
 
-class Smooth(nd.Synthetic):
+class SmoothRegressionData(nd.Synthetic):
     """Data set whose target is the image scaled by 0.5."""
 
     def open_splits(self, grid):
@@ -25,7 +25,9 @@ class Smooth(nd.Synthetic):
 def make_experiment(metrics=()):
     layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 1)]
     model = nd.ConvnetDist(layers, cost=nd.SumSquared(), optimizer=nd.SGD(0.01), dtype="float64", backend="numpy")
-    return nd.FitExperiment(Smooth((7, 6, 2), classes=2, train=8, test=3), model, batch_size=4, metrics=metrics)
+    return nd.FitExperiment(
+        SmoothRegressionData((7, 6, 2), classes=2, train=8, test=3), model, batch_size=4, metrics=metrics
+    )
 
 
 def test_regression_has_no_error_rate(tmp_path, capsys):
@@ -74,5 +76,5 @@ def test_one_hot_targets_have_an_error_rate():
 
 
 def test_non_finite_values_become_null():
-    results = format_results(2, {"loss": float("nan"), "misclassification": 0.5, "iou": [1.0, float("inf")]})
+    results = format_evaluation_results(2, {"loss": float("nan"), "misclassification": 0.5, "iou": [1.0, float("inf")]})
     assert results == {"samples": 2, "loss": None, "error": 0.5, "iou": [1.0, None]}

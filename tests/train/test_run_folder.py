@@ -19,7 +19,7 @@ from neondist.io import lock, output
 from neondist.io.lock import FolderLock
 from neondist.train import Hook
 
-HOLD = """
+LOCK_HOLDER_SCRIPT = """
     import sys
     from pathlib import Path
     from neondist.io.lock import FolderLock
@@ -36,9 +36,9 @@ def short_lock_timeout(monkeypatch):
 
 
 @pytest.fixture
-def holder(tmp_path):
+def lock_holder(tmp_path):
     """Another process that holds the lock of the folder."""
-    command = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(LOCK_HOLDER_SCRIPT), str(tmp_path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
@@ -50,22 +50,22 @@ def read_files(folder):
     return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
 
 
-def test_folder_locked_by_another_process(tmp_path, holder):
+def test_folder_locked_by_another_process(tmp_path, lock_holder):
     host = json.loads((tmp_path / lock.LOCK_FILE_NAME).read_text())["host"]
-    with pytest.raises(OutputError, match=rf"in use by another run \(process {holder.pid} on {host}, since 20"):
+    with pytest.raises(OutputError, match=rf"in use by another run \(process {lock_holder.pid} on {host}, since 20"):
         make_experiment(1).run(output=tmp_path, hooks=[])
     assert list(read_files(tmp_path)) == [lock.LOCK_FILE_NAME]
 
 
-def test_killed_process_releases_the_lock(tmp_path, holder):
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+def test_killed_process_releases_the_lock(tmp_path, lock_holder):
+    lock_holder.send_signal(signal.SIGKILL)
+    lock_holder.wait()
     assert (tmp_path / lock.LOCK_FILE_NAME).exists()
     make_experiment(1).run(output=tmp_path, hooks=[])
     assert not (tmp_path / lock.LOCK_FILE_NAME).exists()
 
 
-def test_two_runs_in_one_process(tmp_path):
+def test_second_run_in_one_process_is_rejected(tmp_path):
     class StartSecondRun(Hook):
         def after_epoch(self, run):
             with pytest.raises(OutputError, match=f"process {os.getpid()} on"):
@@ -74,7 +74,7 @@ def test_two_runs_in_one_process(tmp_path):
     make_experiment(1).run(output=tmp_path, hooks=[StartSecondRun()])
 
 
-def test_all_ranks_raise_if_the_folder_is_locked(tmp_path, holder):
+def test_all_ranks_raise_if_the_folder_is_locked(tmp_path, lock_holder):
     def body(world):
         with pytest.raises(OutputError, match="in use by another run"):
             make_experiment(1).run(ProcessGrid(world), output=tmp_path, hooks=[])
@@ -83,7 +83,7 @@ def test_all_ranks_raise_if_the_folder_is_locked(tmp_path, holder):
 
 
 @pytest.mark.parametrize("process", ["mine", "gone", "of another machine"])
-def test_file_system_without_locks(tmp_path, monkeypatch, process):
+def test_lock_file_decides_without_file_locks(tmp_path, monkeypatch, process):
     """The contents of the lock file decide."""
 
     def refuse(*_):
@@ -166,7 +166,7 @@ def test_resume_of_a_run_killed_before_its_first_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["none", "other"])
-def test_resume_without_a_run(tmp_path, name):
+def test_resume_without_a_run_is_rejected(tmp_path, name):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     with pytest.raises(DataError, match=r"no run to resume|no such file"):

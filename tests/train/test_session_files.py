@@ -14,16 +14,16 @@ from neondist.errors import ConfigError
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.optim import SGD, Adam
 from neondist.train import fit
-from neondist.train.callbacks.metrics_log import MetricsLog, json_line
+from neondist.train.callbacks.metrics_log import MetricsLog, record_json_line
 
-KEYS = ["epoch", "step", "train_loss", "test_loss", "test_error", "seconds", "samples_per_second"]
-KEYS += ["bytes_sent", "bytes_summed"]
+RECORD_KEYS = ["epoch", "step", "train_loss", "test_loss", "test_error", "seconds", "samples_per_second"]
+RECORD_KEYS += ["bytes_sent", "bytes_summed"]
 
 
 def test_metrics_log(tmp_path):
     history = fit(ToyModel(), ToyData(), 2, 4, [MetricsLog(tmp_path / "metrics.jsonl")])
     assert read_metrics(tmp_path) == history  # exactly
-    assert [list(record) for record in read_metrics(tmp_path)] == [KEYS, KEYS]
+    assert [list(record) for record in read_metrics(tmp_path)] == [RECORD_KEYS, RECORD_KEYS]
 
 
 def test_metrics_are_written_at_epoch_end(tmp_path):
@@ -38,7 +38,7 @@ def test_metrics_are_written_at_epoch_end(tmp_path):
 
 
 def test_non_finite_numbers_become_null():
-    text = json_line({"epoch": 1, "a": math.nan, "b": math.inf, "c": None, "d": 0.1})
+    text = record_json_line({"epoch": 1, "a": math.nan, "b": math.inf, "c": None, "d": 0.1})
     assert json.loads(text) == {"epoch": 1, "a": None, "b": None, "c": None, "d": 0.1}
 
 
@@ -50,7 +50,7 @@ def test_files_of_a_run(tmp_path):
     assert environment["ranks"] == 1
     assert environment["grid"] == {"replicas": 1, "planes": 1, "rows": 1, "cols": 1}
     assert {"versions", "hosts", "threads", "backend", "dtype"} <= environment.keys()
-    assert [list(record) for record in read_metrics(folder)] == [KEYS]
+    assert [list(record) for record in read_metrics(folder)] == [RECORD_KEYS]
     assert sorted(result.files) == sorted(folder.iterdir())  # no partial file
 
 

@@ -17,11 +17,11 @@ from neondist.models import ConvnetDist
 from neondist.optim import Adam
 from neondist.train import FitExperiment, Hook
 
-TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
+UNCOMPARED_FIELDS = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 
 
 def select_values(history):
-    return [[value for name, value in record.items() if name not in TIMES] for record in history]
+    return [[value for name, value in record.items() if name not in UNCOMPARED_FIELDS] for record in history]
 
 
 def train(ranks, grid=None, make=make_experiment, **options):

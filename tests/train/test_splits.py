@@ -14,7 +14,7 @@ from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
 from neondist.train import Record, evaluate, evaluate_checkpoint, fit
 from neondist.train.callbacks.checkpoint import RunProgress
-from neondist.train.callbacks.curves import draw_curves
+from neondist.train.callbacks.curves_picture import write_curves_picture
 
 
 def make_data():
@@ -106,7 +106,7 @@ def test_training_excludes_the_validation_split():
     assert [record["test_loss"] for record in with_validation] == [record["test_loss"] for record in without_validation]
 
 
-def test_missing_split(tmp_path):
+def test_missing_split_is_rejected(tmp_path):
     make_experiment(1).run(output=tmp_path, hooks=[])
     with pytest.raises(ConfigError, match="split: the data set has no validation split; choose from train, test"):
         evaluate_checkpoint(make_experiment(1), tmp_path / "checkpoint.h5", split="validation")
@@ -165,8 +165,8 @@ def test_curves_have_a_line_for_each_split(tmp_path, plotting, validation, monke
     history = fit(ToyModel(), ToyData(validation=validation), 3, 4)
     history = history if validation else [convert_to_version_0_1(record) for record in history]
     figures = []
-    monkeypatch.setattr("neondist.train.callbacks.curves.write_figure", lambda path, fig: figures.append(fig))
-    draw_curves(history, tmp_path / "curves.png")
+    monkeypatch.setattr("neondist.train.callbacks.curves_picture.write_figure", lambda path, fig: figures.append(fig))
+    write_curves_picture(history, tmp_path / "curves.png")
     assert isinstance(figures[0], figure.Figure)
     loss, error = figures[0].axes
     names = ["validation", "test"] if validation else ["test"]

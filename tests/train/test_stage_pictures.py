@@ -10,11 +10,11 @@ from neondist.comm import loopback
 from neondist.models import optimal_stimulus
 from neondist.train.callbacks.stage_pictures import (
     StagePictures,
-    compute_stimuli,
-    draw_blocks,
-    draw_rows,
-    reconstruct_images,
-    select_filters,
+    compute_optimal_stimuli,
+    gather_filters,
+    reconstruct_first_images,
+    write_filter_blocks,
+    write_picture_rows,
 )
 
 
@@ -25,9 +25,11 @@ def collect_pictures(comm=None, replicas=1, kind="unshared"):
     model = make_gb(kind, dist=True)
     data.open(grid)
     model.build(data.sample_shape, 8, grid)
-    arrays = dict(zip(("input", "output", "error"), reconstruct_images(model.stages[0], data.test), strict=True))
-    arrays |= {f"filters {name}": array for name, array in select_filters(model.stages[0]).items()}
-    return arrays | {f"stimuli {stage.number}": compute_stimuli(stage, data.test) for stage in model.stages}, data
+    arrays = dict(zip(("input", "output", "error"), reconstruct_first_images(model.stages[0], data.test), strict=True))
+    arrays |= {f"filters {name}": array for name, array in gather_filters(model.stages[0]).items()}
+    return arrays | {
+        f"stimuli {stage.stage_number}": compute_optimal_stimuli(stage, data.test) for stage in model.stages
+    }, data
 
 
 @pytest.mark.parametrize(("kind", "grids"), [("unshared", [(2, 1), (6, 2)]), ("blocks", [(6, 1)])])
@@ -67,7 +69,7 @@ def test_no_pictures_of_volumes_and_series(tmp_path, plotting):
 
 
 @pytest.mark.long
-def test_hook_in_supervised_runs(tmp_path, plotting):
+def test_hook_draws_in_supervised_runs(tmp_path, plotting):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 3), classes=4, train=8, test=3)
     model = make_gb("shared", dist=True, num_pretrain_epochs=0)
@@ -76,11 +78,11 @@ def test_hook_in_supervised_runs(tmp_path, plotting):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_drawing(tmp_path, channels):
+def test_picture_files_are_rgba(tmp_path, channels):
     image = pytest.importorskip("matplotlib.image", reason="matplotlib draws the pictures")
     rng = np.random.default_rng(0)
-    draw_rows(tmp_path / "rows.png", list(rng.normal(size=(2, 3, 5, 4, channels))), "rows")
-    draw_blocks(
+    write_picture_rows(tmp_path / "rows.png", list(rng.normal(size=(2, 3, 5, 4, channels))), "rows")
+    write_filter_blocks(
         tmp_path / "blocks.png", {(r, c): rng.normal(size=(4, 4, channels, 5)) for r in (0, 3) for c in (1, 2)}, ""
     )
     assert {image.imread(path).shape[2] for path in tmp_path.glob("*.png")} == {4}

@@ -9,16 +9,16 @@ from toy_training import make_experiment
 from neondist.comm import loopback
 from neondist.layers import FCLayerDist, LocalFilteringLayerDist
 from neondist.models import GBDist
-from neondist.parallel import Flag
+from neondist.parallel import ControlFlag
 from neondist.train import Hook, StopOnSignal, TimeLimit
 
 
-class RaiseFlag(Hook):
+class RaiseControlFlag(Hook):
     """Raise a control flag on one rank after a step."""
 
     runs_during_pretraining = True
 
-    def __init__(self, rank, step, flag=Flag.SIGUSR1):
+    def __init__(self, rank, step, flag=ControlFlag.SIGUSR1):
         self.rank, self.step, self.flag = rank, step, flag
 
     def after_step(self, run):
@@ -41,7 +41,7 @@ def run_until_stop(ranks, hooks, **fields):
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, None), (4, {"replicas": 2}), (6, {"rows": 2})])
 def test_all_ranks_stop_one_step_after_a_flag(ranks, grid):
-    step, code, reason = run_until_stop(ranks, lambda: [RaiseFlag(ranks - 1, 2), StopOnSignal()], grid=grid)
+    step, code, reason = run_until_stop(ranks, lambda: [RaiseControlFlag(ranks - 1, 2), StopOnSignal()], grid=grid)
     assert (step, code) == (3, 75)
     assert reason == "received SIGUSR1; --resume continues from here"
 
@@ -54,7 +54,7 @@ def test_pretraining_and_partial_training_stop(pretrain, step):
     def layers():
         return [LocalFilteringLayerDist(2, 3), FCLayerDist(4)]
 
-    results = run_until_stop(4, lambda: [RaiseFlag(3, 2), StopOnSignal()], layers=layers, model=model)
+    results = run_until_stop(4, lambda: [RaiseControlFlag(3, 2), StopOnSignal()], layers=layers, model=model)
     assert results[:2] == (step, 75)
 
 
@@ -85,7 +85,7 @@ def test_signal_to_this_process():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-class Clock(Hook):
+class SimulatedClock(Hook):
     """Simulated clock, advanced by steps, evaluations and checkpoints; the first hook of a run."""
 
     runs_during_pretraining = True
@@ -126,7 +126,7 @@ class SimulatedSave(Hook):
 @pytest.mark.long
 def test_time_limit_is_nearly_used_up(times, seconds):
     def body(transport):
-        clock = Clock(*times)
+        clock = SimulatedClock(*times)
         experiment = make_experiment(100)
         experiment.dataset.split_sizes["test"] = 10
         limit = TimeLimit(seconds, clock=clock)

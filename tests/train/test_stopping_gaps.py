@@ -9,7 +9,7 @@ from toy_training import make_experiment
 from neondist.comm import loopback
 from neondist.layers import FCLayerDist, LocalFilteringLayerDist
 from neondist.models import GBDist
-from neondist.system.signals import Signals
+from neondist.system.signals import SignalRecorder
 from neondist.train import Hook, StopOnSignal
 
 
@@ -38,7 +38,7 @@ def test_signal_before_the_first_step(tmp_path):
     """Signal to one rank of three; a resumed run trains all steps."""
 
     def body(transport, signalled, **options):
-        signals = Signals()
+        signals = SignalRecorder()
         if signalled and transport.rank == 1:
             signals.handle(signal.SIGUSR1)
         experiment = make_experiment(1)
@@ -56,7 +56,7 @@ def test_signal_before_the_first_step(tmp_path):
 @pytest.mark.long
 def test_signal_between_stages(tmp_path, call, stage, stages):
     """After the first stage, and after the last stage."""
-    signals = Signals()
+    signals = SignalRecorder()
     hooks = [ActionOnCall(call, stage, lambda: signals.handle(signal.SIGTERM)), StopOnSignal(signals)]
     experiment = make_experiment(1, **make_gb_fields())
     result = experiment.run(output=tmp_path, hooks=hooks)
@@ -85,6 +85,6 @@ def test_signals_during_writes(tmp_path):
 
 def test_complete_run_is_not_stopped(tmp_path):
     make_experiment(1).run(output=tmp_path, hooks=[])
-    signals = Signals()
+    signals = SignalRecorder()
     signals.handle(signal.SIGTERM)
     assert make_experiment(1).run(output=tmp_path, hooks=[StopOnSignal(signals)], resume=True).stop is None

@@ -67,7 +67,7 @@ def collect_reports(phase):
     return sorted(reports)
 
 
-def test_stall_in_fprop():
+def test_stall_in_forward_pass_is_reported():
     for rank, text in enumerate(reports := collect_reports("fprop")):
         assert text.startswith(
             f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: forward pass of layer"
@@ -79,7 +79,7 @@ def test_stall_in_fprop():
     assert "layer 'two': waits in its halo exchange for rank" in reports[2]
 
 
-def test_stall_in_bprop():
+def test_stall_in_backward_pass_is_reported():
     reports = collect_reports("bprop")
     assert "step 3: backward pass of layer 'sleeps': is not waiting for another rank, most" in reports[1]
     assert re.search(r'test_watchdog.py", line \d+ in backward$', reports[1], re.M)
@@ -88,7 +88,7 @@ def test_stall_in_bprop():
     )
 
 
-def test_stall_between_steps():
+def test_stall_between_steps_is_reported():
     reports = collect_reports("hook")
     assert "step 3, most recent call first:\n" in reports[1]
     assert re.search(r'test_watchdog.py", line \d+ in after_step$', reports[1], re.M)
@@ -140,10 +140,10 @@ class PeriodicWork:
 def test_progress_resets_the_timeout(monkeypatch, every, end):
     """Progress every `every` seconds; the job ends after more than 10 s without any."""
     clock, reports = SimulatedClock(waits_left=300), []
-    for name, value in ("time", clock), ("disk_bytes", lambda peers: 0), ("file_states", lambda folder: 0):
+    for name, value in ("time", clock), ("count_disk_bytes", lambda peers: 0), ("list_file_states", lambda folder: 0):
         monkeypatch.setattr(f"neondist.train.callbacks.watchdog.{name}", value)
     watchdog = Watchdog(10.0, lambda *_: reports.append(clock.now), reports.append)
-    watchdog.run, watchdog.whereabouts = SimpleNamespace(step=6), PeriodicWork(clock, every)
+    watchdog.current_run, watchdog.current_activity = SimpleNamespace(step=6), PeriodicWork(clock, every)
     watchdog._watch(clock)
     assert reports[1:] == ([] if end is None else [pytest.approx(end)])
     assert [text.partition("(")[0] for text in reports[:1]] == ["rank 0 of 1: no progress for 10 s "] * (
@@ -175,7 +175,7 @@ def test_slow_checkpoint_is_not_reported(tmp_path):
     assert reports == []
 
 
-DIFFERENCES = {
+SETTING_DIFFERENCES = {
     "seed": ({"seed": 3}, "rank 0 has seed: 0.*, but rank 2 has seed: 3"),
     "batch_size": ({"batch_size": 9}, "rank 0 has batch_size: 10.*, but rank 2 has batch_size: 9"),
     "layers": (
@@ -194,9 +194,9 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_inconsistent_ranks(name):
-    fields, message = DIFFERENCES[name]
+@pytest.mark.parametrize("name", SETTING_DIFFERENCES)
+def test_different_settings_of_ranks_are_rejected(name):
+    fields, message = SETTING_DIFFERENCES[name]
 
     def body(transport):
         experiment = make_experiment(1, **(fields if transport.rank == 2 else {}))
@@ -207,7 +207,7 @@ def test_inconsistent_ranks(name):
     assert len(set(loopback.run(3, body))) == 1
 
 
-def test_inconsistent_grids():
+def test_different_grids_of_ranks_are_rejected():
     def body(transport):
         experiment = make_experiment(1, **({"grid": {"rows": 1}} if transport.rank == 2 else {}))
         with pytest.raises(

@@ -8,9 +8,9 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.page import png_file
+from neondist.train.html_elements import encode_png
 
-IGNORED = 7
+IGNORE_INDEX = 7
 
 
 class CellLabels(nd.Synthetic):
@@ -19,13 +19,13 @@ class CellLabels(nd.Synthetic):
     def open_splits(self, grid):
         splits = super().open_splits(grid)
         images = [split.images(range(len(split)), "float64") for split in splits]
-        return tuple(nd.Split(x, np.where(x > 1, IGNORED, x > 0)[..., 0].astype("u1"), scale=1.0) for x in images)
+        return tuple(nd.Split(x, np.where(x > 1, IGNORE_INDEX, x > 0)[..., 0].astype("u1"), scale=1.0) for x in images)
 
 
 def make_experiment(dense, shape, **fields):
     data = (CellLabels if dense else nd.Synthetic)(shape, classes=3, train=4, test=9)
     layers = [nd.ConvLayerDist(3, 3, padding=1), *([] if dense else [nd.FCLayerDist(3)])]
-    cost = nd.CrossEntropy(ignore_index=IGNORED if dense else None, class_weights=[1, 2, 3])
+    cost = nd.CrossEntropy(ignore_index=IGNORE_INDEX if dense else None, class_weights=[1, 2, 3])
     model = nd.ConvnetDist(layers, cost=cost, dtype="float64", backend="numpy", optimizer=nd.SGD(1e-3), **fields)
     return nd.FitExperiment(data, model, batch_size=4)
 
@@ -96,8 +96,8 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (4, 3, 1), (2, 7, 3)])
-def test_png(shape):
+def test_encoded_png_has_the_pixels(shape):
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(1).integers(0, 256, shape, dtype="u1")
-    with image.open(io.BytesIO(png_file(pixels))) as decoded:
+    with image.open(io.BytesIO(encode_png(pixels))) as decoded:
         np.testing.assert_array_equal(np.asarray(decoded), pixels.reshape(np.asarray(decoded).shape))

@@ -22,7 +22,7 @@ from ...comm import Message, ProcessGrid, Transport
 from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
-from ...train.inference.progress import ProgressLine
+from ...train.inference.progress_line import ProgressLine
 from ..networks import NETWORKS
 from ..noise import relative_noise
 from ..sleeping_barrier import sleeping_barrier
@@ -49,7 +49,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
     """
     if progress is not None:
-        progress.begin("messages and kernels")
+        progress.begin_part("messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
     pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
@@ -69,7 +69,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
                 ("shared", count), _work_and_synchronise(product.call, count, group), max(2, many // count), 2 * cores
             )
         if progress is not None:
-            progress.add(1)
+            progress.add_done_parts(1)
     typical = {name: median(taken) for name, taken in turns.seconds_by_name.items()}
     noise = max(relative_noise(turns.seconds_by_name["product", sharing]) for sharing in ("alone", "shared"))
     slowdown, at_memory = (_fit_slowdown(turns.seconds_by_name, name) for name in ("product", "copy"))
@@ -98,7 +98,7 @@ def measure_prediction_error(
     errors = []
     for name, ranks in _validation_cases(world, cores):
         if progress is not None:
-            progress.begin(f"a step of {name}, {counted(ranks, 'rank')}")
+            progress.begin_part(f"a step of {name}, {counted(ranks, 'rank')}")
         case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
             predicted = predict_step(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
@@ -111,7 +111,7 @@ def measure_prediction_error(
         predicted, taken = world.bcast((predicted, taken))
         errors.append(abs(predicted / taken - 1))
         if progress is not None:
-            progress.add(1)
+            progress.add_done_parts(1)
     return mean(errors)
 
 

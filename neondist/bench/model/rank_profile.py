@@ -86,10 +86,11 @@ def profile_rank(
     for name, plans in plan.layer_groups.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
         works = [count_products(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
-        share = taken / max(1, sum(work * entry.layer.tile.size for work, entry in zip(works, plans, strict=True)))
+        total = sum(work * entry.layer.output_tile.size for work, entry in zip(works, plans, strict=True))
+        share = taken / max(1, total)
         alone = len(plans) == 1
         for work, entry in zip(works, plans, strict=True):  # a layer of a segment takes its share by products
-            if cells := entry.layer.tile.size:
+            if cells := entry.layer.output_tile.size:
                 spent[entry.name] = taken / cells if alone else work * share
     held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
     repeated = recomputed_fraction(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
@@ -111,14 +112,14 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
     """Return the products of rows computed by two strips of a segment, relative to those of all layers once."""
-    whole = sum(count_products(entry) * entry.layer.tile.size / max(1, prod(entry.output_shape[:-1])) for entry in plan)
+    whole = sum(count_products(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
     done = once = 0.0
     for segment in plan.segments:
         strips = list(segment.strips(tile))
         for entry in segment.plans:
             work = count_products(entry) / max(1, prod(entry.output_shape[:-1]))
             done += work * sum(section.placed[id(entry.layer)].tile(at).size for at, section in strips)
-            once += work * entry.layer.tile.size
+            once += work * entry.layer.output_tile.size
     return (done - once) / whole if whole else 0.0
 
 
@@ -140,8 +141,8 @@ def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None],
     message_log = MessageLog()
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), factors, shape.size, message_log)
-    model.build(sample_shape, whole, grid, model.fit_to_memory(model.plan(sample_shape, shape, whole)))
-    model.set_cost_layout(experiment.dataset.fields)
+    model.build(sample_shape, whole, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, whole)))
+    model.restrict_cost_to_local_cells(experiment.dataset.fields)
     x, targets = model.timing_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are incomplete
 

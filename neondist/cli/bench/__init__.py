@@ -69,7 +69,7 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
-        from ...train.inference.progress import ProgressFile, ProgressLine, first_rank_progress
+        from ...train.inference.progress_line import ProgressFile, ProgressLine, first_rank_progress
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
@@ -78,7 +78,7 @@ def step(arguments: argparse.Namespace) -> int:
         if arguments.progress is not None:
             shown = nullcontext(ProgressFile(arguments.progress) if world.rank == 0 else None)
         else:
-            shown = first_rank_progress(world.rank, sys.stderr, unit="step", first=1)
+            shown = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1)
         with shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
         _print_table_and_write_json(world, results, step_table, arguments.json, [arguments.trace])
@@ -105,9 +105,9 @@ def halo(arguments: argparse.Namespace) -> int:
     def work(world: Transport, _: None) -> int:
         from ...bench.halo import IMAGE_EXTENTS, bench_halo
         from ...bench.tables import halo_table
-        from ...train.inference.progress import first_rank_progress
+        from ...train.inference.progress_line import first_rank_progress
 
-        with first_rank_progress(world.rank, sys.stderr, len(IMAGE_EXTENTS), "size", first=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, len(IMAGE_EXTENTS), "size", delay=0) as progress:
             results = bench_halo(world, IMAGE_EXTENTS, progress)
         _print_table_and_write_json(world, results, halo_table, arguments.json)
         return 0

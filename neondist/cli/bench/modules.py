@@ -77,7 +77,7 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     from ...bench.public_models import MODELS
     from ...bench.suite import bench_suite, geometric_means
     from ...terminal.rich_console import Console
-    from ...train.inference.progress import ProgressLine
+    from ...train.inference.progress_line import ProgressLine
 
     cores = threads.count_cores()
     ranks = arguments.ranks = cores if arguments.ranks is None else arguments.ranks
@@ -96,10 +96,10 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     ):
         for name in names:
             if name not in MODELS:
-                progress.begin(f"importing {name}")
+                progress.begin_part(f"importing {name}")
                 get_factory_and_shape(name)
         measure = _SideMeasurement(arguments, cores, Path(folder), progress)
-        for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin):
+        for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin_part):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**_models_by_family(names), "all": names})
             if arguments.json:  # after each model: an interrupted run keeps its results
@@ -170,9 +170,9 @@ class _SideMeasurement:
         except UserError as error:
             if side == "ranks":
                 self._errors[model] = error
-            self.progress.add(turns)
+            self.progress.add_done_parts(turns)
             raise
-        self.progress.add(1)
+        self.progress.add_done_parts(1)
         return result
 
     def _run_turn(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:

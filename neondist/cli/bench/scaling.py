@@ -28,7 +28,7 @@ from ..experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
     from ...system.machine import Machine
-    from ...train.inference.progress import ProgressLine
+    from ...train.inference.progress_line import ProgressLine
 
 
 def add_parser(benches: Any) -> None:
@@ -92,7 +92,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
-    from ...train.inference.progress import ProgressLine
+    from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
         raise LaunchError(
@@ -100,10 +100,10 @@ def scaling(arguments: argparse.Namespace) -> int:
         )
     folder = options.output_folder(arguments, "scaling")
     with (
-        ProgressLine(None, sys.stderr, "measurement", first=0) as progress,
+        ProgressLine(None, sys.stderr, "measurement", delay=0) as progress,
         tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
     ):
-        progress.begin("checking the experiment")
+        progress.begin_part("checking the experiment")
         speed, cores, least_seconds = HostSpeed.measure(), threads.count_cores(), list[float]()
         for count in arguments.counts:
             begin = time.monotonic()
@@ -114,13 +114,13 @@ def scaling(arguments: argparse.Namespace) -> int:
             # the experiment is loaded before mpirun starts, too
             least_seconds.append(loading * (1 + (count > 1)) + arguments.steps * step)
         prepare_run_folder(SingleTransport(), folder)
-        progress.expect(len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds)
+        progress.expect_parts(len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds)
 
         def measure(count: int) -> dict[str, Any]:
             file = begin_step_bench(progress, counted(count, "rank"), progress_folder)
             batch_size = batch * count // arguments.counts[0] if arguments.weak else batch
             result = run_step_bench(arguments, count, [f"batch_size={batch_size}"], arguments.steps, progress_file=file)
-            progress.add(1)
+            progress.add_done_parts(1)
             return result
 
         rows = bench_scaling(measure, arguments.counts, arguments.rounds)
@@ -132,11 +132,11 @@ def scaling(arguments: argparse.Namespace) -> int:
 
 def begin_step_bench(progress: ProgressLine, activity: str, folder: str) -> Path:
     """Begin a part that is a job of `run_step_bench`, and return the file for its progress."""
-    from ...train.inference.progress import read_seconds_left
+    from ...train.inference.progress_line import read_seconds_left
 
     file = Path(folder, "end")
     file.unlink(missing_ok=True)  # of the last job
-    progress.begin(activity, partial(read_seconds_left, file))
+    progress.begin_part(activity, partial(read_seconds_left, file))
     return file
 
 
@@ -200,11 +200,11 @@ def calibrate(arguments: argparse.Namespace) -> int:
         from ...bench.model import calibrate as model
         from ...bench.noise import noise_warnings
         from ...system.machine import write_machine
-        from ...train.inference.progress import first_rank_progress
+        from ...train.inference.progress_line import first_rank_progress
 
         cores = max(2, threads.count_cores(os.getppid()))
         parts = model.count_progress_steps(world, cores)
-        with first_rank_progress(world.rank, sys.stderr, parts, "measurement", first=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, parts, "measurement", delay=0) as progress:
             machine, noise = model.calibrate(world, cores, progress)
             machine = replace(machine, error=model.measure_prediction_error(world, cores, machine, progress))
         if world.rank == 0:
@@ -232,7 +232,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
     from ...system.machine import read_machine
-    from ...train.inference.progress import ProgressLine
+    from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench model predict runs in one process; run it outside of an MPI job, with --ranks, not -n")
@@ -246,10 +246,10 @@ def predict(arguments: argparse.Namespace) -> int:
     measured = [count for count in measured if count not in times]
     counts, rows = sorted({*arguments.counts, *measured, *times}), list[dict[str, Any]]()
     with (
-        ProgressLine(None, sys.stderr, "step", first=0) as progress,
+        ProgressLine(None, sys.stderr, "step", delay=0) as progress,
         tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
     ):
-        progress.begin("checking the experiment")
+        progress.begin_part("checking the experiment")
         profiles, least_seconds = {}, {}
         with threadpool_limits(1):  # one rank per core
             speed = HostSpeed.measure()
@@ -263,13 +263,13 @@ def predict(arguments: argparse.Namespace) -> int:
         planned += [
             least_seconds[count] * (2 + max(1, count / threads.count_cores())) for count in counts if count in measured
         ]
-        progress.expect(len(planned), planned_seconds=planned)
+        progress.expect_parts(len(planned), planned_seconds=planned)
         for count in counts:
-            progress.begin(counted(count, "rank"))
+            progress.begin_part(counted(count, "rank"))
             with threadpool_limits(1):
                 profile = ProfileCounter(progress, profiles[count])
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
-            progress.add(1)
+            progress.add_done_parts(1)
         if times:
             given, machine = machine, model.fit_machine(machine, rows, times)
             rows = [model.rescale_row(machine, r, given) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
@@ -280,7 +280,7 @@ def predict(arguments: argparse.Namespace) -> int:
             if row["ranks"] in measured:
                 file = begin_step_bench(progress, f"measuring {counted(row['ranks'], 'rank')}", progress_folder)
                 rows[at] = _measure_row(arguments, machine, row, file)
-                progress.add(1)
+                progress.add_done_parts(1)
     emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         emit(f"\n{table.schemes_table(rows)}")

@@ -103,16 +103,16 @@ def seams(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
         from ...bench.seams import seam_table, write_seam_report
-        from ...train.inference.progress import first_rank_progress
+        from ...train.inference.progress_line import first_rank_progress
 
         folder, errors = options.output_folder(arguments, "seams"), {}
-        with first_rank_progress(world.rank, sys.stderr, len(runs), "scheme", first=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, len(runs), "scheme", delay=0) as progress:
             for text, run in runs.items():
                 if progress is not None:
-                    progress.begin(text)
+                    progress.begin_part(text)
                 errors[text] = _measure_seams(arguments, world, run)
                 if progress is not None:
-                    progress.add(1)
+                    progress.add_done_parts(1)
         if world.rank == 0:
             files = write_seam_report(folder, errors)
             emit(seam_table(errors))

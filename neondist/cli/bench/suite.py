@@ -50,7 +50,7 @@ def suite(arguments: argparse.Namespace) -> int:
     from ...bench.suite import NEONDIST_SIDES, TORCH_SIDES, bench_suite, geometric_means
     from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
-    from ...train.inference.progress import ProgressLine
+    from ...train.inference.progress_line import ProgressLine
 
     cores = threads.count_cores()
     ranks = cores if arguments.ranks is None else arguments.ranks
@@ -67,23 +67,25 @@ def suite(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
-        ProgressLine(None, sys.stderr, "turn", first=0) as progress,
+        ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
-        progress.begin("checking the networks")
+        progress.begin_part("checking the networks")
         files = _validated_network_files(arguments, Path(folder), sorted({1, ranks}))
         measure = _SideMeasurement(arguments, files, ranks, cores, Path(folder))
-        progress.expect(len(files) * len(sides) * arguments.rounds)
+        progress.expect_parts(len(files) * len(sides) * arguments.rounds)
 
         def measure_and_count(network: str, side: str, first: bool) -> dict[str, Any]:
             try:
                 result = measure(network, side, first)
             except (ConfigError, LaunchError):
-                progress.add(arguments.rounds if first else 1)  # its other rounds are skipped
+                progress.add_done_parts(arguments.rounds if first else 1)  # its other rounds are skipped
                 raise
-            progress.add(1)
+            progress.add_done_parts(1)
             return result
 
-        for row in bench_suite(list(files), _interleave(sides), measure_and_count, arguments.rounds, progress.begin):
+        for row in bench_suite(
+            list(files), _interleave(sides), measure_and_count, arguments.rounds, progress.begin_part
+        ):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last

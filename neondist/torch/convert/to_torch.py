@@ -305,7 +305,7 @@ def _batch_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module
 
 def _sample_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
-    sizes = layer.groups_for(shape), shape[-1]
+    sizes = layer.group_count_for(shape), shape[-1]
     if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
         kind = _torch_class("InstanceNorm", shape)
         return [_load_module(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
@@ -318,9 +318,9 @@ def _response_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Mod
 
 
 def _local_contrast(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
-    window, least = layer.local.window_over(shape), layer.min_deviation
+    window, least = layer.local_window.window_of_stages(shape), layer.min_deviation
     pad = _padding_modules(window.padding, shape, window.mode)
-    return [LocalContrast(layer.local.axis_weights(shape), pad, None if least == "mean" else least)]
+    return [LocalContrast(layer.local_window.axis_weights(shape), pad, None if least == "mean" else least)]
 
 
 def _local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:

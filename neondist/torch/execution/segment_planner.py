@@ -78,7 +78,7 @@ class _SegmentPlanner:
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )
-        return sending, TRAINING_COST_FACTOR * redundant / self.profile.speed
+        return sending, TRAINING_COST_FACTOR * redundant / self.profile.flops_per_second
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], num_directions: int) -> float:
         """Return the seconds in which the middle rank receives the cells of a value that it needs."""

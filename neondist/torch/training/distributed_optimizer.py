@@ -14,7 +14,7 @@ from ...comm import all_or_none
 from ...errors import ConfigError
 from ...geometry import part_range
 from ...io.checkpoint.sync_state import SYNC_GROUP as SYNCHRONISATION
-from ...parallel import Flag, ParameterShard, SyncState
+from ...parallel import ControlFlag, ParameterShard, SyncState
 from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
 from ..module.parameters import ModuleParameters, plan_parameters, sparse_embedding_weights
@@ -255,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._earlier_sums is not None:
             self.parameters.grads += self._earlier_sums
         if self._overflow is not None:
-            overflowed = self.parameters.sync.flag_header[Flag.NON_FINITE]  # on some rank
+            overflowed = self.parameters.sync.flag_header[ControlFlag.NON_FINITE]  # on some rank
             self._overflow.grad = torch.full_like(self._overflow, torch.inf if overflowed else 0)
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:

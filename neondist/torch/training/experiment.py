@@ -169,7 +169,7 @@ class TorchModel(TrainableModel):
             self._plans[input_shape, grid, batch] = self._create_plan(input_shape, grid, batch)
         return self._plans[input_shape, grid, batch]
 
-    def fit_to_memory(self, plan: ModulePlan) -> ModulePlan:
+    def fit_plan_to_memory(self, plan: ModulePlan) -> ModulePlan:
         """Return the plan of a training step that fits in `memory`.
 
         Raises

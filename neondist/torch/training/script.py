@@ -89,10 +89,10 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
                 " give [module, optimizer]"
             )
 
-    def count_step(self) -> None:
+    def count_step_and_sum_flags(self) -> None:
         """Count a step and read the flags of all ranks, which arrive with the gradients of a divided optimiser."""
         if self.divided is None:
-            super().count_step()
+            super().count_step_and_sum_flags()
         else:
             self.sync.flags.rank_counts[:] = self.sync.flag_header
             self.step += 1

@@ -46,19 +46,19 @@ class ModuleStep(TrainStep):
 
         return restore
 
-    def compute_gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+    def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
         """Run forward and backward, and synchronise the gradients."""
         trainable, parameters = self.trainable, self.trainable.built_parameters
         parameters.reset_gradients()
         with trainable.grid.observers.observe("cost"):
-            _, loss = trainable.loss_of(x, targets, batch)
+            _, loss = trainable.loss_of(x, targets, batch_size)
             self.finite = bool(loss.isfinite())
             parameters.sync.record_finiteness(self.finite)
             (loss * self.loss_scale).backward()
         parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
         return parameters.fetch_loss_and_flags(loss.detach().numpy().reshape(1))
 
-    def locate_nonfinite(self, x: Any, targets: Any, batch: int) -> str:
+    def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
         """Return the name of the first non-finite gradient on any rank. Collective."""
         bad = {"the loss": not self.finite}
         for name, tensor in self.trainable.built_parameters.tensors.items():

@@ -31,8 +31,8 @@ from ...version import __version__
 from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
 
-_KEYS = {"samples_seen": "seen", "epoch_size": "samples", "steps_without_optimizer": "uncounted"}
-"""Keys in the file for fields of other names."""
+_JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples", "steps_without_optimizer": "uncounted"}
+"""Keys in the file of the fields that have other names there."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RunProgress:
     def from_run(cls, run: TrainState) -> RunProgress:
         """Return the progress of a run; collective."""
         totals = run.totals
-        sent, summed = totals.bytes_of_all_ranks(run.grid)
+        sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
         sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
         counts = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
         scaler = run.model.whole_model.loss_scaler
@@ -86,7 +86,7 @@ class RunProgress:
                 f" other random numbers; set seed: {self.seed}"
             )
         if self.samples_seen:
-            run.check_epoch_samples(self.epoch_size)
+            run.require_epoch_size(self.epoch_size)
         run.model.seed = self.seed
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.samples_seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
@@ -99,13 +99,13 @@ class RunProgress:
 
     def to_json(self) -> str:
         """Return this as JSON; floats round-trip exactly."""
-        return json.dumps({_KEYS.get(name, name): value for name, value in asdict(self).items()})
+        return json.dumps({_JSON_KEY_BY_FIELD.get(name, name): value for name, value in asdict(self).items()})
 
     @classmethod
     def from_json(cls, text: str) -> RunProgress:
         """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
-        names = {_KEYS.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
+        names = {_JSON_KEY_BY_FIELD.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
         if not names.keys() - {"uncounted", "loss_scale"} <= values.keys() <= names.keys():
             raise ValueError("'position' has missing or unexpected fields")
         totals = require_json_type("'totals'", values["totals"], dict)
@@ -140,22 +140,22 @@ def _parse_record(record: Any) -> Record:
         elif name == "stage":
             require_json_type("'stage' of an epoch's record", value, str)
         else:
-            _require_numbers(name, value)
+            _require_record_numbers(name, value)
     return Record.upgrade(record)
 
 
-def _require_numbers(name: str, value: Any, depth: int = 0) -> None:
+def _require_record_numbers(name: str, value: Any, depth: int = 0) -> None:
     """Validate a value of a record: a number, a list, a table, or a mapping of numbers."""
     if type(value) in (list, dict) and depth < 2:
         for item in value.values() if type(value) is dict else value:
-            _require_numbers(name, item, depth + 1)
+            _require_record_numbers(name, item, depth + 1)
     elif value is not None and type(value) not in (int, float):
         raise ValueError(f"'{name}' of an epoch's record is not a number")
     elif type(value) is int and abs(value) >= MAX_EXACT_INTEGER:
         raise ValueError(f"'{name}' of an epoch's record is too large")
 
 
-SCHEDULE_KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
+CHECKPOINT_SCHEDULE_KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class CheckpointSchedule:
             )
         values = {key: value for key, value in (fields or {}).items() if value is not None}
         for key in values:
-            if key not in SCHEDULE_KEYS:
-                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), SCHEDULE_KEYS)}")
+            if key not in CHECKPOINT_SCHEDULE_KEYS:
+                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), CHECKPOINT_SCHEDULE_KEYS)}")
         integers = {
             key: require_integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"
         }
@@ -199,11 +199,11 @@ class CheckpointSchedule:
         return cls(every_minutes=minutes, **integers)
 
     def is_due_after_step(self, step: int, previous_step: int) -> bool:
-        """Return whether one is due after `step` steps; `previous_step`: the step of the previous query."""
+        """Return whether a checkpoint is due after step `step`; `previous_step`: the step of the previous query."""
         return self.every_steps is not None and step // self.every_steps > previous_step // self.every_steps
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Return whether one is due after `epoch` epochs."""
+        """Return whether a checkpoint is due after `epoch` epochs."""
         return self.every_epochs is not None and epoch % self.every_epochs == 0
 
 
@@ -223,20 +223,21 @@ class Checkpoint(Hook):
     def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, yaml_text: str | None = None) -> None:
         self.path, self.yaml_text = path, yaml_text
         self.schedule = schedule or CheckpointSchedule.from_fields(None)
-        self.written_position = (-1, -1, -1)
-        self.last_time, self.last_step = time.monotonic(), 0
+        self.last_written_position = (-1, -1, -1)
+        self.last_write_time, self.last_seen_step = time.monotonic(), 0
 
     def before_run(self, run: TrainState) -> None:
-        """Write a first checkpoint, to detect an unwritable folder now and not after an epoch."""
-        self.written_position, self.last_time, self.last_step = _run_position(run), time.monotonic(), run.step
+        """Write a first checkpoint, to detect an unwritable folder before the first epoch."""
+        self.last_written_position, self.last_seen_step = _run_position(run), run.step
+        self.last_write_time = time.monotonic()
         if run.step == 0:
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint if one is due within the epoch."""
-        is_epoch_end, previous, self.last_step = run.samples_seen >= run.epoch_size, self.last_step, run.step
+        is_epoch_end, previous, self.last_seen_step = run.samples_seen >= run.epoch_size, self.last_seen_step, run.step
         if not (is_epoch_end and self.schedule.is_due_after_epoch(run.epoch + 1)) and (
-            self.schedule.is_due_after_step(run.step, previous) or self._is_time_due(run)
+            self.schedule.is_due_after_step(run.step, previous) or self._is_due_by_time(run)
         ):
             self.save(run)
 
@@ -247,7 +248,7 @@ class Checkpoint(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Write the final state, unless it is already written."""
-        if not self.is_written(run):
+        if not self.is_current_step_written(run):
             self.save(run)
 
     def on_stop(self, run: TrainState) -> None:
@@ -262,14 +263,14 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the previous one is kept.
         """
-        write_checkpoint(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
-        self.written_position, self.last_time = _run_position(run), time.monotonic()
+        write_checkpoint(self.path, *self.collect_contents(run), run.grid.world, self.schedule.keep, run.step)
+        self.last_written_position, self.last_write_time = _run_position(run), time.monotonic()
 
-    def is_written(self, run: TrainState) -> bool:
-        """Whether the last checkpoint is of this step."""
-        return self.written_position == _run_position(run)
+    def is_current_step_written(self, run: TrainState) -> bool:
+        """Return whether the current step is that of the last checkpoint."""
+        return self.last_written_position == _run_position(run)
 
-    def contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
+    def collect_contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
         """Return the arrays and texts of a checkpoint of this step; collective."""
         texts = {
             "position": RunProgress.from_run(run).to_json(),
@@ -281,16 +282,16 @@ class Checkpoint(Hook):
         scheme_state = scheme_memory.collect_scheme_memory(model.exchanged_arrays, _scheme_state_key(run), world)
         if scheme_state.json_text:
             texts[scheme_memory.SCHEME_MEMORY_TEXT_NAME] = scheme_state.json_text
-        return [*_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
+        return [*_checkpoint_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
-    def _is_time_due(self, run: TrainState) -> bool:
+    def _is_due_by_time(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock; collective."""
         limit = self.schedule.every_minutes
-        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_time >= 60 * limit))
+        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_write_time >= 60 * limit))
 
 
-def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str = "run without resume") -> None:
-    """Restore `run` from a file that the rank `root` reads; collective.
+def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remedy: str = "run without resume") -> None:
+    """Restore `run` from a file that the rank `reading_rank` reads; collective.
 
     Parameters
     ----------
@@ -303,17 +304,17 @@ def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str =
         On every rank, if the file is missing, damaged, or belongs to another model or seed.
     """
     model, world = run.model.whole_model, run.grid.world
-    with open_checkpoint(path, world, root) as file:
-        progress = read_progress(file)
+    with open_checkpoint(path, world, reading_rank) as file:
+        progress = read_run_progress(file)
         for group, arrays in run.model.checkpoint_arrays(file.contents.group("optimizer")).items():
             expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
             _require_same_shapes(path, file.contents.group(group), expected, remedy)
         try:
             progress.apply_to(run)
-            run.restore_texts(file.contents.texts)
+            run.restore_checkpoint_texts(file.contents.texts)
         except (DataError, ValueError) as problem:
             raise DataError(f"{path}: {problem}, or {remedy}") from None
-        file.fill_parts(_array_parts(run))
+        file.fill_parts(_checkpoint_array_parts(run))
         notes = (
             scheme_memory.restore_scheme_memory(file, model.exchanged_arrays, _scheme_state_key(run), world),
             restore_sync_state(file, model.sync_states, world),
@@ -321,16 +322,16 @@ def restore_checkpoint(path: Path, run: TrainState, root: int = 0, remedy: str =
         run.start_messages += filter(None, notes)
 
 
-def read_step(path: Path, world: Transport) -> int:
+def read_checkpoint_step(path: Path, world: Transport) -> int:
     """Return the step of a checkpoint, -1 if it is missing or damaged; collective."""
     try:
         with open_checkpoint(path, world) as file:
-            return read_progress(file).step
+            return read_run_progress(file).step
     except DataError:
         return -1
 
 
-def read_progress(file: CheckpointReader) -> RunProgress:
+def read_run_progress(file: CheckpointReader) -> RunProgress:
     """Return the progress of the run that wrote a checkpoint; DataError if the file has none."""
     try:
         return RunProgress.from_json(file.contents.texts["position"])
@@ -339,7 +340,7 @@ def read_progress(file: CheckpointReader) -> RunProgress:
         raise DataError(f"{path}: does not record the progress of its run ({problem}); specify another file") from None
 
 
-def _array_parts(run: TrainState) -> list[ArrayPart]:
+def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
     return [ArrayPart.of(*pair, group) for group, arrays in run.model.checkpoint_arrays().items() for pair in arrays]
 
 

@@ -15,7 +15,7 @@ from ...runtime.observers.ledger import Ledger
 from ..state import TrainState
 from .hook import Hook
 
-EntryKey: TypeAlias = tuple[str, str, str, int | str]
+LedgerEntryKey: TypeAlias = tuple[str, str, str, int | str]
 
 
 class LedgerLog(Hook):
@@ -33,28 +33,28 @@ class LedgerLog(Hook):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.epoch_start: Ledger = Counter()
-        self.training_end: Ledger = Counter()
+        self.epoch_start_ledger: Ledger = Counter()
+        self.training_end_ledger: Ledger = Counter()
 
     def before_run(self, run: TrainState) -> None:
         """Rewrite the file with the lines of the epochs that the run continues from."""
-        self.epoch_start = self.training_end = run.model.whole_model.ledger()
+        self.epoch_start_ledger = self.training_end_ledger = run.model.whole_model.ledger()
         with all_or_none(run.grid.world):
             if run.first_rank:
                 lines = _read_lines(self.path) if run.epoch else []
-                write_text(self.path, "".join(f"{line}\n" for line in lines if _read_epoch(line) <= run.epoch))
+                write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch_or_infinity(line) <= run.epoch))
 
     def after_step(self, run: TrainState) -> None:
         """Record the ledger at the end of training, before the evaluation."""
         if run.samples_seen == len(run.dataset.train):
-            self.training_end = run.model.whole_model.ledger()
+            self.training_end_ledger = run.model.whole_model.ledger()
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines; collective."""
         now = run.model.whole_model.ledger()
-        training, evaluation = self.training_end - self.epoch_start, now - self.training_end
+        training, evaluation = (self.training_end_ledger - self.epoch_start_ledger, now - self.training_end_ledger)
         own_entries = [*_ledger_entries("training", training), *_ledger_entries("evaluation", evaluation)]
-        self.epoch_start = now
+        self.epoch_start_ledger = now
         entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
             if run.first_rank:
@@ -65,8 +65,8 @@ class LedgerLog(Hook):
 
 def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry per layer, direction and receiver, summed over message sizes."""
-    messages: Counter[EntryKey] = Counter()
-    sent: Counter[EntryKey] = Counter()
+    messages: Counter[LedgerEntryKey] = Counter()
+    sent: Counter[LedgerEntryKey] = Counter()
     for account, count in ledger.items():
         messages[account[:4]] += count
         sent[account[:4]] += count * account.nbytes
@@ -89,7 +89,7 @@ def _read_lines(path: Path) -> list[str]:
         raise DataError(f"{path}: {problem}") from error
 
 
-def _read_epoch(line: str) -> float:
+def _epoch_or_infinity(line: str) -> float:
     try:
         return int(json.loads(line)["epoch"])
     except (ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ import yaml
 from ...comm import all_or_none
 from ...errors import ConfigError, MissingPackageError
 from ...registry import Registered
-from ..state import Record, TrainState, replace_nonfinite
+from ..state import Record, TrainState, nonfinite_to_none
 from .hook import Hook
 
 
@@ -28,16 +28,16 @@ class MetricLogger(Registered, Hook):
 
     package: str
     name: str
-    experiment: str | None = None
+    experiment_yaml: str | None = None
     #: the number of a record that is shown as the step
     step_field: str = "epoch"
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = self.output_folder = None if folder is None else Path(folder)
 
-    def set_run_folder(self, folder: Path | None, experiment: str | None = None) -> None:
+    def set_run_folder(self, folder: Path | None, experiment_yaml: str | None = None) -> None:
         """Set the run's folder and its YAML; ConfigError if there is no folder to write to."""
-        self.experiment = experiment
+        self.experiment_yaml = experiment_yaml
         self.output_folder = self.folder or (None if folder is None else folder / self.name)
         if self.output_folder is None:
             raise ConfigError(
@@ -93,7 +93,7 @@ class MetricLogger(Registered, Hook):
 
 
 class TensorBoard(MetricLogger):
-    """MetricLogger of TensorBoard event files (tensorboardX), by epoch, in a session by step.
+    """MetricLogger of TensorBoard event files (tensorboardX), indexed by epoch, or by step in a session.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class TensorBoard(MetricLogger):
             self.writer = None
 
 
-STORE_FILE = "mlflow.db"
+MLFLOW_DATABASE_FILE = "mlflow.db"
 
 
 class MLflow(MetricLogger):
@@ -142,10 +142,10 @@ class MLflow(MetricLogger):
         """Start a new run, with the fields of the experiment as its parameters."""
         assert self.output_folder is not None
         self.output_folder.mkdir(parents=True, exist_ok=True)
-        store = self.output_folder.resolve() / STORE_FILE
+        store = self.output_folder.resolve() / MLFLOW_DATABASE_FILE
         self.client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{store}")
         self.run_id = self.client.create_run("0", run_name=self.output_folder.resolve().parent.name).info.run_id
-        for name, value in experiment_parameters(self.experiment or ""):
+        for name, value in experiment_fields_by_path(self.experiment_yaml or ""):
             self.client.log_param(self.run_id, name[:250], value[:500])
 
     def write_record(self, record: Record) -> None:
@@ -160,9 +160,9 @@ class MLflow(MetricLogger):
             self.client = None
 
 
-def experiment_parameters(experiment: str) -> Iterator[tuple[str, str]]:
+def experiment_fields_by_path(experiment_yaml: str) -> Iterator[tuple[str, str]]:
     """Yield the fields of an experiment in YAML by their paths, as in `--set`; for objects, their tags."""
-    root = yaml.compose(experiment, Loader=yaml.SafeLoader)
+    root = yaml.compose(experiment_yaml, Loader=yaml.SafeLoader)
     return iter(()) if root is None else _flatten_fields(root, "")
 
 
@@ -185,7 +185,7 @@ def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
     """Yield all finite numbers of a record by name, including those in lists and mappings."""
     for name, value in record.items():
-        for path, number in _flatten_value(name, replace_nonfinite(value)):
+        for path, number in _flatten_value(name, nonfinite_to_none(value)):
             if name != "epoch" and type(number) in (int, float):
                 yield path, number
 

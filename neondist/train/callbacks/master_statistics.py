@@ -11,7 +11,7 @@ from .hook import Hook
 if TYPE_CHECKING:
     from ...services.training import WorkerAssignment
 
-JOB_KEY = "job"
+JOB_STATISTICS_KEY = "job"
 """Key of the statistics in a record."""
 
 
@@ -26,19 +26,21 @@ class MasterStatistics(Hook):
     """
 
     def __init__(self, worker: WorkerAssignment) -> None:
-        self._worker = worker
+        self._worker_assignment = worker
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the statistics to the record."""
         statistics = self._query_master() if run.first_rank else None
         if statistics := run.grid.world.bcast(statistics):
-            run.history[-1][JOB_KEY] = statistics
+            run.history[-1][JOB_STATISTICS_KEY] = statistics
 
     def _query_master(self) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC
 
         try:
-            with ServiceClient(self._worker.master, "Recovery", self._worker.token, timeout=10.0, patience=1.0) as rpc:
+            with ServiceClient(
+                self._worker_assignment.master, "Recovery", self._worker_assignment.token, timeout=10.0, patience=1.0
+            ) as rpc:
                 return dict(rpc.call("statistics").mapping("statistics"))
         except ServiceError:
             return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...comm import all_or_none
 from ...io.files import append_text, write_text
-from ..state import Record, TrainState, replace_nonfinite
+from ..state import Record, TrainState, nonfinite_to_none
 from .hook import Hook
 
 
@@ -25,15 +25,15 @@ class MetricsLog(Hook):
         """Rewrite the file with the epochs that the run continues from, without an incomplete line."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                write_text(self.path, "".join(map(json_line, run.history)))
+                write_text(self.path, "".join(map(record_json_line, run.history)))
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's line; it is in the file when this returns."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                append_text(self.path, json_line(run.history[-1]))
+                append_text(self.path, record_json_line(run.history[-1]))
 
 
-def json_line(record: Record) -> str:
+def record_json_line(record: Record) -> str:
     """Return a record as one line of JSON."""
-    return json.dumps({name: replace_nonfinite(value) for name, value in record.items()}, allow_nan=False) + "\n"
+    return json.dumps({name: nonfinite_to_none(value) for name, value in record.items()}, allow_nan=False) + "\n"

@@ -15,15 +15,15 @@ from ...io.checkpoint import SnapshotStore
 from ...io.files import append_text
 from ...io.output import GENERATIONS
 from ...io.run_event_log import format_event, read_run_key
-from ...parallel import Flag
+from ...parallel import ControlFlag
 from ...terminal.console import say
 from ..state import TrainState
-from .checkpoint import Checkpoint, read_step, restore_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint_step, restore_checkpoint
 from .hook import Hook
 
-MAX_TIME_SHARE = 0.02
+MAX_SNAPSHOT_TIME_FRACTION = 0.02
 """Largest fraction of a run's time for automatic snapshots."""
-_SECONDS_GUESS, _SPEED_GUESS = 0.01, 5e8
+_INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
 """Initial estimates of a snapshot's seconds and bytes per second."""
 
 
@@ -45,64 +45,65 @@ class Snapshots(Hook):
     Parameters
     ----------
     store : SnapshotStore
-    every : int, 'auto' or None
+    interval : int, 'auto' or None
         Interval in steps; 'auto': using at most 2 % of the time; None: never.
     checkpoint : Checkpoint
         Called before this hook; steps that it has written need no snapshot.
     clock : callable
-        time.perf_counter, but for tests.
+        time.perf_counter; replaced in tests.
     """
 
     def __init__(
         self,
         store: SnapshotStore,
-        every: int | Literal["auto"] | None,
+        interval: int | Literal["auto"] | None,
         checkpoint: Checkpoint,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.store, self.every, self.checkpoint, self.clock = store, every, checkpoint, clock
+        self.store, self.interval, self.checkpoint, self.clock = store, interval, checkpoint, clock
         self.writes_to_disk = False
-        self.start_time, self.seconds_spent, self.snapshot_seconds = 0.0, 0.0, math.inf
+        self.start_time, self.total_snapshot_seconds, self.expected_snapshot_seconds = 0.0, 0.0, math.inf
 
     def before_run(self, run: TrainState) -> None:
-        """Begin to count time."""
+        """Start measuring the time of the run."""
         size = run.model.whole_model.compiled.parameters.memory(run.grid.rank)
-        self.start_time, self.seconds_spent = self.clock(), 0.0
-        self.snapshot_seconds = _SECONDS_GUESS + size / _SPEED_GUESS
+        self.start_time, self.total_snapshot_seconds = self.clock(), 0.0
+        self.expected_snapshot_seconds = _INITIAL_OVERHEAD_SECONDS + size / _INITIAL_BYTES_PER_SECOND
 
     def after_step(self, run: TrainState) -> None:
         """Write a snapshot if one is due; rank 0 announces it one step ahead in the gradient reduction."""
         flags = run.model.sync.flags
-        if self.every == "auto":
-            due = flags.count_ranks(Flag.SNAPSHOT) > 0
+        if self.interval == "auto":
+            due = flags.count_ranks(ControlFlag.SNAPSHOT) > 0
         else:
-            due = self.every is not None and run.step % self.every == 0
-        if due and run.stop is None and not self.checkpoint.is_written(run):
+            due = self.interval is not None and run.step % self.interval == 0
+        if due and run.stop is None and not self.checkpoint.is_current_step_written(run):
             self.save(run)
-        if self.every == "auto" and run.first_rank:
-            flags.own_flags[Flag.SNAPSHOT] = self.is_affordable
+        if self.interval == "auto" and run.first_rank:
+            flags.own_flags[ControlFlag.SNAPSHOT] = self.is_affordable
 
     @property
     def is_affordable(self) -> bool:
         """Whether one more snapshot stays within the share of time."""
-        return self.seconds_spent + self.snapshot_seconds <= MAX_TIME_SHARE * (self.clock() - self.start_time)
+        allowed = MAX_SNAPSHOT_TIME_FRACTION * (self.clock() - self.start_time)
+        return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed
 
     def save(self, run: TrainState) -> None:
         """Write a snapshot now; collective."""
         start = self.clock()
         if not self.writes_to_disk:
             try:
-                self.store.write(*self.checkpoint.contents(run), run.step)
+                self.store.write(*self.checkpoint.collect_contents(run), run.step)
             except OutputError as error:
                 self.writes_to_disk = True
                 if run.first_rank:
                     why = str(error).partition(";")[0]
                     say(f"no snapshots in memory, but checkpoints on disk at the same interval: {why}")
-                    _log_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
+                    _append_run_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
         if self.writes_to_disk:
             self.checkpoint.save(run)
-        self.snapshot_seconds = self.clock() - start
-        self.seconds_spent += self.snapshot_seconds
+        self.expected_snapshot_seconds = self.clock() - start
+        self.total_snapshot_seconds += self.expected_snapshot_seconds
 
     def after_run(self, run: TrainState) -> None:
         """Remove the snapshots: the last checkpoint is on disk."""
@@ -113,16 +114,16 @@ class Snapshots(Hook):
         self.store.remove_all()
 
 
-def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
+def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
     """Restore `run` from the newest complete snapshot, or from the checkpoint if that is as new; collective.
 
     Raises
     ------
     DataError
-        On every rank, as `restore`, if neither can be used.
+        On every rank, as `restore_checkpoint`, if neither can be used.
     """
     snapshots = store.steps_and_nodes() if store is not None else []
-    on_disk = read_step(path, run.grid.world) if snapshots else -1
+    on_disk = read_checkpoint_step(path, run.grid.world) if snapshots else -1
     for step, root in snapshots:
         if store is None or step <= on_disk:
             break
@@ -131,19 +132,19 @@ def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> 
         except DataError as problem:
             run.start_messages.append(f"a snapshot is unusable: {problem}")
             continue
-        _record_resume(path.parent, run, "a snapshot")
+        _log_resume(path.parent, run, "a snapshot")
         return
     restore_checkpoint(path, run)
-    _record_resume(path.parent, run, path.name)
+    _log_resume(path.parent, run, path.name)
 
 
-def _record_resume(folder: Path, run: TrainState, source: str) -> None:
+def _log_resume(folder: Path, run: TrainState, source: str) -> None:
     if run.first_rank and (folder / GENERATIONS).exists():
-        _log_event(folder, "resume", step=run.step, source=source)
+        _append_run_event(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
         run.start_messages.append(f"continues at step {run.step}, from {source}")
 
 
-def _log_event(folder: Path, event: str, **fields: object) -> None:
-    with suppress(OutputError):  # the run matters more
+def _append_run_event(folder: Path, event: str, **fields: object) -> None:
+    with suppress(OutputError):  # the run continues without the entry
         append_text(folder / GENERATIONS, format_event(event, **fields))

@@ -19,14 +19,14 @@ from ..state import TrainState
 from .hook import Hook
 
 PictureRows = list[np.ndarray]
-FilterBlocks = dict[tuple[int, ...], np.ndarray]
+FiltersByPosition = dict[tuple[int, ...], np.ndarray]
 
-MAX_IMAGES, MAX_UNITS, MAX_FILTERS, MAX_PIXELS = 10, 24, 384, 256
+MAX_IMAGES, MAX_STIMULI, MAX_FILTERS, MAX_PICTURE_EXTENT = 10, 24, 384, 256
 """Limits of images, units and filters in a picture, and of an image's height and width in pixels."""
 
 
 class StagePictures(Hook):
-    """Draw when a stage has been pretrained, on rank 0; nothing without matplotlib, or for other than images.
+    """Draw pictures of a pretrained stage on rank 0; does nothing without matplotlib, or if samples are not images.
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
     filters of cells spread over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows
@@ -47,28 +47,27 @@ class StagePictures(Hook):
         """Gather the pictures from their tiles and draw them; collective."""
         split, shape = run.dataset.selection_split, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
-            pictures, cells, optimal = (
-                reconstruct_images(stage, split),
-                select_filters(stage),
-                compute_stimuli(stage, split),
-            )
+            pictures, filters = reconstruct_first_images(stage, split), gather_filters(stage)
+            optimal = compute_optimal_stimuli(stage, split)
             with all_or_none(run.grid.world):
                 if run.first_rank and has_matplotlib():
-                    self._draw(stage, pictures, cells, list(optimal.reshape(3, -1, *optimal.shape[1:])))
+                    self._draw(stage, pictures, filters, list(optimal.reshape(3, -1, *optimal.shape[1:])))
 
-    def _draw(self, stage: Autoencoder, pictures: PictureRows, cells: FilterBlocks, optimal: PictureRows) -> None:
-        name, number = stage.name, stage.number
-        if pictures[0].shape[-1] in (1, 3):
+    def _draw(
+        self, stage: Autoencoder, reconstructions: PictureRows, filters: FiltersByPosition, stimuli: PictureRows
+    ) -> None:
+        name, number = stage.name, stage.stage_number
+        if reconstructions[0].shape[-1] in (1, 3):
             title = f"Input of '{name}', its reconstruction, and the difference"
-            draw_rows(self.folder / f"reconstructions_{number}.png", pictures, title)
+            write_picture_rows(self.folder / f"reconstructions_{number}.png", reconstructions, title)
             title = f"Filters of '{name}': each block is one output cell"
-            draw_blocks(self.folder / f"filters_{number}.png", cells, title)
-        if optimal[0].shape[-1] in (1, 3):
+            write_filter_blocks(self.folder / f"filters_{number}.png", filters, title)
+        if stimuli[0].shape[-1] in (1, 3):
             title = f"Optimal stimuli of units of the stage that begins with '{name}'"
-            draw_rows(self.folder / f"stimuli_{number}.png", optimal, title)
+            write_picture_rows(self.folder / f"stimuli_{number}.png", stimuli, title)
 
 
-def reconstruct_images(stage: Autoencoder, split: Split) -> PictureRows:
+def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
     """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
     x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
@@ -77,7 +76,7 @@ def reconstruct_images(stage: Autoencoder, split: Split) -> PictureRows:
     return [inputs, inputs + residuals, residuals]
 
 
-def select_filters(stage: Autoencoder) -> FilterBlocks:
+def gather_filters(stage: Autoencoder) -> FiltersByPosition:
     """Return filters (*kernel, C, out_channels) at positions spread over the output, by position; collective.
 
     With shared filters a position is that of a block.
@@ -93,33 +92,33 @@ def select_filters(stage: Autoencoder) -> FilterBlocks:
             at = (row - lo[0], col - lo[1])
             if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
                 own_filters[row, col] = weights[at].copy()
-    blocks: FilterBlocks = {}
+    blocks: FiltersByPosition = {}
     for part in grid.world.allgather(own_filters):
         blocks.update(part)
     return dict(sorted(blocks.items()))
 
 
-def compute_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
+def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
     model = stage.whole_model
-    *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
-    cells = [np.unravel_index(i * prod(extent) // MAX_UNITS, extent) for i in range(MAX_UNITS)]
+    *extent, channels = Sequential(model.layers[: stage.end_layer_index]).output_shape_for(model.input_shape)
+    cells = [np.unravel_index(i * prod(extent) // MAX_STIMULI, extent) for i in range(MAX_STIMULI)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     own = model.input.owned_part(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
-    tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
+    tiles, _ = optimal_stimulus(model, stage.end_layer_index - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
     return _assemble_images(model.grid, tiles, model.input.own.lo, model.input_shape)
 
 
-def _assemble_images(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+def _assemble_images(grid: ProcessGrid, tiles: Any, tile_start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large; collective."""
-    tiles, step = to_host(tiles), -(-max(shape[:2]) // MAX_PIXELS)
-    start = [-(-at // step) for at in lo]
+    tiles, step = to_host(tiles), -(-max(shape[:2]) // MAX_PICTURE_EXTENT)
+    start = [-(-at // step) for at in tile_start]
     piece = None
     if grid.replica == 0:
-        piece = (start, tiles[:, start[0] * step - lo[0] :: step, start[1] * step - lo[1] :: step])
+        piece = (start, tiles[:, start[0] * step - tile_start[0] :: step, start[1] * step - tile_start[1] :: step])
     whole = np.zeros((len(tiles), *(-(-n // step) for n in shape[:2]), shape[-1]))
     for part in grid.world.allgather(piece):
         if part is not None:
@@ -131,13 +130,13 @@ def _assemble_images(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Se
 SEAM_VALUE = 1.0  # the white between pictures
 
 
-def draw_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
+def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
     """Write rows of pictures (n, h, w, C) of equal size; each row has one scale, centred at 0."""
     lines = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
     _write_figure(path, np.concatenate(lines), title)
 
 
-def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
+def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
     """Write blocks by (row, column): pictures (h, w, C, n) in one scale, centred at 0."""
     rows = sorted({place[0] for place in blocks})
     lines = []
@@ -161,12 +160,12 @@ def _scale_to_rgb(picture: np.ndarray, largest_magnitude: float) -> np.ndarray:
     return np.broadcast_to(grey, (*picture.shape[:2], 3))
 
 
-def _join_in_row(pictures: Sequence[np.ndarray], seam: int) -> np.ndarray:
-    return np.concatenate([_add_seam(p, seam) for p in pictures], axis=1)
+def _join_in_row(pictures: Sequence[np.ndarray], seam_pixels: int) -> np.ndarray:
+    return np.concatenate([_add_seam(p, seam_pixels) for p in pictures], axis=1)
 
 
-def _add_seam(picture: np.ndarray, seam: int) -> np.ndarray:
-    return np.pad(picture, ((0, seam), (0, seam), (0, 0)), constant_values=SEAM_VALUE)
+def _add_seam(picture: np.ndarray, seam_pixels: int) -> np.ndarray:
+    return np.pad(picture, ((0, seam_pixels), (0, seam_pixels), (0, 0)), constant_values=SEAM_VALUE)
 
 
 def _write_figure(path: Path, pixels: np.ndarray, title: str) -> None:

@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ...parallel import Flag
-from ...system.signals import Signals
+from ...parallel import ControlFlag
+from ...system.signals import SignalRecorder
 from ..state import Stop, TrainState
 from .hook import Hook
 
-FLAG_BY_SIGNAL = {"SIGTERM": Flag.SIGTERM, "SIGUSR1": Flag.SIGUSR1}
+CONTROL_FLAG_BY_SIGNAL = {"SIGTERM": ControlFlag.SIGTERM, "SIGUSR1": ControlFlag.SIGUSR1}
 
 
 class StopOnSignal(Hook):
@@ -23,7 +23,7 @@ class StopOnSignal(Hook):
 
     Parameters
     ----------
-    signals : Signals, optional
+    signals : SignalRecorder, optional
         Installed signal handlers; default: installed from `open` to `close`.
     remedy : str
         How to continue the run, for the message.
@@ -31,8 +31,8 @@ class StopOnSignal(Hook):
 
     runs_during_pretraining = True
 
-    def __init__(self, signals: Signals | None = None, remedy: str = "--resume continues from here") -> None:
-        self.signals, self.owns_handlers, self.remedy = signals or Signals(), signals is None, remedy
+    def __init__(self, signals: SignalRecorder | None = None, remedy: str = "--resume continues from here") -> None:
+        self.signals, self.owns_handlers, self.remedy = signals or SignalRecorder(), signals is None, remedy
         self.run: TrainState | None = None
 
     def open(self) -> None:
@@ -48,14 +48,14 @@ class StopOnSignal(Hook):
     def before_run(self, run: TrainState) -> None:
         """Subscribe to signals; stop before the first step if a rank has received one."""
         self.run, self.signals.needs_cleanup = run, True
-        self.signals.add_listener(self._set_flag)
+        self.signals.add_listener(self._set_stop_flag)
         received = [name for names in run.grid.world.allgather(tuple(self.signals.received)) for name in names]
         if received and run.stop is None and run.epoch < run.epochs:
             run.stop = Stop(f"received {received[0]}; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
         """Stop if a rank has received a signal."""
-        for name, flag in FLAG_BY_SIGNAL.items():
+        for name, flag in CONTROL_FLAG_BY_SIGNAL.items():
             if run.stop is None and run.model.sync.flags.count_ranks(flag):
                 run.stop = Stop(f"received {name}; {self.remedy}")
 
@@ -63,7 +63,7 @@ class StopOnSignal(Hook):
         """Unsubscribe from signals."""
         if self.run is not None:
             self.run = None
-            self.signals.listeners.remove(self._set_flag)
+            self.signals.listeners.remove(self._set_stop_flag)
 
     def on_stop(self, run: TrainState) -> None:
         """Unsubscribe from signals."""
@@ -73,12 +73,12 @@ class StopOnSignal(Hook):
         """Unsubscribe from signals."""
         self.after_run(run)
 
-    def _set_flag(self, name: str) -> None:
+    def _set_stop_flag(self, signal_name: str) -> None:
         if self.run is not None:
-            self.run.model.sync.flags.own_flags[FLAG_BY_SIGNAL[name]] = 1
+            self.run.model.sync.flags.own_flags[CONTROL_FLAG_BY_SIGNAL[signal_name]] = 1
 
 
-DISK_BYTES_PER_SECOND = 100e6
+ASSUMED_DISK_BYTES_PER_SECOND = 100e6
 """Initial estimate of bytes per second when writing a checkpoint."""
 
 
@@ -91,7 +91,7 @@ class TimeLimit(Hook):
     started : float, optional
         Start time by `clock`; default now.
     clock : callable
-        time.time, but for tests.
+        time.time; replaced in tests.
 
     Notes
     -----
@@ -105,43 +105,45 @@ class TimeLimit(Hook):
     def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
         self.seconds, self.clock = seconds, clock
         self.deadline = (clock() if started is None else started) + seconds
-        self.step_seconds: deque[float] = deque(maxlen=100)
-        self.last_time, self.evaluation_seconds, self.checkpoint_seconds, self.after_pause = 0.0, 0.0, 0.0, False
+        self.recent_step_seconds: deque[float] = deque(maxlen=100)
+        self.last_call_time, self.epoch_just_ended = 0.0, False
+        self.max_evaluation_seconds, self.max_checkpoint_seconds = 0.0, 0.0
 
     def before_run(self, run: TrainState) -> None:
         """Start the clock."""
-        self.last_time, self.after_pause = self.clock(), False
+        self.last_call_time, self.epoch_just_ended = self.clock(), False
 
     def after_step(self, run: TrainState) -> None:
         """Stop if rank 0 announced it in this step; announce it if the limit is close."""
         took = self._seconds_since_last_call()
-        if self.after_pause:
-            self.checkpoint_seconds, self.after_pause = max(self.checkpoint_seconds, took), False
+        if self.epoch_just_ended:
+            self.max_checkpoint_seconds, self.epoch_just_ended = (max(self.max_checkpoint_seconds, took), False)
         else:
-            self.step_seconds.append(took)
-        if run.stop is None and run.model.sync.flags.count_ranks(Flag.TIME_LIMIT):
+            self.recent_step_seconds.append(took)
+        if run.stop is None and run.model.sync.flags.count_ranks(ControlFlag.TIME_LIMIT):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
-        elif run.first_rank and self.last_time + self.reserve_seconds(run) > self.deadline:
-            run.model.sync.flags.own_flags[Flag.TIME_LIMIT] = 1
+        elif run.first_rank and self.last_call_time + self.seconds_needed_to_stop(run) > self.deadline:
+            run.model.sync.flags.own_flags[ControlFlag.TIME_LIMIT] = 1
 
     def after_epoch(self, run: TrainState) -> None:
         """Measure the evaluation; the time until the next step is mostly the checkpoint."""
-        self.evaluation_seconds, self.after_pause = max(self.evaluation_seconds, self._seconds_since_last_call()), True
+        self.max_evaluation_seconds = max(self.max_evaluation_seconds, self._seconds_since_last_call())
+        self.epoch_just_ended = True
 
-    def reserve_seconds(self, run: TrainState) -> float:
+    def seconds_needed_to_stop(self, run: TrainState) -> float:
         """Return the seconds to reserve for stopping the run."""
-        step = max(self.step_seconds, default=self.checkpoint_seconds)
-        saving, between = self.checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
+        step = max(self.recent_step_seconds, default=self.max_checkpoint_seconds)
+        saving, between = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
         if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
             evaluated = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
-            between = saving + (self.evaluation_seconds or step * -(-evaluated // run.batch_size))
+            between = saving + (self.max_evaluation_seconds or step * -(-evaluated // run.batch_size))
         return 1.0 + 2 * step + between + saving
 
     def _seconds_since_last_call(self) -> float:
-        previous, self.last_time = self.last_time, self.clock()
-        return self.last_time - previous
+        previous, self.last_call_time = self.last_call_time, self.clock()
+        return self.last_call_time - previous
 
 
 def _estimate_checkpoint_seconds(run: TrainState) -> float:
     """Return an estimate of the seconds of a checkpoint."""
-    return float(run.model.whole_model.compiled.parameters.memory(run.grid.rank) / DISK_BYTES_PER_SECOND)
+    return float(run.model.whole_model.compiled.parameters.memory(run.grid.rank) / ASSUMED_DISK_BYTES_PER_SECOND)

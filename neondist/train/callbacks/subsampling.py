@@ -10,9 +10,9 @@ from ...comm import ProcessGrid
 from ...geometry import Box
 
 
-def subsampling_step(extent: Sequence[int], pixels: int) -> int:
-    """Return the subsampling step for at most `pixels` along each axis."""
-    return -(-max(extent, default=1) // pixels)
+def subsampling_step(extent: Sequence[int], max_extent: int) -> int:
+    """Return the subsampling step for at most `max_extent` along each axis."""
+    return -(-max(extent, default=1) // max_extent)
 
 
 def sampled_slices(box: Box, step: int) -> tuple[slice, ...]:
@@ -20,20 +20,20 @@ def sampled_slices(box: Box, step: int) -> tuple[slice, ...]:
     return tuple(slice(-lo % step, None, step) for lo in box.lo)
 
 
-def assemble_images(
-    grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first: int
+def assemble_subsampled_images(
+    grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first_sample: int
 ) -> np.ndarray:
     """Assemble samples (n, *pixels, ...) on every rank; collective.
 
     Parameters
     ----------
     cells : array (m, *pixels, ...)
-        Sampled cells of this rank's box of images of this `extent`, for m samples starting at `first`.
+        Sampled cells of this rank's box of images of this `extent`, for m samples starting at `first_sample`.
     """
-    parts = grid.world.allgather((first, tuple(-(-lo // step) for lo in box.lo), cells))
-    count = max(first + len(part) for first, _, part in parts)
+    parts = grid.world.allgather((first_sample, tuple(-(-lo // step) for lo in box.lo), cells))
+    count = max(first_sample + len(part) for first_sample, _, part in parts)
     out = np.zeros((count, *(-(-n // step) for n in extent), *cells.shape[1 + len(extent) :]), cells.dtype)
-    for first, place, part in parts:
+    for first_sample, place, part in parts:
         cut = (slice(lo, lo + n) for lo, n in zip(place, part.shape[1:], strict=False))
-        out[(slice(first, first + len(part)), *cut)] = part
+        out[(slice(first_sample, first_sample + len(part)), *cut)] = part
     return out

@@ -16,9 +16,9 @@ from ...plan import LayerPlan
 from ...terminal.console import counted
 from ..state import TrainState
 from .hook import Hook
-from .subsampling import assemble_images, sampled_slices, subsampling_step
+from .subsampling import assemble_subsampled_images, sampled_slices, subsampling_step
 
-MAX_PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
+MAX_PICTURE_EXTENT = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
 
 
 class TilesPicture(Hook):
@@ -61,8 +61,8 @@ class TilesPicture(Hook):
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()
                 views = tiles if layer is None else layer.views
-                title = _title(shape, partition.parts, grid.replicas, layer)
-                draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
+                title = _figure_title(shape, partition.parts, grid.replicas, layer)
+                write_tiles_picture(self.path, image, shape[:2], partition.parts, tiles, views, title)
 
 
 ROWS_PER_READ = 256  # rows per read
@@ -74,7 +74,7 @@ def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box
     `box`: cells of this rank's data set, its tile or more.
     """
     *extent, channels = dataset.sample_shape
-    step = subsampling_step(extent, MAX_PIXELS)
+    step = subsampling_step(extent, MAX_PICTURE_EXTENT)
     piece = np.zeros((0, 0, 0, channels))
     if grid.replica == 0:
         top, left = sampled_slices(box, step)
@@ -83,10 +83,10 @@ def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box
         bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
         read = [cells.read([rows_of, slice(0, cols)])[:, ::step, left].astype(np.float64) for rows_of in bands]
         piece = np.concatenate(read, axis=1)
-    return assemble_images(grid, box, extent, step, piece, 0)[0]
+    return assemble_subsampled_images(grid, box, extent, step, piece, 0)[0]
 
 
-def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
+def _figure_title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
     text = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
     copies = f", the same in each of {replicas} replicas" if replicas > 1 else ""
     if layer is None or layer.window is None:
@@ -96,10 +96,10 @@ def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: Lay
 
 
 HALO_COLOUR, PADDING_COLOUR, SEAM_COLOUR = "tab:orange", "0.85", "tab:red"
-MAX_TILES = 36  # more tiles than this would be too small to read
+MAX_DRAWN_TILES = 36  # more tiles than this would be too small to read
 
 
-def draw_tiles(
+def write_tiles_picture(
     path: Path,
     image: np.ndarray,
     extent: Sequence[int],
@@ -121,14 +121,14 @@ def draw_tiles(
     """
     from matplotlib.figure import Figure
 
-    rows, cols = parts if len(tiles) <= MAX_TILES else (0, 0)
+    rows, cols = parts if len(tiles) <= MAX_DRAWN_TILES else (0, 0)
     frames = [hull_of_tile_and_view(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
     cells = [max((shape[axis] for shape in frames), default=1) for axis in (0, 1)]
     width, height = _panels_size(rows, cols, cells)
     figure: Any = Figure(figsize=(4.6 + width, 1.3 + max(4.6, height)), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
     left, right = figure.subfigures(1, 2, width_ratios=(4.6, width))
-    pixels = _to_pixels(image)
+    pixels = _scale_to_rgb(image)
     whole = left.subplots()
     _show_image(whole, pixels, extent)
     whole.set_title(f"the image and its seams ({counted(len(tiles), 'tile')})", fontsize=10)
@@ -149,25 +149,25 @@ def hull_of_tile_and_view(tile: Box, view: Box) -> Box:
     return tile.hull(view)
 
 
-def split_outside_box(outer: Box, inner: Box) -> Iterator[Box]:
+def split_outside_box(box: Box, excluded: Box) -> Iterator[Box]:
     """Yield the parts of a 2-D box that lie outside another: above, below, left, right."""
-    inner = outer.intersect(inner)
-    if inner.empty:
-        yield outer
+    excluded = box.intersect(excluded)
+    if excluded.empty:
+        yield box
         return
-    (top, left), (bottom, right) = outer.lo, outer.hi
-    yield Box((top, left), (inner.lo[0], right))
-    yield Box((inner.hi[0], left), (bottom, right))
-    yield Box((inner.lo[0], left), (inner.hi[0], inner.lo[1]))
-    yield Box((inner.lo[0], inner.hi[1]), (inner.hi[0], right))
+    (top, left), (bottom, right) = box.lo, box.hi
+    yield Box((top, left), (excluded.lo[0], right))
+    yield Box((excluded.hi[0], left), (bottom, right))
+    yield Box((excluded.lo[0], left), (excluded.hi[0], excluded.lo[1]))
+    yield Box((excluded.lo[0], excluded.hi[1]), (excluded.hi[0], right))
 
 
-def _panels_size(rows: int, cols: int, cells: Sequence[int]) -> tuple[float, float]:
+def _panels_size(rows: int, cols: int, panel_cells: Sequence[int]) -> tuple[float, float]:
     """Return the total width and height of the panels in a common scale, with space for titles."""
-    if not rows * cols * min(cells):
+    if not rows * cols * min(panel_cells):
         return 2.5, 0.0
-    scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * cells[0], cols * cells[1])
-    return max(scale * cols * cells[1], 1.5 * cols), scale * rows * cells[0] + 0.5 * rows
+    scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * panel_cells[0], cols * panel_cells[1])
+    return max(scale * cols * panel_cells[1], 1.5 * cols), scale * rows * panel_cells[0] + 0.5 * rows
 
 
 def _draw_views(
@@ -176,7 +176,7 @@ def _draw_views(
     extent: Sequence[int],
     tiles: Sequence[Box],
     views: Sequence[Box],
-    cells: Sequence[int],
+    panel_cells: Sequence[int],
 ) -> None:
     for rank, (axes, tile, view) in enumerate(zip(panels.flat, tiles, views, strict=True)):
         axes.set_title(f"rank {rank}\ntile {_format_shape(tile)}, view {_format_shape(view)}", fontsize=8)
@@ -193,12 +193,12 @@ def _draw_views(
                 _fill_box(axes, strip, facecolor=HALO_COLOUR, alpha=0.55, linewidth=0, zorder=3)
         _outline_box(axes, tile, color=SEAM_COLOUR, linewidth=1.5)
         middle = [(lo + hi) / 2 for lo, hi in shown.axes()]
-        tall, wide = (0.52 * n for n in cells)  # the same scale for all tiles
+        tall, wide = (0.52 * n for n in panel_cells)  # the same scale for all tiles
         axes.set(xlim=(middle[1] - wide, middle[1] + wide), ylim=(middle[0] + tall, middle[0] - tall))
         axes.set_frame_on(False)
 
 
-def _to_pixels(image: np.ndarray) -> np.ndarray:
+def _scale_to_rgb(image: np.ndarray) -> np.ndarray:
     """Return an image as grey or colour in [0, 1]."""
     image = image if image.shape[-1] in (1, 3) else image.mean(axis=-1, keepdims=True)
     low, high = float(image.min(initial=np.inf)), float(image.max(initial=-np.inf))
@@ -210,10 +210,10 @@ def _show_image(axes: Any, pixels: np.ndarray, extent: Sequence[int], clip: Box 
     """Show the image in cell coordinates: cell i covers [i, i + 1)."""
     shown = axes.imshow(pixels, extent=(0, extent[1], extent[0], 0), interpolation="nearest", zorder=2)
     if clip is not None:
-        shown.set_clip_path(_rectangle(clip, transform=axes.transData))
+        shown.set_clip_path(_rectangle_patch(clip, transform=axes.transData))
 
 
-def _rectangle(box: Box, **style: Any) -> Any:
+def _rectangle_patch(box: Box, **style: Any) -> Any:
     from matplotlib.patches import Rectangle
 
     height, width = box.shape
@@ -221,12 +221,12 @@ def _rectangle(box: Box, **style: Any) -> Any:
 
 
 def _fill_box(axes: Any, box: Box, **style: Any) -> None:
-    axes.add_patch(_rectangle(box, **style))
+    axes.add_patch(_rectangle_patch(box, **style))
 
 
 def _outline_box(axes: Any, box: Box, **style: Any) -> None:
     if not box.empty:
-        axes.add_patch(_rectangle(box, fill=False, zorder=4, **style))
+        axes.add_patch(_rectangle_patch(box, fill=False, zorder=4, **style))
 
 
 def _label_tile(axes: Any, rank: int, tile: Box) -> None:

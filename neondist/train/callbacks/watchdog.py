@@ -12,13 +12,13 @@ from pathlib import Path
 from ...comm import ProcessGrid, Transport
 from ...runtime.observers.current_activity import CurrentActivity, innermost_calls
 from ..state import TrainState
+from .disk_activity import count_disk_bytes, is_process_stopped, list_file_states
 from .hook import Hook
-from .io_counts import disk_bytes, file_states, is_stopped
 
 
-def end_job(world: Transport | None, patience: float) -> None:
+def end_job_of_all_ranks(world: Transport | None, grace_seconds: float) -> None:
     """End the job from a thread, after a grace period for reports of other ranks."""
-    time.sleep(min(30.0, max(2.0, patience)))
+    time.sleep(min(30.0, max(2.0, grace_seconds)))
     last = threading.Timer(5, os._exit, [1])  # in case MPI itself hangs
     last.daemon = True
     last.start()
@@ -57,7 +57,7 @@ class Watchdog(Hook):
     def __init__(
         self,
         timeout: float = 600.0,
-        end: Callable[[Transport | None, float], None] = end_job,
+        end: Callable[[Transport | None, float], None] = end_job_of_all_ranks,
         report: Callable[[str], None] | None = None,
         whole_process: bool = False,
         rank: int = 0,
@@ -68,11 +68,11 @@ class Watchdog(Hook):
         self.report = report or _write_stderr
         self.whole_process, self.rank, self.size, self.folder = whole_process, rank, size, folder
         self.stop_event: threading.Event | None = None
-        self.thread_id = 0
+        self.watched_thread_id = 0
         self.world: Transport | None = None
-        self.peers: dict[int, int] = {}
-        self.whereabouts: CurrentActivity | None = None
-        self.run: TrainState | None = None
+        self.local_pids: dict[int, int] = {}
+        self.current_activity: CurrentActivity | None = None
+        self.current_run: TrainState | None = None
 
     def open(self) -> None:
         """Start watching the calling thread, with `whole_process`."""
@@ -81,7 +81,7 @@ class Watchdog(Hook):
 
     def _start_thread(self) -> None:
         if self.stop_event is None:
-            self.stop_event, self.thread_id = threading.Event(), threading.get_ident()
+            self.stop_event, self.watched_thread_id = threading.Event(), threading.get_ident()
             threading.Thread(target=self._watch, args=(self.stop_event,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
@@ -96,46 +96,48 @@ class Watchdog(Hook):
             self.stop_event = None
         self._stop_observing()
 
-    def set_ranks(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
+    def set_ranks(self, world: Transport, hosts_and_pids: Sequence[tuple[str, int]], own_host: str) -> None:
         """Set the ranks: host and process ID of each, and this host's name."""
         self.world, self.rank, self.size = world, world.rank, world.size
-        self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
+        self.local_pids = {
+            rank: pid for rank, (name, pid) in enumerate(hosts_and_pids) if name == own_host and rank != world.rank
+        }
 
     def observe_grid(self, grid: ProcessGrid) -> None:
         """Observe the passes on a grid."""
         self._stop_observing()
         self.world, self.rank, self.size = grid.world, grid.rank, grid.size
-        self.whereabouts = CurrentActivity(grid)
-        grid.observers.add(self.whereabouts)
+        self.current_activity = CurrentActivity(grid)
+        grid.observers.add(self.current_activity)
 
     def _stop_observing(self) -> None:
-        if self.whereabouts is not None:
-            self.whereabouts.grid.observers.remove(self.whereabouts)
-            self.whereabouts = None
+        if self.current_activity is not None:
+            self.current_activity.grid.observers.remove(self.current_activity)
+            self.current_activity = None
 
     def before_run(self, run: TrainState) -> None:
         """Watch the run."""
         self.observe_grid(run.grid)
-        self.run = run
+        self.current_run = run
         self._start_thread()
 
     def after_run(self, run: TrainState) -> None:
         """Forget the run."""
-        self.run = None
+        self.current_run = None
 
     def on_stop(self, run: TrainState) -> None:
         """Forget the run."""
-        self.run = None
+        self.current_run = None
 
-    def _watch(self, done: threading.Event) -> None:
+    def _watch(self, stop_event: threading.Event) -> None:
         tick = min(5.0, self.timeout / 10)
         previous: object = None
         idle, last = 0.0, time.monotonic()
-        while not done.wait(tick):
+        while not stop_event.wait(tick):
             now = time.monotonic()
             idle, last = idle + min(now - last, 2 * tick), now
-            disk_traffic = disk_bytes([os.getpid(), *self.peers.values()])
-            activity = (self._progress_marker(), disk_traffic, file_states(self.folder))
+            disk_traffic = count_disk_bytes([os.getpid(), *self.local_pids.values()])
+            activity = (self._progress_marker(), disk_traffic, list_file_states(self.folder))
             if activity != previous:
                 previous, idle = activity, 0.0
             elif idle > self.timeout:
@@ -144,21 +146,22 @@ class Watchdog(Hook):
 
     def _progress_marker(self) -> tuple[int, str]:
         """Return the number of passes and, outside of runs, the position in the code."""
-        work = self.whereabouts
-        return 0 if work is None else work.event_count, innermost_calls(self.thread_id) if self.run is None else ""
+        work = self.current_activity
+        position = innermost_calls(self.watched_thread_id) if self.current_run is None else ""
+        return 0 if work is None else work.event_count, position
 
     def _report_text(self) -> str:
-        place = "outside of steps" if self.run is None else f"step {self.run.step + 1}"
+        place = "outside of steps" if self.current_run is None else f"step {self.current_run.step + 1}"
         head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
-        activity, waits = ("", False) if (work := self.whereabouts) is None else (str(work), work.is_waiting)
+        activity, waits = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
         lines = [f"{head}: {activity}" if activity else head]
         if not waits:
-            calls = innermost_calls(self.thread_id) or "  none: its thread has ended"
+            calls = innermost_calls(self.watched_thread_id) or "  none: its thread has ended"
             lines = [f"{lines[0]}, most recent call first:", calls]
         lines += [
             f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
-            for rank, pid in self.peers.items()
-            if is_stopped(pid)
+            for rank, pid in self.local_pids.items()
+            if is_process_stopped(pid)
         ]
         return "".join(line + "\n" for line in lines)
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...costs.labels import mask_ignored
-from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
+from ...costs.mean import local_weighted_denominators, mean_cost, parts_of, weighted_mean_parts
 from ...data import Split
 from ...errors import ConfigError
 from ...geometry import Box
@@ -20,9 +20,9 @@ from ...models import Trainable
 from ..loop import evaluate_batches
 from ..state import TrainState
 from .hook import Hook
-from .subsampling import assemble_images, sampled_slices, subsampling_step
+from .subsampling import assemble_subsampled_images, sampled_slices, subsampling_step
 
-MAX_SAMPLES, MAX_PIXELS = 12, 96
+MAX_WORST_SAMPLES, MAX_PICTURE_EXTENT = 12, 96
 
 
 class WorstSamples(Hook):
@@ -39,15 +39,17 @@ class WorstSamples(Hook):
         model = run.model
         if len(run.dataset.splits) == 1 or model is not model.whole_model:
             return
-        with model.whole_model.averaged_weights():
-            samples = worst_samples(model, run.dataset.selection_split, run.batch_size)
+        with model.whole_model.use_averaged_weights():
+            samples = find_worst_samples(model, run.dataset.selection_split, run.batch_size)
         with all_or_none(run.grid.world):
             if samples and run.first_rank:
                 with atomic_replacement(self.path) as file:
                     np.savez_compressed(file, **samples)  # type: ignore[arg-type]
 
 
-def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int = MAX_PIXELS) -> dict[str, np.ndarray]:
+def find_worst_samples(
+    model: Trainable, split: Split, batch_size: int, max_extent: int = MAX_PICTURE_EXTENT
+) -> dict[str, np.ndarray]:
     """Return the samples of a split with the largest losses, and small pictures of them, on every rank; collective.
 
     Returns
@@ -63,14 +65,15 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
         cost = model.whole_model.per_cell_cost()
     except ConfigError:
         return {}
-    losses = sample_losses(model, cost, split, batch_size)
+    losses = compute_sample_losses(model, cost, split, batch_size)
     order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
-    worst = order[: min(MAX_SAMPLES, batch_size)]
+    worst = order[: min(MAX_WORST_SAMPLES, batch_size)]
     volume = np.full(len(worst), len(model.whole_model.input.extent) == 3)
-    return {**_sample_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst], "volume": volume}
+    pictures = _sample_pictures(model, split, worst, max_extent)
+    return {**pictures, "sample": worst, "loss": losses[worst], "volume": volume}
 
 
-def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
+def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
     """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
     parts = parts_of(cost)
     sums = np.zeros((len(parts) + len(weighted_mean_parts(cost)), len(split)))
@@ -78,7 +81,7 @@ def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) ->
         for at, number in enumerate(sample_numbers):
             sample = y[at : at + 1], targets[at : at + 1]
             costs = [float(part.local_sum(*sample, model.output.sum_over_ranks)) for _, part in parts]
-            sums[:, number] = [*costs, *local_denominators(cost, sample[0].shape, sample[1])]
+            sums[:, number] = [*costs, *local_weighted_denominators(cost, sample[0].shape, sample[1])]
     sums = model.output.sum_over_ranks(sums, replicas=True)
     costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
     means = (
@@ -88,7 +91,9 @@ def sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) ->
     return np.fromiter(means, "f8", len(split))
 
 
-def _sample_pictures(model: Trainable, split: Split, sample_numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
+def _sample_pictures(
+    model: Trainable, split: Split, sample_numbers: np.ndarray, max_extent: int
+) -> dict[str, np.ndarray]:
     """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
     grid, images, extent = model.grid, model.whole_model.input, model.output_shape[:-1]
     own_samples = slice(*grid.sample_range(len(sample_numbers)))
@@ -102,16 +107,16 @@ def _sample_pictures(model: Trainable, split: Split, sample_numbers: np.ndarray,
         label = np.where(keep, label, ignored)
     if extent and classified is None:
         said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
-    pixels = _assemble_middle_slices(grid, own_samples.start, images.own, images.extent, x, most).astype(np.float64)
+    pixels = _assemble_middle_slices(grid, own_samples.start, images.own, images.extent, x, max_extent).astype("f8")
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
     maps = {
-        name: _assemble_middle_slices(grid, own_samples.start, box, extent, cells, most)
+        name: _assemble_middle_slices(grid, own_samples.start, box, extent, cells, max_extent)
         for name, cells in (("label", label), ("said", said))
     }
-    return {"image": to_uint8(pixels), **maps}
+    return {"image": scale_to_uint8(pixels), **maps}
 
 
-def to_uint8(pixels: np.ndarray) -> np.ndarray:
+def scale_to_uint8(pixels: np.ndarray) -> np.ndarray:
     """Return pictures (n, h, w, C) as uint8, scaled to their range; averaged over other than 1 or 3 channels."""
     pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
     low, high = (reduce(pixels, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
@@ -119,15 +124,15 @@ def to_uint8(pixels: np.ndarray) -> np.ndarray:
 
 
 def _assemble_middle_slices(
-    grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any, most: int
+    grid: ProcessGrid, first_sample: int, box: Box, extent: tuple[int, ...], cells: Any, max_extent: int
 ) -> np.ndarray:
     """Assemble samples (n, *extent, ...) on every rank from each rank's box; collective.
 
     Large extents are subsampled to every s-th cell, volumes to the middle slice; a LazyTile is read only there.
     """
     if not extent:
-        return assemble_images(grid, box, extent, 1, cells, first)
-    lead, step = box.ndim - 2, subsampling_step(extent[-2:], most)
+        return assemble_subsampled_images(grid, box, extent, 1, cells, first_sample)
+    lead, step = box.ndim - 2, subsampling_step(extent[-2:], max_extent)
     rows, columns = sampled_slices(Box(box.lo[lead:], box.hi[lead:]), step)
     middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:lead], box.lo, strict=False)]
     lines = range(*rows.indices(box.shape[lead]))
@@ -137,4 +142,4 @@ def _assemble_middle_slices(
         read = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in lines]
         taken: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
         part = np.concatenate(read, axis=1 + lead)[taken]
-    return assemble_images(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first)
+    return assemble_subsampled_images(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first_sample)

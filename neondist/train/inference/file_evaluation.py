@@ -12,7 +12,7 @@ import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
 from ...costs import Dice
-from ...costs.mean import local_denominators, mean_cost, parts_of, weighted_mean_parts
+from ...costs.mean import local_weighted_denominators, mean_cost, parts_of, weighted_mean_parts
 from ...data.datasets.hdf5_tiles import PrefetchingSplit
 from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
@@ -23,16 +23,16 @@ from ...metrics.output_layout import OutputLayout
 from ...models import TrainableModel
 from ...terminal.console import counted
 from ..callbacks.subsampling import sampled_slices, subsampling_step
-from ..callbacks.worst_samples import to_uint8, worst_samples
-from ..checkpoint_evaluation import MAX_PICTURE_PIXELS
+from ..callbacks.worst_samples import find_worst_samples, scale_to_uint8
+from ..checkpoint_evaluation import MAX_PICTURE_EXTENT
 from ..experiment import FitExperiment, add_misclassification
 from ..loop import drop_ignored_cells, evaluate
-from ..state import format_results
+from ..state import format_evaluation_results
+from .checkpoint_prediction import open_checkpoint_prediction
 from .images import Images, open_images
-from .methods import BlockwisePrediction, PredictionMethod, WholeImagePrediction
-from .network import open_network
-from .predict import compute_parts
-from .progress import first_rank_progress
+from .predict import compute_and_write_parts
+from .prediction_methods import BlockwisePrediction, PredictionMethod, WholeImagePrediction
+from .progress_line import first_rank_progress
 from .trained_module import TrainedModule
 
 
@@ -56,7 +56,7 @@ def evaluate_files(
     labels : path
         Input for `nd.open_source`: integer classes of the outputs' extent, or targets of the outputs' shape.
     samples : dict, optional
-        Filled with small pictures as from `worst_samples`; block-wise, with the first image.
+        Filled with small pictures as from `find_worst_samples`; block-wise, with the first image.
 
     Returns
     -------
@@ -73,10 +73,10 @@ def evaluate_files(
     settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block, "axes": axes}
     grid.check("evaluate images", settings | {"samples": samples is not None})
     extra_cells = max(
-        (metric.extra_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
+        (metric.overlap_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
     )
-    opened = open_network(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
-    return _evaluate(opened, experiment.model, experiment.metrics, labels, grid, samples)
+    opened = open_checkpoint_prediction(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
+    return _evaluate_opened_method(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 
 def evaluate_module(
@@ -108,11 +108,11 @@ def evaluate_module(
     grid = ProcessGrid() if grid is None else grid
     settings = {"the source": source, "labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", settings)
-    opened = trained.open_method(source, grid, block, None)
-    return _evaluate(opened, trained.model, add_misclassification(None), labels, grid, samples)
+    opened = trained.open_prediction_method(source, grid, block, None)
+    return _evaluate_opened_method(opened, trained.model, add_misclassification(None), labels, grid, samples)
 
 
-def _evaluate(
+def _evaluate_opened_method(
     opened: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
@@ -126,20 +126,20 @@ def _evaluate(
             for metric in metrics:
                 metric.check_outputs(method.output_shape)
             targets = _open_labels(labels, method, images)
-        with closing(targets), _name_label_file(labels):
+        with closing(targets), _name_label_file_in_errors(labels):
             if isinstance(method, WholeImagePrediction):
-                results = _evaluate_whole(method, metrics, images, targets, samples)
+                results = _evaluate_whole_images(method, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
-                    sums = _BlockAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
+                    sums = _BlockMetricAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
                 if progress is not None:
-                    progress.expect(method.num_parts)
-                compute_parts(method, range(method.num_parts), grid, sums, progress)
-                results = sums.result()
+                    progress.expect_parts(method.num_parts)
+                compute_and_write_parts(method, range(method.num_parts), grid, sums, progress)
+                results = sums.compute_means()
                 if samples is not None and sums.thumbnail is not None:
-                    samples |= sums.thumbnail.result(results["loss"])
-    return format_results(images.shape[0], results)
+                    samples |= sums.thumbnail.gather_pictures(results["loss"])
+    return format_evaluation_results(images.shape[0], results)
 
 
 def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -> Images:
@@ -171,7 +171,7 @@ def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -
 
 
 @contextmanager
-def _name_label_file(labels: str | Path) -> Iterator[None]:
+def _name_label_file_in_errors(labels: str | Path) -> Iterator[None]:
     """Name the file in errors about labels."""
     try:
         yield
@@ -181,7 +181,7 @@ def _name_label_file(labels: str | Path) -> Iterator[None]:
         raise
 
 
-class _BlockAccumulator:
+class _BlockMetricAccumulator:
     """Accumulator of cost and metrics over blocks; some need sums per sample over all its blocks."""
 
     def __init__(
@@ -190,43 +190,47 @@ class _BlockAccumulator:
     ) -> None:  # fmt: skip
         self.cost, self.metrics = model.per_cell_cost(), metrics
         self.method, self.targets = method, targets
-        self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
+        self.cost_parts: list[Any] = [part for _, part in parts_of(self.cost)]
         self.grid, samples, shape = grid, len(targets), method.output_shape
-        self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
-        for part in self.parts:
+        self.sums_per_sample: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
+        for part in self.cost_parts:
             if part.reduced_elements_per_sample(shape):
                 if not isinstance(part, Dice):
                     raise ConfigError(
                         f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"
                     )
-                self.tables[part] = np.zeros((samples, 2 * shape[-1]))
+                self.sums_per_sample[part] = np.zeros((samples, 2 * shape[-1]))
         for metric in self.metrics:
             if isinstance(metric, PerSampleMetric):
-                self.tables[metric] = np.zeros((samples, 2))
+                self.sums_per_sample[metric] = np.zeros((samples, 2))
         outputs = OutputLayout(grid, shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
-        self.meters = {metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.tables}
+        self.meters = {
+            metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.sums_per_sample
+        }
         self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads images again
-        self.sums = np.zeros(len(self.parts) + len(weighted_mean_parts(self.cost)))
+        self.local_sums = np.zeros(len(self.cost_parts) + len(weighted_mean_parts(self.cost)))
         # no samples: initialises all sums on every rank
-        self._add(range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:]))))
+        self._add_block(
+            range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:])))
+        )
 
     def write(self, part: int, y: np.ndarray | None) -> None:
         """Add a block."""
         if y is not None:
-            samples, box = self.method.output_samples_and_box(part)
+            samples, box = self.method.local_output_samples_and_box(part)
             targets = self.targets.to_targets(self.targets.images.read_raw(samples, box.slices))
-            self._add(samples, y, targets)
+            self._add_block(samples, y, targets)
             if self.thumbnail is not None and 0 in samples:
                 self.thumbnail.paste_block(box, y[0], targets[0])
 
-    def mark_done(self, part: int) -> None:
+    def mark_part_done(self, part: int) -> None:
         """Do nothing: there is no journal."""
 
-    def result(self) -> dict[str, Any]:
+    def compute_means(self) -> dict[str, Any]:
         """Return the means over the sums of all ranks; collective."""
-        tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.tables.items()}
-        costs, weights = np.split(_sum_over_ranks(self.grid, self.sums), [len(self.parts)])
-        for at, part in enumerate(self.parts):
+        tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
+        costs, weights = np.split(_sum_over_ranks(self.grid, self.local_sums), [len(self.cost_parts)])
+        for at, part in enumerate(self.cost_parts):
             costs[at] += part.losses_from_sums(tables[part]).sum() if part in tables else 0
         samples = len(self.targets)
         means: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, samples, self.method.output_shape)}
@@ -237,14 +241,14 @@ class _BlockAccumulator:
                 means |= self.meters[metric].result()
         return means
 
-    def _add(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
+    def _add_block(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
         own = slice(None), *(slice(size) for size in self.method.plan.size)  # without overlap
         full, y, targets = (y, targets), y[own], targets[own]
-        for key, table in self.tables.items():
-            cells = full if getattr(key, "extra_cells", 0) else (y, targets)
+        for key, table in self.sums_per_sample.items():
+            cells = full if getattr(key, "overlap_cells", 0) else (y, targets)
             table[samples.start : samples.stop] += key.sums_per_sample(*cells)
-        costs = [0.0 if part in self.tables else float(part.local_sum(y, targets)) for part in self.parts]
-        self.sums += [*costs, *local_denominators(self.cost, y.shape, targets)]
+        costs = [0.0 if part in self.sums_per_sample else float(part.local_sum(y, targets)) for part in self.cost_parts]
+        self.local_sums += [*costs, *local_weighted_denominators(self.cost, y.shape, targets)]
         cells = drop_ignored_cells(y, targets, getattr(self.cost, "ignore_index", None))
         for meter in self.meters.values():
             meter.add(*cells)
@@ -256,42 +260,42 @@ class _Thumbnail:
     def __init__(self, method: BlockwisePrediction, labels: Images, grid: ProcessGrid) -> None:
         self.method, self.labels, self.grid = method, labels, grid
         self.extent = method.output_shape[:-1]
-        self.source = method.aligned_source()  # None if outputs are not aligned with the image's cells
+        self.source = method.source_aligned_with_output()  # None if outputs are not aligned with the image's cells
         drawable = self.source is not None and len(self.extent) in (2, 3)
-        self.step = subsampling_step(self.extent[-2:], MAX_PICTURE_PIXELS) if drawable else 0
-        shape = [-(-n // self.step) for n in self.extent[-2:]] if self.step else []
-        self.maps = {name: np.zeros(shape) for name in ("label", "said")}
+        self.pixel_step = subsampling_step(self.extent[-2:], MAX_PICTURE_EXTENT) if drawable else 0
+        shape = [-(-n // self.pixel_step) for n in self.extent[-2:]] if self.pixel_step else []
+        self.label_and_prediction_maps = {name: np.zeros(shape) for name in ("label", "said")}
         self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
         self.has_classes = False
 
     def paste_block(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
         """Paste the cells (*cells, C) of a block."""
-        if self.source is None or not self.step:
+        if self.source is None or not self.pixel_step:
             return
         own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.method.plan.size, strict=True)]
         middle = [n // 2 for n in self.extent[:-2]]
         if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle, strict=False)):
             return
-        rows, columns = (slice(-(-cut.start // self.step), -(-cut.stop // self.step)) for cut in own[-2:])
+        rows, columns = (slice(-(-cut.start // self.pixel_step), -(-cut.stop // self.pixel_step)) for cut in own[-2:])
         plane = Box(tuple(cut.start for cut in own[-2:]), tuple(cut.stop for cut in own[-2:]))
-        picked = sampled_slices(plane, self.step)
+        picked = sampled_slices(plane, self.pixel_step)
         inside: Any = (*(at - cut.start for at, cut in zip(middle, own, strict=False)), *picked)
         within = tuple(slice(0, cut.stop - cut.start) for cut in own)
         self.has_classes = targets.ndim < y.ndim
         prediction = y.argmax(-1) if self.has_classes else y[..., 0]
         for name, cells in (("said", prediction), ("label", targets if self.has_classes else targets[..., 0])):
-            self.maps[name][rows, columns] = cells[within][inside]
+            self.label_and_prediction_maps[name][rows, columns] = cells[within][inside]
         place = (*self.method.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
         self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
 
-    def result(self, loss: float) -> dict[str, np.ndarray]:
-        """Return the pictures, as `worst_samples` does; collective."""
-        if not self.step:
+    def gather_pictures(self, loss: float) -> dict[str, np.ndarray]:
+        """Return the pictures, as `find_worst_samples` does; collective."""
+        if not self.pixel_step:
             return {}
-        maps = {name: _sum_over_ranks(self.grid, one)[None] for name, one in self.maps.items()}
+        maps = {name: _sum_over_ranks(self.grid, one)[None] for name, one in self.label_and_prediction_maps.items()}
         if _sum_over_ranks(self.grid, np.array([float(self.has_classes)]))[0]:
             maps = {name: one.astype(np.int64) for name, one in maps.items()}
-        image = to_uint8(_sum_over_ranks(self.grid, self.image)[None])
+        image = scale_to_uint8(_sum_over_ranks(self.grid, self.image)[None])
         one = {"sample": np.zeros(1, np.int64), "loss": np.array([loss]), "volume": np.array([len(self.extent) == 3])}
         return {"image": image, **maps, **one}
 
@@ -299,9 +303,9 @@ class _Thumbnail:
 class _ImageTiles:
     """A rank's tile of each image in a file, as in a split."""
 
-    def __init__(self, images: Images, box: Box) -> None:
-        self.images, self.box = images, box
-        self.shape = (images.shape[0], *box.shape, images.shape[-1])
+    def __init__(self, images: Images, tile_box: Box) -> None:
+        self.images, self.box = images, tile_box
+        self.shape = (images.shape[0], *tile_box.shape, images.shape[-1])
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -330,7 +334,7 @@ class _TargetTiles(_ImageTiles):
         return raw
 
 
-def _evaluate_whole(
+def _evaluate_whole_images(
     method: WholeImagePrediction,
     metrics: Sequence[Metric],
     images: Images,
@@ -343,9 +347,9 @@ def _evaluate_whole(
     tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile)
     split = PrefetchingSplit(*tiles, mean=offset / factor, std=1 / factor, scale=1.0)
     with closing(split):
-        results = evaluate(method.model, split, method.batch, metrics)
+        results = evaluate(method.model, split, method.batch_size, metrics)
         if samples is not None:
-            samples |= worst_samples(method.model, split, method.batch, MAX_PICTURE_PIXELS)
+            samples |= find_worst_samples(method.model, split, method.batch_size, MAX_PICTURE_EXTENT)
         return results
 
 

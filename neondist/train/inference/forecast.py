@@ -26,15 +26,15 @@ from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import open_checkpoint
 from ...terminal.console import counted
-from ..checkpoint_fields import CheckpointFields
+from ..checkpoint_field_metadata import CheckpointFieldMetadata
 from ..experiment import FitExperiment
+from ..inference_weights import load_inference_weights
 from ..validate import experiment_grid_shape
-from ..weights import load_inference_weights
-from .methods import WholeImagePrediction, choose_method
-from .network import read_normalisation
+from .checkpoint_prediction import parse_shape_and_normalisation
+from .prediction_methods import WholeImagePrediction, choose_method
 
-Forecasts = Iterator[tuple[slice, np.ndarray | None]]  # times, and the values of this rank
-_SUFFIXES = (".nc", ".nc4")
+ForecastIterator = Iterator[tuple[slice, np.ndarray | None]]  # time range, and this rank's values
+_NETCDF_SUFFIXES = (".nc", ".nc4")
 
 
 def forecast(
@@ -83,15 +83,15 @@ def forecast(
             raise ConfigError(
                 f"steps: applies to forecasts with ClimateFiles, not with {type(dataset).__name__}; leave it out"
             )
-        if Path(target).suffix.lower() not in _SUFFIXES:
+        if Path(target).suffix.lower() not in _NETCDF_SUFFIXES:
             raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
         experiment_grid_shape(experiment, grid.size)
         series = dataset.open_series(str(source), "input", targets=False)
     with closing(series), open_checkpoint(path, world) as file:
-        _, factor, offset, fill = read_normalisation(path, file.contents.texts)
+        _, factor, offset, fill = parse_shape_and_normalisation(path, file.contents.texts)
         with all_or_none(world):
             try:
-                fields = CheckpointFields.from_texts(file.contents.texts)
+                fields = CheckpointFieldMetadata.from_checkpoint_texts(file.contents.texts)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
             try:
@@ -103,7 +103,7 @@ def forecast(
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
                 require_outputs_cover_inputs(dataset, fields, series)
-                images.repeat_last(grid.replicas)
+                images.repeat_last_image(grid.replicas)
             method = choose_method(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
             if not isinstance(method, WholeImagePrediction):
                 raise ConfigError(
@@ -116,10 +116,10 @@ def forecast(
                 )
         load_inference_weights(file, model)
         count = images.shape[0] if steps is None else steps
-        times = _valid_times(series, fields, dataset, steps)
-        with _open_sink(series, fields, times, Path(target), grid, model.dtype, overwrite) as sink:
+        times = _forecast_times_in_seconds(series, fields, dataset, steps)
+        with _open_forecast_sink(series, fields, times, Path(target), grid, model.dtype, overwrite) as sink:
             forecasts = (
-                _single_steps(method, fields) if steps is None else _roll_out(method, dataset.steps, fields, steps)
+                _run_single_steps(method, fields) if steps is None else _roll_out(method, dataset.steps, fields, steps)
             )
             for places, values in forecasts:
                 if values is not None:
@@ -137,29 +137,29 @@ class FieldImages:
     def __init__(
         self,
         series: FieldSeries,
-        steps: int,
+        times_per_image: int,
         channels: Sequence[int],
         factor: Sequence[float],
         subtrahend: Sequence[float],
     ) -> None:
-        count = len(series) - steps + 1
+        count = len(series) - times_per_image + 1
         if count < 1:
             raise DataError(
-                f"{series.file_names[0]}: has {counted(len(series), 'time')}, but the network needs {steps}; give"
-                " more files"
+                f"{series.file_names[0]}: has {counted(len(series), 'time')}, but the network needs"
+                f" {times_per_image}; give more files"
             )
         self.series, self.factor, self.subtrahend = series, factor, subtrahend
-        self._steps, self._channels, self._first = steps, channels, np.arange(count)
+        self._times_per_image, self._channels, self._first_time_indices = times_per_image, channels, np.arange(count)
         self.source = series.source_containing(0)
 
-    def repeat_last(self, count: int) -> None:
+    def repeat_last_image(self, count: int) -> None:
         """Replace the images by `count` copies of the last one, one per replica."""
-        self._first = np.repeat(self._first[-1:], count)
+        self._first_time_indices = np.repeat(self._first_time_indices[-1:], count)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape (N, H, W, C) of the input images."""
-        return len(self._first), *self.series.extent, self._steps * len(self._channels)
+        return len(self._first_time_indices), *self.series.extent, self._times_per_image * len(self._channels)
 
     @property
     def sample_extents(self) -> tuple[int, ...]:
@@ -168,11 +168,11 @@ class FieldImages:
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the cells of a box of consecutive images (n, *box, C)."""
-        tiles = FieldTiles(self.series, self._first, self._steps, self._channels, box.slices)
+        tiles = FieldTiles(self.series, self._first_time_indices, self._times_per_image, self._channels, box.slices)
         return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.subtrahend, dtype)
 
 
-def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields, series: FieldSeries) -> None:
+def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFieldMetadata, series: FieldSeries) -> None:
     """Raise ConfigError unless forecasts contain all inputs of the next one."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
@@ -189,32 +189,34 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFields
         )
 
 
-def _valid_times(
-    series: FieldSeries, fields: CheckpointFields, dataset: ClimateFiles, steps: int | None
+def _forecast_times_in_seconds(
+    series: FieldSeries, fields: CheckpointFieldMetadata, dataset: ClimateFiles, steps: int | None
 ) -> list[float]:
-    """Return the times of the forecasts in seconds."""
+    """Return the valid times of the forecasts in seconds."""
     starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
     leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
     pairs = zip(starts.tolist(), leads, strict=True)
     for months in (fields.month_step, series.month_step):
         if months is not None and months.matches(series.times, series.calendar):
             return [months.advance(start, lead, series.calendar) for start, lead in pairs]
-    return [start + lead * (series.step_seconds or fields.time_step) for start, lead in pairs]
+    return [start + lead * (series.step_seconds or fields.time_step_seconds) for start, lead in pairs]
 
 
-def _single_steps(method: WholeImagePrediction, fields: CheckpointFields) -> Forecasts:
+def _run_single_steps(method: WholeImagePrediction, fields: CheckpointFieldMetadata) -> ForecastIterator:
     """Yield forecasts from all images: this rank's samples and tile."""
     for part in range(method.num_parts):
         x = None
         with all_or_none(method.grid.world):
-            x = method.read(part)
+            x = method.read_local_input(part)
         assert x is not None
-        y = method.compute_local_outputs(part, x)
-        samples, _ = method.output_samples_and_box(part)
+        y = method.compute_local_output(part, x)
+        samples, _ = method.local_output_samples_and_box(part)
         yield slice(samples.start, samples.stop), None if y is None else fields.to_physical_units(y)
 
 
-def _roll_out(method: WholeImagePrediction, steps: int, fields: CheckpointFields, count: int) -> Forecasts:
+def _roll_out(
+    method: WholeImagePrediction, steps: int, fields: CheckpointFieldMetadata, count: int
+) -> ForecastIterator:
     """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
     model, grid, images = method.model, method.grid, method.images
     own, channels = model.input.own, images.shape[-1] // steps
@@ -224,7 +226,7 @@ def _roll_out(method: WholeImagePrediction, steps: int, fields: CheckpointFields
     aligned = all(grid.world.allgather(own == grid.partition(method.output_shape[:-1]).box(grid.tile)))
     x = None
     with all_or_none(grid.world):
-        x = method.read(0)
+        x = method.read_local_input(0)
     assert x is not None
     for number in range(count):
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
@@ -244,15 +246,15 @@ class ForecastCoordinates(TileSource):
     ----------
     source : TileSource
         A variable of the input.
-    times : sequence of float
+    encoded_times : sequence of float
         In the units of its coordinate of times.
     """
 
-    def __init__(self, source: TileSource, times: np.ndarray) -> None:
+    def __init__(self, source: TileSource, encoded_times: np.ndarray) -> None:
         extent = dict(zip(source.axes, source.shape, strict=True))
         names = {letter: dimension_name(source, letter) for letter in "TYX"}
-        self._source, self._times, self._names = source, times, names
-        shape = len(times), extent["Y"], extent["X"]
+        self._source, self._times, self._names = source, encoded_times, names
+        shape = len(encoded_times), extent["Y"], extent["X"]
         super().__init__(source.path, "TYX", shape, source.dtype, metadata={"dimensions": list(names.values())})
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
@@ -261,30 +263,30 @@ class ForecastCoordinates(TileSource):
         for variable in self._source.auxiliary_variables()[0]:
             grid = {*variable.dimensions} & {self._names["Y"], self._names["X"]}
             if variable.name == time and variable.values is not None:
-                attributes = {name: value for name, value in variable.attributes.items() if name not in _DROPPED_KEYS}
+                attributes = {key: item for key, item in variable.attributes.items() if key not in _DROPPED_TIME_KEYS}
                 kept.append(AuxiliaryVariable(time, (time,), self._times, attributes))
             elif variable.name == "/":
-                kept.append(replace(variable, attributes=_CONVENTIONS | variable.attributes))
+                kept.append(replace(variable, attributes=_CF_CONVENTIONS_ATTRIBUTE | variable.attributes))
             elif variable.name == "" or (
                 variable.values is not None and time not in variable.dimensions and (grid or not variable.dimensions)
             ):
                 kept.append(variable)  # without levels and time-dependent variables
         if not any(variable.name == "/" for variable in kept):
-            kept.append(AuxiliaryVariable("/", (), None, dict(_CONVENTIONS)))
+            kept.append(AuxiliaryVariable("/", (), None, dict(_CF_CONVENTIONS_ATTRIBUTE)))
         return kept, []
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raise DataError(f"{self.path}: has no forecast values before it is written")
+        raise DataError(f"{self.path}: these coordinates hold no forecast values; read the output file")
 
 
-_CONVENTIONS = {"Conventions": np.bytes_(b"CF-1.8")}
-_DROPPED_KEYS = ("bounds", "climatology", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
+_CF_CONVENTIONS_ATTRIBUTE = {"Conventions": np.bytes_(b"CF-1.8")}
+_DROPPED_TIME_KEYS = ("bounds", "climatology", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
 
 
 @contextmanager
-def _open_sink(
+def _open_forecast_sink(
     series: FieldSeries,
-    fields: CheckpointFields,
+    fields: CheckpointFieldMetadata,
     times: Sequence[float],
     target: Path,
     grid: ProcessGrid,
@@ -305,18 +307,18 @@ def _open_sink(
         yield sink
 
 
-def _encode_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
+def _encode_times(source: TileSource, last_input_seconds: float, seconds: Sequence[float]) -> np.ndarray:
     """Return times in the units and integer type of a file's time coordinate."""
     axis = coordinate_along_axis(source, "T", source.auxiliary_variables()[0])
     assert axis is not None
     values = unpacked_values(source.path, axis)
-    zero, unit = times_in_seconds(source.path, replace(axis, values=np.arange(2.0), attributes=_time_units(axis)))
-    raw = float(values[-1]) + (np.asarray(times) - last) / (unit - zero)
+    zero, unit = times_in_seconds(source.path, replace(axis, values=np.arange(2.0), attributes=_unit_attributes(axis)))
+    raw = float(values[-1]) + (np.asarray(seconds) - last_input_seconds) / (unit - zero)
     whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(raw, np.rint(raw), atol=1e-6)
     return np.rint(raw).astype(np.int64) if whole else raw
 
 
-def _time_units(variable: AuxiliaryVariable) -> dict[str, Any]:
+def _unit_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:
     return {name: value for name, value in variable.attributes.items() if name in ("units", "calendar")}
 
 
@@ -324,14 +326,8 @@ def _output_attributes(series: FieldSeries, name: str, units: str) -> dict[str, 
     """Return the attributes of an output: those of its input variable, without storage attributes."""
     channel = next((item for item in series.channels if item.name == name), None)
     attributes = {} if channel is None else dict(channel.attributes)
-    kept = {
-        key: value
-        for key, value in attributes.items()
-        if key not in PACKING_ATTRIBUTES
-        and key not in POSITION_ATTRIBUTES
-        and not key.startswith("_")
-        and key.isidentifier()
-    }
+    dropped = {*PACKING_ATTRIBUTES, *POSITION_ATTRIBUTES}
+    kept = {k: v for k, v in attributes.items() if k not in dropped and not k.startswith("_") and k.isidentifier()}
     kept |= {"units": units} if units else {}
     if channel is not None and channel.level is not None:
         kept["level"] = np.float64(channel.level[1])

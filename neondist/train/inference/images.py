@@ -88,13 +88,8 @@ class Images:
         """Return values that change if the file changes."""
         path = Path(self.source.path)
         files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        return [
-            str(path),
-            self.source.axes,
-            list(self.source.shape),
-            str(self.source.dtype),
-            [size_and_mtime(file) for file in files],
-        ]
+        source, times = self.source, [size_and_mtime(file) for file in files]
+        return [str(path), source.axes, list(source.shape), str(source.dtype), times]
 
 
 def open_images(

@@ -23,12 +23,12 @@ from ...io.journal import Journal
 from ...io.lock import FileLock
 from ...terminal.console import say
 from ..experiment import FitExperiment
-from . import results
+from . import output_kinds
+from .checkpoint_prediction import open_checkpoint_prediction
 from .forecast import forecast
 from .images import Images
-from .methods import PredictionMethod
-from .network import open_network
-from .progress import ProgressLine, first_rank_progress
+from .prediction_methods import PredictionMethod
+from .progress_line import ProgressLine, first_rank_progress
 from .trained_module import TrainedModule
 
 
@@ -93,10 +93,10 @@ def predict(
                 "predict: forecasts are written as whole fields; leave out classes, probabilities, block and axes"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
-    kinds = results.selected_kinds(raw, probabilities, classes)
+    kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
     read = {"the checkpoint": checkpoint, "the source": source}
     grid.check("predict", read | _output_settings(target, kinds, block, overwrite) | {"axes": axes})
-    opened = partial(open_network, experiment, checkpoint, source, grid, block, axes=axes)
+    opened = partial(open_checkpoint_prediction, experiment, checkpoint, source, grid, block, axes=axes)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
@@ -126,9 +126,9 @@ def predict_module(
         As `predict`.
     """
     grid = ProcessGrid() if grid is None else grid
-    kinds = results.selected_kinds(raw, probabilities, classes)
+    kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
     grid.check("predict", {"the source": source} | _output_settings(target, kinds, block, overwrite))
-    opened = partial(trained.open_method, source, grid, block)
+    opened = partial(trained.open_prediction_method, source, grid, block)
     return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
@@ -152,55 +152,57 @@ def _write_outputs(
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
-            results.check_output_kinds(kinds, method.output_shape[-1], target)
-            job = {"outputs": kinds, "route": method.job_identity, "input": images.file_identity(), **identities}
+            output_kinds.check_output_kinds(kinds, method.output_shape[-1], target)
+            job = {"outputs": kinds, "route": method.identity_for_resume, "input": images.file_identity(), **identities}
             if journal is not None:
                 done = journal.completed_parts(job, overwrite)
         done = grid.world.bcast(done)
         with all_or_none(grid.world):  # first: the journal of another job must not describe new outputs
             if journal is not None and not done:
                 journal.start_job(job)
-        with _open_sinks(results.output_paths(kinds, target), method, images, grid, overwrite, done, journal) as sinks:
+        with _open_sinks(
+            output_kinds.output_paths(kinds, target), method, images, grid, overwrite, done, journal
+        ) as sinks:
             remaining = [part for part in range(method.num_parts) if part not in done]
             if progress is not None:
-                progress.expect(method.num_parts, len(done))
+                progress.expect_parts(method.num_parts, len(done))
             writer = OutputWriter(method, images, sinks, grid.world.bcast(journal))
-            compute_parts(method, remaining, grid, writer, progress)
+            compute_and_write_parts(method, remaining, grid, writer, progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
             if journal is not None:
                 journal.delete_file()
-    channels = results.output_channels(kinds[0], method.output_shape[-1])
+    channels = output_kinds.count_output_channels(kinds[0], method.output_shape[-1])
     return *images.sample_extents, *method.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
 
 
-def compute_parts(
-    method: PredictionMethod, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: ProgressLine | None = None
+def compute_and_write_parts(
+    method: PredictionMethod, parts: Sequence[int], grid: ProcessGrid, writer: Any, progress: ProgressLine | None = None
 ) -> None:
-    """Compute parts and pass the outputs to `sink`, reading and writing in the background."""
-    parts = method.order_parts(parts)
-    own_parts = parts if method.collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
-    others = 1 if method.collective else grid.size
+    """Compute parts and pass the outputs to `writer`, reading and writing in the background."""
+    parts = method.order_parts_for_reading(parts)
+    own_parts = parts if method.is_collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
+    others = 1 if method.is_collective else grid.size
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
-        prefetched = reader.submit(method.read, own_parts[0]) if own_parts else None
+        prefetched = reader.submit(method.read_local_input, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None
         for at, part in enumerate(own_parts):
             assert prefetched is not None
             x = _call_all_or_none(method, grid, prefetched.result)
-            prefetched = reader.submit(method.read, own_parts[at + 1]) if at + 1 < len(own_parts) else None
+            prefetched = reader.submit(method.read_local_input, own_parts[at + 1]) if at + 1 < len(own_parts) else None
             with grid.observers.observe("layer", f"part {part}", "forward"):
-                y = method.compute_local_outputs(part, x)
-            _finish_write(method, grid, pending, sink)
-            pending = part, pool.submit(sink.write, part, y)
+                y = method.compute_local_output(part, x)
+            _finish_pending_write(method, grid, pending, writer)
+            pending = part, pool.submit(writer.write, part, y)
             if progress is not None:
-                progress.add(others, others * method.num_cells(part))
-        _finish_write(method, grid, pending, sink)
+                progress.add_done_parts(others, others * method.count_cells(part))
+        _finish_pending_write(method, grid, pending, writer)
 
 
 def _call_all_or_none(method: PredictionMethod, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
-    """Return the result of an action; by a collective method, all ranks raise, or none does."""
-    if not method.collective:
+    """Return the result of an action; for a collective method, either all ranks raise an error or none does."""
+    if not method.is_collective:
         return action()
     value = None
     with all_or_none(grid.world):
@@ -208,14 +210,14 @@ def _call_all_or_none(method: PredictionMethod, grid: ProcessGrid, action: Calla
     return value
 
 
-def _finish_write(
+def _finish_pending_write(
     method: PredictionMethod, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any
 ) -> None:
     """Wait for a pending write and mark its part as done."""
     if pending is not None:
         _call_all_or_none(method, grid, pending[1].result)
-        if not method.collective or grid.rank == 0:
-            writer.mark_done(pending[0])
+        if not method.is_collective or grid.rank == 0:
+            writer.mark_part_done(pending[0])
 
 
 class OutputWriter:
@@ -228,9 +230,9 @@ class OutputWriter:
         """Write a part to all files."""
         if y is None:
             return
-        samples, box = self.method.output_samples_and_box(part)
+        samples, box = self.method.local_output_samples_and_box(part)
         for kind, sink in self.sinks.items():
-            values = results.convert_outputs(kind, y)
+            values = output_kinds.convert_to_output_kind(kind, y)
             if self.images.has_sample_axis:
                 sink.write((*self.images.sample_slices(samples), *box.slices, slice(0, values.shape[-1])), values)
             for at, sample in enumerate(samples if not self.images.has_sample_axis else ()):
@@ -239,7 +241,7 @@ class OutputWriter:
                 sink.write(cells, values[at].reshape([cut.stop - cut.start for cut in cells]))
             sink.flush()
 
-    def mark_done(self, part: int) -> None:
+    def mark_part_done(self, part: int) -> None:
         """Mark a part as done in the journal."""
         self.journal.record_part(part)
 
@@ -274,7 +276,7 @@ def _open_sinks(
     If all ranks fail before any part is done, all of them are removed.
     """
     *extent, channels = method.output_shape
-    source, like, sinks = images.source, method.aligned_source(), {}
+    source, like, sinks = images.source, method.source_aligned_with_output(), {}
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
     complete: list[str] = []  # if interrupted after a rename, before the next or the journal's end
@@ -283,13 +285,13 @@ def _open_sinks(
             if grid.rank == 0:
                 complete = [kind for kind, path in paths.items() if clean_up_if_published(path)]
         complete = grid.world.bcast(complete)
-    with _remove_on_failure(factories, grid, journal), ExitStack() as stack:
+    with _remove_outputs_on_failure(factories, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
             if kind in complete:
                 continue
-            shape = (*images.sample_extents, *extent, results.output_channels(kind, channels))
-            layout = shape, results.output_dtype(kind, channels, method.dtype), axes
-            options = results.sink_options(kind, channels, path)
+            shape = (*images.sample_extents, *extent, output_kinds.count_output_channels(kind, channels))
+            layout = shape, output_kinds.output_dtype(kind, channels, method.dtype), axes
+            options = output_kinds.sink_options(kind, channels, path)
             make = partial(create_sink, path, *layout, like=like, overwrite=overwrite, grid=grid, **options)
             factories.append(make)
             if not done:
@@ -302,13 +304,13 @@ def _open_sinks(
                     f"{path}: the partial output of the earlier job is missing; start again with overwrite"
                 )
             sinks[kind] = sink
-        if grid.size > 1 and not method.collective:  # from now on ranks may fail separately
+        if grid.size > 1 and not method.is_collective:  # from now on ranks may fail separately
             factories.clear()
         yield sinks
 
 
 @contextmanager
-def _remove_on_failure(
+def _remove_outputs_on_failure(
     factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None
 ) -> Iterator[None]:
     """Remove unfinished outputs of `factories` on an error that all ranks raise, if no part is done."""

@@ -18,10 +18,10 @@ from ...formats.base import convert_read_errors
 from ...io.regular_file import open_regular, read_bytes
 from ...terminal.console import counted
 from .images import Images, open_images
-from .methods import BlockwisePrediction, WholeImagePrediction, choose_method, memory_limit
-from .windows import WindowPrediction, check_windows, windows_per_block
+from .prediction_methods import BlockwisePrediction, WholeImagePrediction, choose_method, memory_limit_per_rank
+from .window_prediction import WindowPrediction, check_window_fits, windows_per_block
 
-MAX_BATCH = 8
+MAX_WHOLE_IMAGE_BATCH = 8
 """Largest batch of whole images."""
 
 
@@ -78,7 +78,7 @@ class TrainedModule:
             raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")
         if scale == 0 or 0 in std:
             raise ConfigError(f"--{'scale' if scale == 0 else 'std'}: must not be 0, since values are divided by it")
-        self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
+        self.name, self.weights, self.window_extent, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
         self.axes = axes
         self.model = TorchModel(factory)
@@ -91,14 +91,14 @@ class TrainedModule:
         for parameter, value in module.named_parameters():
             if not value.isfinite().all():
                 raise DataError(f"{weights}: {parameter} has values that are not finite; give another weights file")
-        self.spatial, self.channels = expected_image(module)
+        self.spatial_ndim, self.channels = expected_image(module)
         self.class_names = [str(name) for name in getattr(module, "class_names", ())]
-        self._code = _source_code(factory)
+        self._factory_source = _read_source_file(factory)
 
     def check_images(self, source: str | Path) -> None:
         """Raise UserError if the images are invalid; called before ranks are started."""
-        with closing(self.open_source_images(source)) as images, self._check_channels(images):
-            if self.windows is not None:
+        with closing(self.open_source_images(source)) as images, self._report_channel_mismatch(images):
+            if self.window_extent is not None:
                 self._create_window_method(images, None, None)
 
     def open_source_images(self, source: str | Path) -> Images:
@@ -120,36 +120,35 @@ class TrainedModule:
             if len(getattr(self, option)) not in (1, channels):
                 raise ConfigError(
                     f"--{option}: {len(getattr(self, option))} values, but {source} has"
-                    f" {counted(channels, 'channel')}; give"
-                    " one, or one per channel"
+                    f" {counted(channels, 'channel')}; give one, or one per channel"
                 )
         std = np.asarray(self.std, np.float64)
         factor = np.broadcast_to(1 / (self.scale * std), (len(self.std),)).tolist()
         offset = (np.asarray(self.mean, np.float64) / std).tolist()
-        images = open_images(source, (*(1 for _ in range(self.spatial)), channels), factor, offset, axes=self.axes)
+        images = open_images(source, (*(1 for _ in range(self.spatial_ndim)), channels), factor, offset, axes=self.axes)
         try:
-            if self.windows is not None:
-                check_windows(images, self.windows)
+            if self.window_extent is not None:
+                check_window_fits(images, self.window_extent)
         except DataError:
             images.close()
             raise
         return images
 
     @contextmanager
-    def open_method(
+    def open_prediction_method(
         self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_method: list[Any] | None
     ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
         """Yield the prediction method, the images, and hashes of the weights and the module; collective."""
         with all_or_none(grid.world):
             images = self.open_source_images(source)
         with closing(images):
-            with all_or_none(grid.world), self._check_channels(images):
+            with all_or_none(grid.world), self._report_channel_mismatch(images):
                 method = (
-                    choose_method(self.model, images, grid, MAX_BATCH, block, resumed_method)
-                    if self.windows is None
+                    choose_method(self.model, images, grid, MAX_WHOLE_IMAGE_BATCH, block, resumed_method)
+                    if self.window_extent is None
                     else self._create_window_method(images, block, resumed_method, grid.size)
                 )
-                identities = self._identities() if grid.rank == 0 else None
+                identities = self._hash_weights_and_network() if grid.rank == 0 else None
             yield method, images, grid.world.bcast(identities)
 
     def _create_window_method(
@@ -157,17 +156,17 @@ class TrainedModule:
     ) -> WindowPrediction:
         from ...torch.training.windows import ModuleWindows
 
-        assert self.windows is not None
+        assert self.window_extent is not None
         assert self.stride is not None
-        size = [windows_per_block(self.stride, block, resumed_method)] * self.spatial
-        window_args = self.model.dtype, images.shape[1:], self.windows, self.stride, size
+        size = [windows_per_block(self.stride, block, resumed_method)] * self.spatial_ndim
+        window_args = self.model.dtype, images.shape[1:], self.window_extent, self.stride, size
         return WindowPrediction(
-            images, ModuleWindows(self.model.module, *window_args), memory_limit(self.model.memory, ranks)
+            images, ModuleWindows(self.model.module, *window_args), memory_limit_per_rank(self.model.memory, ranks)
         )
 
     @contextmanager
-    def _check_channels(self, images: Images) -> Iterator[None]:
-        """If the module fails and the channel counts differ, report that instead."""
+    def _report_channel_mismatch(self, images: Images) -> Iterator[None]:
+        """Replace an error of the module by one about the number of channels, if that is wrong."""
         try:
             yield
         except ConfigError as error:
@@ -179,18 +178,18 @@ class TrainedModule:
                 f" takes {counted(self.channels, 'channel')}; give such images, or another --factory"
             ) from error
 
-    def _identities(self) -> dict[str, str]:
+    def _hash_weights_and_network(self) -> dict[str, str]:
         """Return hashes that a resumed job must have in common with the original."""
         weights = hashlib.sha256()
         with convert_read_errors(self.weights), open_regular(self.weights) as file:
             while chunk := file.read(1 << 20):
                 weights.update(chunk)
-        options = self.name, self.windows, self.stride, self.scale, self.mean, self.std, str(self.model.module)
-        network = hashlib.sha256(repr(options).encode() + self._code).hexdigest()[:16]
+        options = self.name, self.window_extent, self.stride, self.scale, self.mean, self.std, str(self.model.module)
+        network = hashlib.sha256(repr(options).encode() + self._factory_source).hexdigest()[:16]
         return {"weights": weights.hexdigest()[:16], "network": network}
 
 
-def _source_code(factory: Callable[..., Any]) -> bytes:
+def _read_source_file(factory: Callable[..., Any]) -> bytes:
     """Return the source file of a function as bytes; b'' if there is none."""
     with suppress(TypeError, OSError):
         return read_bytes(inspect.getfile(factory))

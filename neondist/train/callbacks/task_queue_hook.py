@@ -1,4 +1,4 @@
-"""tasks.sqlite: task queue of a single-process run."""
+"""tasks.sqlite: hook that reads the order of records from the task queue of a single-process run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEASE_SECONDS = 1e9
 """Lease in seconds; the only worker is this process."""
 
 
-class LocalTasks(Hook):
+class TaskQueueHook(Hook):
     """Take the order of records from a queue in the run's folder, and credit them after each step.
 
     A resumed run continues from its checkpoint: credits of records that are not in the weights are revoked.

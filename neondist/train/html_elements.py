@@ -17,11 +17,11 @@ from ..io.regular_file import read_bytes
 from ..terminal.console import escape_invisible
 
 _MAX_PLOTTED_VALUE = sys.float_info.max / 4  # so that differences are finite
-_MAX_TEXT_BYTES = 1 << 22  # bytes
-_LOGARITHMIC_RATIO = 20  # largest over smallest value from which an axis is logarithmic
-_ZERO_BASED_RATIO = 2  # from which one that is not begins at 0
+_MAX_TEXT_FILE_BYTES = 1 << 22  # bytes
+_MIN_LOGARITHMIC_AXIS_RATIO = 20  # largest over smallest value above which an axis is logarithmic
+_MIN_ZERO_BASED_AXIS_RATIO = 2  # the same ratio, from which a linear axis begins at 0
 SPLIT_COLOURS = {"train": "#1f77b4", "validation": "#2ca02c", "test": "#ff7f0e"}
-_STYLE = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+_STYLE_SHEET = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 h1,h2,h3{line-height:1.2;overflow-wrap:anywhere}h2{margin-top:1.6em}
 table{border-collapse:collapse}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
 td.text{text-align:left}th.group{text-align:center}
@@ -38,93 +38,98 @@ td,th{padding:.15em .4em;font-size:13px}figure{margin-right:0}
 .matrix td,.matrix th{padding:.1em .25em}}"""
 
 
-def html_page(title: str, parts: Iterable[str]) -> str:
+def html_page(title: str, body_parts: Iterable[str]) -> str:
     """Return an HTML page."""
     head = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width'><title>{escape_text(title)}</title><style>{_STYLE}</style>"
+        f"<meta name='viewport' content='width=device-width'><title>{escape_html(title)}</title>"
+        f"<style>{_STYLE_SHEET}</style>"
     )
-    return head + "\n".join([f"<h1>{escape_text(title)}</h1>", *parts]) + "\n"
+    return head + "\n".join([f"<h1>{escape_html(title)}</h1>", *body_parts]) + "\n"
 
 
-def is_finite(value: Any) -> bool:
+def is_plottable(value: Any) -> bool:
     """Return whether a value can be plotted."""
     return type(value) in (int, float) and abs(value) <= _MAX_PLOTTED_VALUE
 
 
-def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
+def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float, bool]:
     """Return the ends of an axis, and whether it is logarithmic: for positive values of very different magnitude.
 
     Other axes begin at 0 unless values are negative or vary little.
     """
     low, high = min(values), max(values)
-    powers = low > 0 and _LOGARITHMIC_RATIO * low < high
-    from_zero = not powers and low >= 0 and (_ZERO_BASED_RATIO * low <= high or low == high)
+    powers = low > 0 and _MIN_LOGARITHMIC_AXIS_RATIO * low < high
+    from_zero = not powers and low >= 0 and (_MIN_ZERO_BASED_AXIS_RATIO * low <= high or low == high)
     return 0.0 if from_zero else low, high, powers
 
 
-def format_value(value: Any) -> str:
+def value_html(value: Any) -> str:
     """Return a value as HTML text."""
-    if is_finite(value):
+    if is_plottable(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
-    return "" if value is None else escape_text(str(value))
+    return "" if value is None else escape_html(str(value))
 
 
-def escape_text(text: str, max_length: int = 200) -> str:
+def escape_html(text: str, max_length: int = 200) -> str:
     """Return untrusted text for HTML: escaped, with invisible characters as numbers, truncated to `max_length`."""
     shown = escape_invisible(text[:max_length], keep="\n\t")
     return escape(shown + " [...]" * (len(text) > max_length))
 
 
-def table_tag(head: Iterable[str], rows: Iterable[Iterable[str]], column_groups: Iterable[tuple[str, int]] = ()) -> str:
-    """Return a table of cells from `format_value`; without a header row if `head` is empty.
+def table_html(
+    head: Iterable[str], rows: Iterable[Iterable[str]], column_groups: Iterable[tuple[str, int]] = ()
+) -> str:
+    """Return a table of cells from `value_html`; without a header row if `head` is empty.
 
     Parameters
     ----------
     column_groups : iterable of (str, int)
         Names of groups of neighbouring columns and their numbers of columns, for a row above `head`.
     """
-    groups = "".join(f"<th class='group' colspan='{count}'>{escape_text(name)}</th>" for name, count in column_groups)
+    groups = "".join(f"<th class='group' colspan='{count}'>{escape_html(name)}</th>" for name, count in column_groups)
     names = "".join(f"<th>{_add_line_break_hints(name)}</th>" for name in head)
     lines = [f"<tr>{row}</tr>" for row in (groups, names) if row]
-    lines += ["<tr>" + "".join(f"<td{_cell_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    return scrollable(f"<table>{''.join(lines)}</table>")
+    lines += [
+        "<tr>" + "".join(f"<td{_css_class_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows
+    ]
+    return scrollable_html(f"<table>{''.join(lines)}</table>")
 
 
 def _add_line_break_hints(name: str) -> str:
     """Return a metric's name with line-break opportunities."""
-    return escape_text(name).replace("_", "_<wbr>")
+    return escape_html(name).replace("_", "_<wbr>")
 
 
-def _cell_attribute(cell: str) -> str:
+def _css_class_attribute(cell: str) -> str:
     return "" if not cell or cell[0].isdigit() or cell[0] in "-." else " class='text'"
 
 
-def scrollable(content: str) -> str:
+def scrollable_html(content: str) -> str:
     """Return content that scrolls horizontally in narrow windows."""
     return f"<div class='wide'>{content}</div>"
 
 
-def image_tag(title: str, png: bytes, **attributes: object) -> str:
+def image_html(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
     extra = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
-    return f"<img alt='{escape_text(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    return f"<img alt='{escape_html(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
 
 
-def png_file(pixels: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
     """Return a PNG file of uint8 (h, w), (h, w, 1) or (h, w, 3)."""
     height, width, colours = (*pixels.shape, 1)[:3]
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter type, 0
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    def chunk(chunk_type: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + chunk_type + data + struct.pack(">I", zlib.crc32(chunk_type + data))
 
     head = struct.pack(">2I5B", width, height, 8, 2 if colours == 3 else 0, 0, 0, 0)
     parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
-def file_section(path: Path) -> str:
+def text_file_html(path: Path) -> str:
     """Return the text of a file of a run."""
-    content = read_bytes(path, _MAX_TEXT_BYTES, path.parent).decode("utf-8", errors="replace")
-    return f"<h2>{escape_text(path.name)}</h2><pre>{escape_text(content, _MAX_TEXT_BYTES)}</pre>"
+    content = read_bytes(path, _MAX_TEXT_FILE_BYTES, path.parent).decode("utf-8", errors="replace")
+    return f"<h2>{escape_html(path.name)}</h2><pre>{escape_html(content, _MAX_TEXT_FILE_BYTES)}</pre>"

@@ -9,8 +9,8 @@ from ..comm import Transport, all_or_none
 from ..io import checkpoint
 from ..io.checkpoint import SnapshotStore
 from ..io.output import CHECKPOINT, has_run, is_empty_or_untrained
-from .callbacks.snapshots import restore_newest
-from .pretrain import find_pretraining_stage
+from .callbacks.snapshots import restore_newest_snapshot_or_checkpoint
+from .pretrain import find_interrupted_stage
 from .state import TrainState
 
 
@@ -21,21 +21,21 @@ class StartingPoint:
     Attributes
     ----------
     resumed : whether the files of the earlier run are kept
-    pretraining_stage : pretraining stage whose checkpoint is loaded, 0 for none
-    pretrained : whether pretraining is complete
+    resumed_pretraining_stage : pretraining stage whose checkpoint is loaded, 0 for none
+    pretraining_complete : whether pretraining is complete
     """
 
     resumed: bool = False
-    pretraining_stage: int = 0
-    pretrained: bool = False
+    resumed_pretraining_stage: int = 0
+    pretraining_complete: bool = False
 
 
-def initialise_run(
+def initialise_or_resume_run(
     run: TrainState,
     folder: Path | None,
     resume: bool | str,
     init_from: str | Path | None,
-    store: SnapshotStore | None,
+    snapshot_store: SnapshotStore | None,
 ) -> StartingPoint:
     """Initialise the weights and the position of `run`; collective.
 
@@ -45,12 +45,12 @@ def initialise_run(
         On every rank: a file is missing, damaged or does not match the model.
     """
     if resume and folder is not None:
-        stage = find_pretraining_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
+        stage = find_interrupted_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
         if stage:
             return StartingPoint(True, stage)
         if not _starts_from_scratch(run.grid.world, folder, resume):
-            restore_newest(folder / CHECKPOINT, run, store)
-            return StartingPoint(True, pretrained=True)
+            restore_newest_snapshot_or_checkpoint(folder / CHECKPOINT, run, snapshot_store)
+            return StartingPoint(True, pretraining_complete=True)
         run.start_messages.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.open_checkpoint(Path(init_from), run.grid.world) as file:

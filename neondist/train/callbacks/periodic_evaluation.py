@@ -11,12 +11,12 @@ from ...io.files import append_text, write_text
 from ...io.output import EVALUATIONS
 from ...metrics import Metric
 from ...terminal.console import say
-from ..loop import evaluate_splits
-from ..state import TrainState, replace_nonfinite
+from ..loop import evaluate_validation_and_test
+from ..state import TrainState, nonfinite_to_none
 from .hook import Hook
 
 
-class Evaluations(Hook):
+class PeriodicEvaluation(Hook):
     """Evaluate the validation and test splits every `steps` steps; rank 0 prints a line and writes a JSON object.
 
     Parameters
@@ -28,7 +28,7 @@ class Evaluations(Hook):
     """
 
     def __init__(self, folder: Path, steps: int, metrics: Sequence[Metric]) -> None:
-        self.path, self.steps, self.metrics = folder / EVALUATIONS, steps, metrics
+        self.path, self.interval_steps, self.metrics = folder / EVALUATIONS, steps, metrics
 
     def before_run(self, run: TrainState) -> None:
         """Create the file, or continue it."""
@@ -37,11 +37,12 @@ class Evaluations(Hook):
                 write_text(self.path, "")
 
     def after_step(self, run: TrainState) -> None:
-        """Evaluate if it is due."""
-        if run.step % self.steps:
+        """Evaluate if an evaluation is due."""
+        if run.step % self.interval_steps:
             return
-        with run.model.whole_model.averaged_weights():
-            results = {name: replace_nonfinite(value) for name, value in evaluate_splits(run, self.metrics).items()}
+        with run.model.whole_model.use_averaged_weights():
+            evaluated = evaluate_validation_and_test(run, self.metrics)
+        results = {name: nonfinite_to_none(value) for name, value in evaluated.items()}
         with all_or_none(run.grid.world):
             if run.first_rank:
                 append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")

@@ -52,7 +52,7 @@ def collect_message(make, odd_rank=1, ranks=2, replicas=1, run=None):
     return messages[0]
 
 
-ARGUMENTS = {
+DATASETS_THAT_DIFFER = {
     "seed": (lambda is_odd: nd.Synthetic((8, 8, 1), train=4, test=2, seed=int(is_odd)), "seed: 0", "seed: 1"),
     "list": (lambda is_odd: nd.Synthetic([8, 8, 1], train=4 + is_odd, test=2), "train: 4", "train: 5"),
     "mean": (lambda is_odd: UserDataset(mean=[0.25] if is_odd else 0.25), "mean: 0.25", "mean: [0.25]"),
@@ -62,9 +62,9 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize("case", DATASETS_THAT_DIFFER)
 def test_arguments_and_facts_are_compared(case):
-    make, expected_first, expected_second = ARGUMENTS[case]
+    make, expected_first, expected_second = DATASETS_THAT_DIFFER[case]
     message = collect_message(make)
     assert message.startswith("the ranks disagree: rank 0 has ")
     first, second = message.split("rank 1 has ")

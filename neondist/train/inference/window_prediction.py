@@ -10,9 +10,9 @@ from ...errors import DataError
 from ...formats import TileSource
 from ...formats.axes import Cells
 from .images import SPATIAL_AXES, Images
-from .methods import BlockwisePrediction, cache_bytes
+from .prediction_methods import BlockwisePrediction, chunk_cache_bytes
 
-MAX_WINDOWS, MAX_CELLS = 8, 2048
+MAX_BLOCK_WINDOWS, MAX_BLOCK_CELLS = 8, 2048
 """Limits of a block along each axis: windows, and image cells from the first window to the last."""
 
 
@@ -29,8 +29,8 @@ class WindowCentres(TileSource):
 
     def __init__(self, source: TileSource, window: int, stride: int) -> None:
         self._source = source
-        self._first = [window // 2 if axis in SPATIAL_AXES else 0 for axis in source.axes]
-        self._steps = [stride if axis in SPATIAL_AXES else 1 for axis in source.axes]
+        self._first_centres = [window // 2 if axis in SPATIAL_AXES else 0 for axis in source.axes]
+        self._strides = [stride if axis in SPATIAL_AXES else 1 for axis in source.axes]
         shape = [
             (n - window) // stride + 1 if axis in SPATIAL_AXES else n
             for n, axis in zip(source.shape, source.axes, strict=True)
@@ -47,12 +47,12 @@ class WindowCentres(TileSource):
         )
 
     def metadata_names(self) -> list[str]:
-        """Return the names of what is known of the image; the map may not have all of it."""
+        """Return the names of the image's metadata, including those that the score map lacks."""
         return list(dict.fromkeys([*self.metadata, *self._source.metadata_names()]))
 
     def _read(self, cells: Cells) -> np.ndarray:
         box, picked = [], []
-        for cut, step, first in zip(cells, self._steps, self._first, strict=True):
+        for cut, step, first in zip(cells, self._strides, self._first_centres, strict=True):
             box.append(slice(first + cut.start * step, first + (cut.stop - 1) * step + 1))
             picked.append(slice(None, None, step))
         return self._source.read(box)[tuple(picked)]
@@ -61,15 +61,15 @@ class WindowCentres(TileSource):
 class WindowPrediction(BlockwisePrediction):
     """Block-wise prediction of a score map."""
 
-    def __init__(self, images: Images, plan: Any, limit: int) -> None:
-        super().__init__(images, plan, plan.run, cache_bytes(images, limit), plan.output_shape, plan.dtype)
+    def __init__(self, images: Images, plan: Any, memory_limit: int) -> None:
+        super().__init__(images, plan, plan.run, chunk_cache_bytes(images, memory_limit), plan.output_shape, plan.dtype)
 
-    def aligned_source(self) -> TileSource:
+    def source_aligned_with_output(self) -> TileSource:
         """Return the image at the positions of the map."""
         return WindowCentres(self.images.source, self.plan.window, self.plan.stride)
 
 
-def check_windows(images: Images, window: int) -> None:
+def check_window_fits(images: Images, window: int) -> None:
     """Raise DataError if the images are smaller than a window."""
     extents = images.shape[1:-1]
     if min(extents) < window:
@@ -79,8 +79,8 @@ def check_windows(images: Images, window: int) -> None:
         )
 
 
-def windows_per_block(stride: int, block: int | None, resumed_method: list[Any] | None) -> int:
+def windows_per_block(stride: int, requested_windows: int | None, resumed_method: list[Any] | None) -> int:
     """Return the windows along each axis of a block: from the resumed job, the option, or the default."""
-    if block is None and resumed_method is not None and resumed_method[0] == "blocks":
+    if requested_windows is None and resumed_method is not None and resumed_method[0] == "blocks":
         return int(max(resumed_method[1]))
-    return block or max(1, min(MAX_WINDOWS, MAX_CELLS // stride))
+    return requested_windows or max(1, min(MAX_BLOCK_WINDOWS, MAX_BLOCK_CELLS // stride))

@@ -21,16 +21,16 @@ from ...models import Model
 from ...registry import Registered
 from ...terminal.console import counted
 from ..experiment import FitExperiment
+from ..inference_weights import load_inference_weights
 from ..validate import experiment_grid_shape
-from ..weights import load_inference_weights
 from .images import Images, open_images
-from .methods import BlockwisePrediction, WholeImagePrediction, choose_method, forward_plan
+from .prediction_methods import BlockwisePrediction, WholeImagePrediction, choose_method, compile_forward_plan
 
-_RUN_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
+_UNHASHED_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
 
 @contextmanager
-def open_network(
+def open_checkpoint_prediction(
     experiment: FitExperiment,
     checkpoint: str | Path,
     source: str | Path,
@@ -45,19 +45,20 @@ def open_network(
     with all_or_none(world):
         experiment_grid_shape(experiment, grid.size)
     with open_checkpoint(path, world) as file:
-        sample_shape, factor, offset, fill = read_normalisation(path, file.contents.texts)
+        sample_shape, factor, offset, fill = parse_shape_and_normalisation(path, file.contents.texts)
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill, axes=axes)
         with closing(images):
-            with all_or_none(world), _check_extents(model, images):
+            with all_or_none(world), _suggest_valid_extents(model, images):
                 method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)
-                identities = {"checkpoint": _file_hash(path), "network": _short_hash(_settings_text(model).encode())}
+                network = _short_hash(_network_settings_text(model).encode())
+                identities = {"checkpoint": _checkpoint_hash(path), "network": network}
             load_inference_weights(file, model)
             yield method, images, identities
 
 
 @contextmanager
-def _check_extents(model: Any, images: Images) -> Iterator[None]:
+def _suggest_valid_extents(model: Any, images: Images) -> Iterator[None]:
     """On a shape mismatch of layers, raise an error that names the file and valid image extents."""
     try:
         yield
@@ -66,7 +67,7 @@ def _check_extents(model: Any, images: Images) -> Iterator[None]:
         for step in (2, 4, 8, 16, 32, 64) if isinstance(model, Model) else ():
             fits = tuple(max(step, n // step * step) for n in extents)
             with suppress(ShapeError):
-                forward_plan(model, (*fits, channels), GridShape(), 1)
+                compile_forward_plan(model, (*fits, channels), GridShape(), 1)
                 actual, valid = (" x ".join(map(str, sizes)) for sizes in (extents, fits))
                 raise DataError(
                     f"{images.source.path}: {actual} cells are not a valid input size of the network, but {valid} are:"
@@ -75,14 +76,14 @@ def _check_extents(model: Any, images: Images) -> Iterator[None]:
         raise
 
 
-def read_normalisation(
+def parse_shape_and_normalisation(
     path: Path, texts: dict[str, str]
 ) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
     """Return shape, factor, offset and fill value of the training images; the same on every rank."""
     try:
         saved = parse_json(texts["images"], dict)
         shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", saved["shape"], list))
-        fill = None if saved.get("fill") is None else _require_numbers("fill", [saved["fill"]])[0]
+        fill = None if saved.get("fill") is None else _require_finite_numbers("fill", [saved["fill"]])[0]
         return (shape, _channel_numbers(saved, "factor", shape), _channel_numbers(saved, "offset", shape), fill)
     except (KeyError, ValueError) as problem:
         raise DataError(
@@ -90,21 +91,21 @@ def read_normalisation(
         ) from None
 
 
-def _channel_numbers(saved: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
+def _channel_numbers(json_object: dict[str, Any], key: str, shape: tuple[int, ...]) -> list[float]:
     """Return the finite numbers of a field: one, or one per channel."""
-    numbers = _require_numbers(name, require_json_type(f"'{name}'", saved[name], list))
+    numbers = _require_finite_numbers(key, require_json_type(f"'{key}'", json_object[key], list))
     if len(numbers) not in (1, *shape[-1:]):
-        raise ValueError(f"'{name}' has {counted(len(numbers), 'number')} for {counted(shape[-1], 'channel')}")
+        raise ValueError(f"'{key}' has {counted(len(numbers), 'number')} for {counted(shape[-1], 'channel')}")
     return numbers
 
 
-def _require_numbers(name: str, numbers: list[Any]) -> list[float]:
+def _require_finite_numbers(name: str, numbers: list[Any]) -> list[float]:
     if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
-        raise ValueError(f"'{name}' are not numbers")
+        raise ValueError(f"'{name}' contains a value that is not a finite number")
     return numbers
 
 
-def _file_hash(path: Path) -> str:
+def _checkpoint_hash(path: Path) -> str:
     """Return a hash of a checkpoint's first block, which contains its checksum."""
     with convert_read_errors(path), open_regular(path) as file:
         return _short_hash(file.read(USER_BLOCK_SIZE))
@@ -114,13 +115,15 @@ def _short_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _settings_text(value: Any) -> str:
+def _network_settings_text(value: Any) -> str:
     """Return a text of all settings that determine a network's outputs, without its weights."""
     if isinstance(value, Registered):
         arguments = {
-            name: _settings_text(argument) for name, argument in value.arguments().items() if name not in _RUN_ARGUMENTS
+            name: _network_settings_text(item)
+            for name, item in value.arguments().items()
+            if name not in _UNHASHED_ARGUMENTS
         }
         return f"{type(value).__name__}({arguments})"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_settings_text(item) for item in value)}]"
+        return f"[{', '.join(_network_settings_text(item) for item in value)}]"
     return str(getattr(value, "__qualname__", value))

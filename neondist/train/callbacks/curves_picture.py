@@ -8,12 +8,12 @@ from typing import Any
 
 from ...comm import all_or_none
 from ...io.files import has_matplotlib, write_figure
-from ..page import SPLIT_COLOURS, axis_range, is_finite
+from ..html_elements import SPLIT_COLOURS, axis_range_and_is_logarithmic, is_plottable
 from ..state import Record, TrainState
 from .hook import Hook
-from .progress import is_metric
+from .progress_bar import is_metric
 
-_MARKERS = {"train": "o", "validation": "^", "test": "s"}
+_MARKER_BY_SPLIT = {"train": "o", "validation": "^", "test": "s"}
 _MAX_METRIC_PANELS = 4
 """Largest number of panels for metrics, in addition to loss and error."""
 
@@ -39,10 +39,10 @@ class Curves(Hook):
 
     def _draw(self, run: TrainState) -> None:
         if run.first_rank and run.history and has_matplotlib():
-            draw_curves(run.history, self.path)
+            write_curves_picture(run.history, self.path)
 
 
-def draw_curves(history: Sequence[Record], path: Path) -> None:
+def write_curves_picture(history: Sequence[Record], path: Path) -> None:
     """Plot the losses of `history`, of any version, and the errors and metrics, if any."""
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
     loss, *rest = figure.subplots(1, panels, squeeze=False)[0]
     others, chosen = rest[:classes], rest[classes:]
     loss.set(title="Loss", ylabel="mean loss per sample")
-    for name in _MARKERS:
+    for name in _MARKER_BY_SPLIT:
         _plot_line(loss, history, f"{name}_loss", name)
         for axes in others:
             _plot_line(axes, history, f"{name}_error", name, factor=100)
@@ -72,17 +72,17 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
             axes.legend()
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _set_limits(axes)
+        _set_y_scale_and_limits(axes)
         axes.grid(alpha=0.3)
     write_figure(path, figure)
 
 
-def _set_limits(axes: Any) -> None:
+def _set_y_scale_and_limits(axes: Any) -> None:
     """Set the scale and limits of the y axis, with plain numbers at the ticks."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     values = [y for line in axes.get_lines() for y in line.get_ydata()]
-    low, _, logarithmic = axis_range(values) if values else (None, None, False)
+    low, _, logarithmic = axis_range_and_is_logarithmic(values) if values else (None, None, False)
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -92,8 +92,8 @@ def _set_limits(axes: Any) -> None:
         axes.set_ylim(0, None if max(values) > 0 else 1)
 
 
-def _plot_line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
-    points = [(r["epoch"], factor * r[key]) for r in history if is_finite(r.get(key))]
-    marker = _MARKERS[split] if len(points) <= 40 else None  # more markers would hide the line
+def _plot_line(axes: Any, history: Sequence[Record], record_field: str, split: str, factor: float = 1) -> None:
+    points = [(r["epoch"], factor * r[record_field]) for r in history if is_plottable(r.get(record_field))]
+    marker = _MARKER_BY_SPLIT[split] if len(points) <= 40 else None  # more markers would hide the line
     if points:
         axes.plot(*zip(*points, strict=True), color=SPLIT_COLOURS[split], marker=marker, label=split)

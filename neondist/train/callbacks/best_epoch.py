@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint
 from .hook import Hook
 
 
-def _to_float(value: object) -> float:
+def _to_float_or_nan(value: object) -> float:
     """Return a number of a record; NaN for other types and integers too large for a float."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
@@ -44,12 +44,12 @@ class Best(Registered):
     ) -> None:
         self.number, self.patience, self.min_change = number, patience, float(min_change)
 
-    def check_metric_name(self, metrics: Sequence[Metric]) -> None:
+    def check_metric_is_recorded(self, metrics: Sequence[Metric]) -> None:
         """Raise ConfigError if no record has the metric."""
-        if self.number is not None and self.number not in (names := _larger_is_better_by_number(metrics)):
+        if self.number is not None and self.number not in (names := _larger_is_better_by_metric(metrics)):
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
 
-    def check_splits(self, splits: Sequence[str]) -> None:
+    def check_split_exists(self, splits: Sequence[str]) -> None:
         """Raise ConfigError if the metric belongs to a validation split that the data set does not have."""
         if (self.number or "").startswith("validation_") and "validation" not in splits:
             error = ConfigError(
@@ -59,12 +59,12 @@ class Best(Registered):
             error.subject = self
             raise error.on_all_ranks()
 
-    def best_epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
+    def find_best_epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
         """Return the number of the best epoch (the first of equal ones), 0 if there is none."""
         name, sign = self.metric_name(history), -1.0 if self.larger_is_better(metrics) else 1.0
         best, epoch = math.inf, 0
         for record in history:
-            value = _to_float(record.get(name))
+            value = _to_float_or_nan(record.get(name))
             if sign * value < best - (self.min_change if epoch else 0.0):
                 best, epoch = sign * value, record["epoch"]
         return epoch
@@ -75,19 +75,19 @@ class Best(Registered):
 
     def larger_is_better(self, metrics: Sequence[Metric]) -> bool:
         """Whether larger values are better."""
-        return _larger_is_better_by_number(metrics).get(self.number or "", False)
+        return _larger_is_better_by_metric(metrics).get(self.number or "", False)
 
-    def stop_reason(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
+    def early_stop_reason(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
         """Return the reason for stopping a run with these records; '' to continue."""
         if self.patience is None or not history:
             return ""
-        best, last = self.best_epoch(history, metrics), history[-1]["epoch"]
+        best, last = self.find_best_epoch(history, metrics), history[-1]["epoch"]
         if last - best < self.patience:
             return ""
         return f"{self.metric_name(history)} has not improved since epoch {best}: the run ends after epoch {last}"
 
 
-class KeepBest(Hook):
+class BestCheckpointAndEarlyStopping(Hook):
     """Write a checkpoint of each best epoch so far, and stop early without improvement.
 
     Parameters
@@ -107,24 +107,24 @@ class KeepBest(Hook):
         self.best, self.metrics = best, metrics
         self.checkpoint = None if folder is None else Checkpoint(folder / BEST, yaml_text=yaml_text)
 
-    def check_resumed_run(self, run: TrainState) -> None:
+    def end_if_already_stopped_early(self, run: TrainState) -> None:
         """End a resumed run that had already stopped early."""
-        self.best.check_splits(list(run.dataset.splits))
-        if reason := self.best.stop_reason(run.history, self.metrics):
+        self.best.check_split_exists(list(run.dataset.splits))
+        if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
             run.start_messages.append(f"{reason}; raise patience of best to train on")
 
     def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint if the epoch is the best; stop early without improvement."""
-        if self.checkpoint is not None and self.best.best_epoch(run.history, self.metrics) == run.epoch:
+        if self.checkpoint is not None and self.best.find_best_epoch(run.history, self.metrics) == run.epoch:
             self.checkpoint.save(run)
-        if reason := self.best.stop_reason(run.history, self.metrics):
+        if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
             if run.first_rank:
                 say(reason)
 
 
-def _larger_is_better_by_number(metrics: Sequence[Metric]) -> dict[str, bool]:
+def _larger_is_better_by_metric(metrics: Sequence[Metric]) -> dict[str, bool]:
     """Return the names of all numbers, and whether larger values are better."""
     larger_is_better = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
     larger_is_better["train_loss"] = False

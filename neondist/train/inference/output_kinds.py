@@ -14,7 +14,7 @@ from ...errors import ConfigError
 OUTPUT_KINDS = ("raw", "probabilities", "classes")
 
 
-def selected_kinds(raw: bool, probabilities: bool, classes: bool) -> list[str]:
+def selected_output_kinds(raw: bool, probabilities: bool, classes: bool) -> list[str]:
     """Return the selected kinds of output; raw outputs by default."""
     flags = zip(OUTPUT_KINDS, (raw, probabilities, classes), strict=True)
     return [kind for kind, selected in flags if selected] or ["raw"]
@@ -29,7 +29,7 @@ def check_output_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
             raise ConfigError(f"{kind}: the network has a single output channel, hence no classes; write raw outputs")
 
 
-def output_channels(kind: str, channels: int) -> int:
+def count_output_channels(kind: str, channels: int) -> int:
     """Return the number of channels of a kind of output."""
     return 1 if kind == "classes" else channels
 
@@ -51,7 +51,7 @@ def sink_options(kind: str, channels: int, path: Path) -> dict[str, Any]:
     return {"palette": True} if suffix == ".png" and channels <= 256 else {}
 
 
-def convert_outputs(kind: str, y: np.ndarray) -> np.ndarray:
+def convert_to_output_kind(kind: str, y: np.ndarray) -> np.ndarray:
     """Convert the outputs (n, *cells, C) to one kind."""
     if kind == "raw":
         return y

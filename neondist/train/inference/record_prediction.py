@@ -1,4 +1,4 @@
-"""Predictions of a checkpoint for records, in order."""
+"""Predictions of a checkpoint's network for records, in their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...comm import ProcessGrid
 from ...data.records import RecordSamples
 from ...io.checkpoint import open_checkpoint
 from ...models import TrainableModel
-from ..weights import load_inference_weights
+from ..inference_weights import load_inference_weights
 
 
 def predict_records(
@@ -22,7 +22,7 @@ def predict_records(
     Raises
     ------
     UserError
-        DataError if the checkpoint is missing, damaged or of another model; ConfigError if feed fails.
+        DataError if the checkpoint is missing, damaged or of another model; ConfigError if the feed function fails.
     """
     grid, batch_size = ProcessGrid.serial(), min(batch_size, len(samples))
     shape = samples.features_and_labels(range(batch_size))[0].shape[1:]

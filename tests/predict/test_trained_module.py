@@ -25,9 +25,9 @@ from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
 from neondist.torch.training.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
-from neondist.train.inference.windows import WindowCentres  # noqa: E402
+from neondist.train.inference.window_prediction import WindowCentres  # noqa: E402
 
-NETS = """
+NETWORKS_MODULE = """
 from torch import nn
 
 
@@ -54,15 +54,15 @@ def needs(channels):
 three = 3
 """
 WINDOW, STRIDE = 24, 8
-OPTIONS = {"windows": WINDOW, "stride": STRIDE, "scale": 255.0, "mean": [0.5, 0.4, 0.3], "std": [0.2]}
-SIZE = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.25, "PhysicalSizeYUnit": "µm"}
+WINDOW_OPTIONS = {"windows": WINDOW, "stride": STRIDE, "scale": 255.0, "mean": [0.5, 0.4, 0.3], "std": [0.2]}
+OME_PIXEL_SIZE = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.25, "PhysicalSizeYUnit": "µm"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Weights of two networks, a slide, and the outputs of a plain loop over its windows."""
     folder = tmp_path_factory.mktemp("weights")
-    (folder / "nets_of_test.py").write_text(NETS)
+    (folder / "nets_of_test.py").write_text(NETWORKS_MODULE)
     names = load_nets()
     torch.manual_seed(0)
     tiles, dense = names["tiles"](), names["Dense"]()
@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
         tile=(32, 32),
         compression="zlib",
         photometric="rgb",
-        metadata={"axes": "YXS", **SIZE},
+        metadata={"axes": "YXS", **OME_PIXEL_SIZE},
     )
     with nd.create_sink(folder / "four.ome.zarr", (104, 131, 4), "uint8", "YXC") as sink:
         sink.commit()
@@ -110,13 +110,13 @@ def folder(tmp_path_factory):
 
 def load_nets():
     names = {}
-    exec(NETS, names)
+    exec(NETWORKS_MODULE, names)
     return names
 
 
 def predict_on_ranks(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=False, **options):
     def body(world):
-        trained = TrainedModule(load_nets()["tiles"], folder / "tiles.pt", "tiles", **OPTIONS | options)
+        trained = TrainedModule(load_nets()["tiles"], folder / "tiles.pt", "tiles", **WINDOW_OPTIONS | options)
         return predict_module(trained, folder / source, target, ProcessGrid(world), block=block, overwrite=overwrite)
 
     (shape,) = set(loopback.run(ranks, body))

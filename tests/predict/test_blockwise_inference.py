@@ -32,7 +32,7 @@ def check_blocks(model, x, size):
 
 @pytest.mark.parametrize("first", range(0, 45, 15))
 @pytest.mark.long
-def test_generated_networks(first):
+def test_blocks_match_full_images_for_generated_networks(first):
     checked = 0
     for number in range(first, first + 15):
         case = draw_case(16, number).replace(scheme="halo", strips=None, memory=None, recompute=False, accumulate=1)
@@ -77,7 +77,7 @@ def make_unet(ndim=2, width=2):
     ],
 )
 @pytest.mark.long
-def test_unet(shape, size, few_kinds):
+def test_blocks_match_full_images_for_a_unet(shape, size, few_kinds):
     model = make_unet(len(shape) - 1)
     model.build(shape, 2)
     state = {name: array + 0.1 for name, array in model.state().items()}

@@ -11,15 +11,15 @@ from typing import IO, Any
 from ...arrays.precision import FLOAT32
 from ...data.base import SPLITS
 from ...terminal.console import counted, format_duration, say
-from ..pretrain import ReconstructionError
+from ..pretrain import ReconstructionErrorMetric
 from ..state import Record, TrainState
 from .hook import Hook
 
 _SPLIT_TITLES = {"train": "training"}
-_TITLES = {ReconstructionError.name: "reconstruction error"}
-FIRST_DELAY, LINE_INTERVAL = 3.0, 30.0
+_METRIC_TITLES = {ReconstructionErrorMetric.name: "reconstruction error"}
+FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS = 3.0, 30.0
 """seconds until the first progress line without a terminal, and between lines"""
-_STANDARD = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
+_STANDARD_RECORD_FIELDS = {"seconds", "samples_per_second"} | {f"{n}_{m}" for n in SPLITS for m in ("loss", "error")}
 """Fields that every epoch's line has."""
 
 
@@ -40,7 +40,7 @@ class ProgressBar(Hook):
         self.file = file
         self.bar: Any = None
         self.task: Any = None
-        self.start_time, self.first_sample = 0.0, 0
+        self.speed_start_time, self.speed_start_sample = 0.0, 0
         self.next_line_time = 0.0
 
     def before_run(self, run: TrainState) -> None:
@@ -53,8 +53,8 @@ class ProgressBar(Hook):
             self._print(run, f"training is complete after {counted(run.epochs, 'epoch')}; raise epochs to train on")
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
-        self.start_time, self.first_sample = time.perf_counter(), run.samples_seen
-        self.next_line_time = self.start_time + FIRST_DELAY
+        self.speed_start_time, self.speed_start_sample = time.perf_counter(), run.samples_seen
+        self.next_line_time = self.speed_start_time + FIRST_LINE_SECONDS
 
     def after_step(self, run: TrainState) -> None:
         """Update the bar, or print the line that is due; print a line if the step was skipped."""
@@ -62,9 +62,9 @@ class ProgressBar(Hook):
             where = run.model.whole_model.nonfinite_monitor.nonfinite_value
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         now = time.perf_counter()
-        speed = (run.samples_seen - self.first_sample) / max(now - self.start_time, 1e-9)
+        speed = (run.samples_seen - self.speed_start_sample) / max(now - self.speed_start_time, 1e-9)
         if self.bar is None and run.first_rank and now >= self.next_line_time:
-            self.next_line_time = now + LINE_INTERVAL
+            self.next_line_time = now + LINE_INTERVAL_SECONDS
             say(step_line(run, speed), sys.stderr if self.file is None else self.file)
         elif self.bar is not None:
             self.bar.update(
@@ -75,7 +75,7 @@ class ProgressBar(Hook):
         """Print the epoch's line."""
         if run.first_rank:
             self._print(run, epoch_line(run.history[-1], run.epochs))
-            self.start_time, self.first_sample = time.perf_counter(), 0
+            self.speed_start_time, self.speed_start_sample = time.perf_counter(), 0
 
     def on_stop(self, run: TrainState) -> None:
         """Close the bar, and print where and why the run stopped."""
@@ -149,7 +149,7 @@ def run_headline(run: TrainState) -> str:
 
 def is_metric(name: str, value: object) -> bool:
     """Return whether a value of a record is a number of a requested metric."""
-    return name not in _STANDARD and type(value) is float and not math.isnan(value)
+    return name not in _STANDARD_RECORD_FIELDS and type(value) is float and not math.isnan(value)
 
 
 def step_line(run: TrainState, speed: float) -> str:
@@ -167,12 +167,8 @@ def epoch_line(record: Record, epochs: int) -> str:
     parts = [
         f"epoch {record['epoch']}/{epochs}",
         *(f"{name} loss {record[f'{name}_loss']:.6f}" for name in SPLITS if f"{name}_loss" in record),
-        *(
-            f"{name} error {100 * record[key]:.2f} %"
-            for name in SPLITS
-            if record.get(key := f"{name}_error") is not None
-        ),
-        *(f"{_TITLES.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
+        *(f"{n} error {100 * record[key]:.2f} %" for n in SPLITS if record.get(key := f"{n}_error") is not None),
+        *(f"{_METRIC_TITLES.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),

@@ -22,9 +22,9 @@ from ...runtime.blocks import BlockwiseExecutor
 from ...system.memory import PROCESS_OVERHEAD_BYTES, format_bytes, free_bytes, model_bytes_per_rank
 from .images import Images
 
-DEFAULT_BLOCK_EXTENTS = {1: 1 << 18, 2: 2048, 3: 256}
+DEFAULT_BLOCK_EXTENT_BY_NDIM = {1: 1 << 18, 2: 2048, 3: 256}
 """Default cells along each axis of a block, by the number of axes."""
-MAX_CACHE_BYTES = 1 << 28
+MAX_CHUNK_CACHE_BYTES = 1 << 28
 """Largest cache of decoded chunks of a rank in bytes."""
 
 
@@ -36,34 +36,34 @@ class PredictionMethod(Protocol):
     num_parts : int
     output_shape : (*spatial, C)
     dtype : numpy.dtype
-    collective : bool
+    is_collective : bool
         Whether all ranks work on each part together.
-    job_identity : list
+    identity_for_resume : list
         Identity of the method, equal for a job and its resumption.
     """
 
     num_parts: int
     output_shape: tuple[int, ...]
     dtype: np.dtype
-    collective: bool
-    job_identity: list[Any]
+    is_collective: bool
+    identity_for_resume: list[Any]
 
-    def aligned_source(self) -> TileSource | None:
+    def source_aligned_with_output(self) -> TileSource | None:
         """Return an image with the output's cell positions; None if there is none."""
 
-    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
         """Return parts in the best order for reading."""
 
-    def read(self, part: int) -> np.ndarray:
+    def read_local_input(self, part: int) -> np.ndarray:
         """Return this rank's input for a part."""
 
-    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
+    def compute_local_output(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's outputs; None if other ranks have them."""
 
-    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
+    def local_output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the samples and the box of this rank's outputs."""
 
-    def num_cells(self, part: int) -> int:
+    def count_cells(self, part: int) -> int:
         """Return the number of cells of a part on all ranks."""
 
 
@@ -73,48 +73,49 @@ class BlockwisePrediction:
     Parameters
     ----------
     images : Images
-    plan : BlockPlan or similar
-    run : callable
+    block_plan : BlockPlan or similar
+    run_block : callable
         Maps a block's number and its input cells to its output.
-    cache : int
+    cache_bytes : int
         Bytes of decoded chunks.
     output_shape : (*spatial, C)
         Shape of one image's output.
     dtype : numpy.dtype
     """
 
-    collective = False
+    is_collective = False
 
     def __init__(
         self,
         images: Images,
-        plan: Any,
-        run: Callable[[int, Any], Any],
-        cache: int,
+        block_plan: Any,
+        run_block: Callable[[int, Any], Any],
+        cache_bytes: int,
         output_shape: tuple[int, ...],
         dtype: np.dtype,
     ) -> None:
-        images.source.cache, self._blocks_per_column = ChunkCache(cache), self._count_cached_blocks(cache, images, plan)
-        self.images, self.plan, self._run, self.dtype = images, plan, run, dtype
-        self.num_parts, self.output_shape = images.shape[0] * len(plan), output_shape
-        self.job_identity = ["blocks", list(plan.size)]
+        images.source.cache = ChunkCache(cache_bytes)
+        self._blocks_per_column = self._count_cached_blocks(cache_bytes, images, block_plan)
+        self.images, self.plan, self._run, self.dtype = images, block_plan, run_block, dtype
+        self.num_parts, self.output_shape = images.shape[0] * len(block_plan), output_shape
+        self.identity_for_resume = ["blocks", list(block_plan.size)]
 
-    def aligned_source(self) -> TileSource | None:
+    def source_aligned_with_output(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
         return _source_if_aligned(self.images, self.output_shape)
 
     @staticmethod
-    def _count_cached_blocks(cache: int, images: Images, plan: Any) -> int:
+    def _count_cached_blocks(cache_bytes: int, images: Images, block_plan: Any) -> int:
         """Return the number of adjacent blocks that fit in the cache until the next row is read."""
-        source, cells = images.source, plan.largest_input_box.shape
+        source, cells = images.source, block_plan.largest_input_box.shape
         if source.chunks is None:
             return 1
         chunks = source.chunks[-1 - len(cells) :]
         read = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], cells, chunks, strict=False)]
-        blocks = cache // (prod(read) * images.shape[-1] * source.dtype.itemsize)
+        blocks = cache_bytes // (prod(read) * images.shape[-1] * source.dtype.itemsize)
         return max(1, int(blocks ** (1 / max(1, len(cells) - 1)) + 1e-6))
 
-    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
         """Return blocks in columns, so that shared chunks are decoded once."""
 
         def sort_key(part: int) -> list[int]:
@@ -124,22 +125,22 @@ class BlockwisePrediction:
 
         return sorted(parts, key=sort_key)
 
-    def read(self, part: int) -> np.ndarray:
+    def read_local_input(self, part: int) -> np.ndarray:
         """Return the input cells of a block."""
         sample, number = divmod(part, len(self.plan))
         return self.images.read(range(sample, sample + 1), self.plan.input_box(number), self.dtype)
 
-    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray:
+    def compute_local_output(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""
         y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
 
-    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
+    def local_output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the sample and the output box of a block."""
         sample, number = divmod(part, len(self.plan))
         return range(sample, sample + 1), self.plan.output_box(number)
 
-    def num_cells(self, part: int) -> int:
+    def count_cells(self, part: int) -> int:
         """Return the number of output cells of a block."""
         return self.plan.output_box(part % len(self.plan)).size
 
@@ -147,45 +148,45 @@ class BlockwisePrediction:
 class WholeImagePrediction:
     """Whole-image prediction: all ranks compute a batch together, each its tile."""
 
-    collective = True
+    is_collective = True
 
-    def __init__(self, model: TrainableModel, images: Images, batch: int, grid: ProcessGrid, plan: Any) -> None:
-        self.model, self.images, self.batch, self.grid, self.dtype = model, images, batch, grid, model.dtype
-        model.build(images.shape[1:], batch, grid, plan)
-        self.num_parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
-        self.job_identity = ["whole", batch]
+    def __init__(self, model: TrainableModel, images: Images, batch_size: int, grid: ProcessGrid, plan: Any) -> None:
+        self.model, self.images, self.batch_size, self.grid, self.dtype = model, images, batch_size, grid, model.dtype
+        model.build(images.shape[1:], batch_size, grid, plan)
+        self.num_parts, self.output_shape = -(-images.shape[0] // batch_size), model.output_shape
+        self.identity_for_resume = ["whole", batch_size]
 
-    def aligned_source(self) -> TileSource | None:
+    def source_aligned_with_output(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
         return _source_if_aligned(self.images, self.output_shape)
 
-    def order_parts(self, parts: Sequence[int]) -> Sequence[int]:
+    def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
         """Return the parts unchanged."""
         return parts
 
-    def _samples(self, part: int) -> range:
-        return range(part * self.batch, min((part + 1) * self.batch, self.images.shape[0]))
+    def _samples_of_part(self, part: int) -> range:
+        return range(part * self.batch_size, min((part + 1) * self.batch_size, self.images.shape[0]))
 
-    def read(self, part: int) -> np.ndarray:
+    def read_local_input(self, part: int) -> np.ndarray:
         """Return this rank's tile of its replica's samples."""
-        samples = self._samples(part)
+        samples = self._samples_of_part(part)
         lo, hi = self.grid.sample_range(len(samples))
         return self.images.read(samples[lo:hi], self.model.input.own, self.dtype)
 
-    def compute_local_outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
-        """Return this rank's tile of the output; the first tile has vectors."""
-        y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
+    def compute_local_output(self, part: int, x: np.ndarray) -> np.ndarray | None:
+        """Return this rank's tile of the output; outputs without spatial axes belong to the first tile."""
+        y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples_of_part(part))))
         return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None
 
-    def output_samples_and_box(self, part: int) -> tuple[range, Box]:
+    def local_output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the replica's samples and the tile's box."""
-        samples = self._samples(part)
+        samples = self._samples_of_part(part)
         lo, hi = self.grid.sample_range(len(samples))
         return samples[lo:hi], self.grid.partition(self.output_shape[:-1]).box(self.grid.tile)
 
-    def num_cells(self, part: int) -> int:
+    def count_cells(self, part: int) -> int:
         """Return the number of cells of the batch's images."""
-        return len(self._samples(part)) * Box.of(self.images.shape[1:-1]).size
+        return len(self._samples_of_part(part)) * Box.of(self.images.shape[1:-1]).size
 
 
 def choose_method(
@@ -206,7 +207,7 @@ def choose_method(
     block : int, optional
         Largest number of cells along each axis of a block; forces the block-wise method.
     resumed_method : list, optional
-        `job_identity` of the job to resume.
+        `identity_for_resume` of the job to resume.
     extra_cells : int
         Extra cells after the end of each block, along each axis.
 
@@ -219,10 +220,10 @@ def choose_method(
     batch = max(grid.replicas, min(batch, images.shape[0] if images.has_sample_axis else 1))
     if resumed_method is not None and block is None:
         batch, block = (resumed_method[1], None) if resumed_method[0] == "whole" else (batch, max(resumed_method[1]))
-    limit = grid.world.bcast(memory_limit(memory, grid.size))
+    limit = grid.world.bcast(memory_limit_per_rank(memory, grid.size))
     if not isinstance(model, Model):
-        return _choose_module_method(model, images, grid, batch, block, limit, extra_cells)
-    serial_plan = forward_plan(model, shape, GridShape(), 1)
+        return _choose_torch_module_method(model, images, grid, batch, block, limit, extra_cells)
+    serial_plan = compile_forward_plan(model, shape, GridShape(), 1)
     graph = serial_plan.graph
     obstacle = next(find_blockwise_obstacles(graph), None)
     if block is not None and obstacle is not None:
@@ -230,39 +231,38 @@ def choose_method(
             f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out block"
         )
     if block is None:
-        plan, batch = _largest_fitting_batch(
-            lambda batch: forward_plan(model, shape, grid.shape, batch), _peak_bytes, batch, grid, limit
-        )
-        if _peak_bytes(plan) > limit and obstacle is not None:
+        plan_for_batch = partial(compile_forward_plan, model, shape, grid.shape)
+        plan, batch = _plan_largest_fitting_batch(plan_for_batch, _peak_bytes_per_rank, batch, grid, limit)
+        if _peak_bytes_per_rank(plan) > limit and obstacle is not None:
             if memory is None:
                 raise ConfigError(
                     f"memory: layer '{obstacle[0]}' {obstacle[1]}, so that it cannot be computed block by block; for a"
-                    f" whole image, a rank needs {format_bytes(_peak_bytes(plan))}, but has {format_bytes(limit)}; use"
-                    " more ranks, or give --memory, which computes it strip by strip"
+                    f" whole image, a rank needs {format_bytes(_peak_bytes_per_rank(plan))}, but has"
+                    f" {format_bytes(limit)}; use more ranks, or give --memory, which computes it strip by strip"
                 )
             plan = model.plan(shape, grid.shape, batch)
-        if obstacle is not None or _peak_bytes(plan) <= limit:
+        if obstacle is not None or _peak_bytes_per_rank(plan) <= limit:
             return WholeImagePrediction(model, images, batch, grid, plan)
-    cache = cache_bytes(images, limit)
+    cache = chunk_cache_bytes(images, limit)
     max_elements = (limit - cache - serial_plan.memory(0) + serial_plan.arena_bytes(0, 0)) // model.dtype.itemsize
-    sizes = _block_extents(block, len(graph.shapes[graph.output_value]) - 1)
+    sizes = _max_block_extents(block, len(graph.shapes[graph.output_value]) - 1)
     blocks = fit_blocks(graph, sizes, max_elements, model.dtype.itemsize, extra_cells)
     model.build(shape, 1, ProcessGrid.serial(), serial_plan)
     blockwise = BlockwiseExecutor(blocks, model.context)
 
-    def run(number: int, x: np.ndarray) -> Any:
+    def run_block(number: int, x: np.ndarray) -> Any:
         return blockwise.run(number, model.context.backend.from_host(x, model.dtype))
 
-    return BlockwisePrediction(images, blocks, run, cache, model.output_shape, model.dtype)
+    return BlockwisePrediction(images, blocks, run_block, cache, model.output_shape, model.dtype)
 
 
-def _choose_module_method(
+def _choose_torch_module_method(
     model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
 ) -> BlockwisePrediction | WholeImagePrediction:
     """Return the method of a PyTorch module, as `choose_method` does."""
     shape = images.shape[1:]
     model.set_image_extent(shape)
-    plan, batch = _largest_fitting_batch(
+    plan, batch = _plan_largest_fitting_batch(
         lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed_bytes, batch, grid, limit
     )
     if block is None and plan.needed_bytes <= limit:
@@ -272,21 +272,21 @@ def _choose_module_method(
         remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out block: {needed}"
-    traced, cache = model.trace_for_blocks(shape, remedy), cache_bytes(images, limit)
-    sizes, budget = _block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
+    traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)
+    sizes, budget = _max_block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
     blocks = shrink_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
     return BlockwisePrediction(images, blocks, partial(model.run_block, blocks), cache, model.output_shape, model.dtype)
 
 
-def _largest_fitting_batch(
-    plan_of: Callable[[int], Any], needed: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
+def _plan_largest_fitting_batch(
+    plan_for_batch: Callable[[int], Any], needed_bytes: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
 ) -> tuple[Any, int]:
     """Return the plan for the largest batch that fits, and the batch size."""
-    plan = plan_of(batch)
-    while needed(plan) > limit and batch > grid.replicas:
+    plan = plan_for_batch(batch)
+    while needed_bytes(plan) > limit and batch > grid.replicas:
         batch = max(grid.replicas, batch // 2)
-        plan = plan_of(batch)
+        plan = plan_for_batch(batch)
     return plan, batch
 
 
@@ -294,23 +294,23 @@ def _source_if_aligned(images: Images, output_shape: tuple[int, ...]) -> TileSou
     return images.source if tuple(output_shape[:-1]) == images.shape[1:-1] else None
 
 
-def cache_bytes(images: Images, limit: int) -> int:
+def chunk_cache_bytes(images: Images, memory_limit: int) -> int:
     """Return the cache size for decoded chunks of a rank in bytes."""
-    return 0 if images.source.chunks is None else min(MAX_CACHE_BYTES, limit // 4)
+    return 0 if images.source.chunks is None else min(MAX_CHUNK_CACHE_BYTES, memory_limit // 4)
 
 
-def _block_extents(block: int | None, axes: int) -> list[int]:
+def _max_block_extents(block_extent: int | None, ndim: int) -> list[int]:
     """Return the largest block extents."""
-    return [block or DEFAULT_BLOCK_EXTENTS[axes]] * axes
+    return [block_extent or DEFAULT_BLOCK_EXTENT_BY_NDIM[ndim]] * ndim
 
 
-def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int) -> Plan:
+def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch_size: int) -> Plan:
     """Return the forward-only plan of a model of neondist's layers, with whole tiles."""
     training = Training(model.cost, model.optimizer, model.dtype, backward=False)
-    return compile_plan(model.chain, shape, grid, batch, training)
+    return compile_plan(model.chain, shape, grid, batch_size, training)
 
 
-def memory_limit(memory: int | None, ranks: int) -> int:
+def memory_limit_per_rank(memory: int | None, ranks: int) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
         return model_bytes_per_rank(memory, ranks)
@@ -318,7 +318,7 @@ def memory_limit(memory: int | None, ranks: int) -> int:
     return 1 << 62 if free is None else max(PROCESS_OVERHEAD_BYTES, free // 2 // ranks)
 
 
-def _peak_bytes(plan: Plan) -> int:
+def _peak_bytes_per_rank(plan: Plan) -> int:
     """Return the peak bytes of a rank for whole images: the network, and images read and written."""
     io_bytes = 0
     for shape in (plan.input_shape, plan.output_shape):

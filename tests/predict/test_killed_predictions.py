@@ -21,42 +21,47 @@ from neondist.errors import OutputError  # noqa: E402
 from neondist.train.inference import predict_module  # noqa: E402
 from neondist.train.inference.images import open_images  # noqa: E402
 
-SHAPE, KILLED, REFUSED, WRONG = (10, 12, 3), 9, 2, 1
-PACKAGES = {".nii": "nibabel", ".nii.gz": "nibabel", ".tif": "tifffile", ".ome.tif": "tifffile", ".png": "PIL"}
-PACKAGES |= {".zarr": "zarr", ".ome.zarr": "zarr"}
-KINDS = {suffix: {} for suffix in (".h5", ".nc", ".nii", ".nii.gz", ".tif", ".ome.tif", ".zarr", ".ome.zarr")}
-KINDS |= {".npy": {"raw": True, "classes": True}, ".png": {"classes": True}}
+SHAPE, KILLED_EXIT_CODE, REFUSED_EXIT_CODE, WRONG_OUTPUT_EXIT_CODE = (10, 12, 3), 9, 2, 1
+PACKAGE_BY_SUFFIX = {".nii": "nibabel", ".nii.gz": "nibabel", ".tif": "tifffile", ".ome.tif": "tifffile", ".png": "PIL"}
+PACKAGE_BY_SUFFIX |= {".zarr": "zarr", ".ome.zarr": "zarr"}
+SINK_OPTIONS_BY_SUFFIX = {
+    suffix: {} for suffix in (".h5", ".nc", ".nii", ".nii.gz", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
+}
+SINK_OPTIONS_BY_SUFFIX |= {".npy": {"raw": True, "classes": True}, ".png": {"classes": True}}
 EXHAUSTIVE_CASES = {(".npy", True), (".zarr", True), (".nii.gz", False)}
 """Cases in which all calls after the last part are tried."""
-SHARE, SEED = int(os.environ.get("NEONDIST_SHARE", 37)), int(os.environ["NEONDIST_SEED"])  # 1: all calls of all cases
-EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+CASE_INTERVAL, SEED = (
+    int(os.environ.get("NEONDIST_SHARE", 37)),
+    int(os.environ["NEONDIST_SEED"]),
+)  # 1: all calls of all cases
+FILE_AUDIT_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Parts:
     """Two parts of five rows, whose outputs are the cells of the image."""
 
-    num_parts, output_shape, dtype, collective, job_identity = 2, SHAPE, np.dtype("float32"), False, ["rows"]
+    num_parts, output_shape, dtype, is_collective, identity_for_resume = 2, SHAPE, np.dtype("float32"), False, ["rows"]
 
     def __init__(self, images):
         self.images = images
 
-    def aligned_source(self):
+    def source_aligned_with_output(self):
         return self.images.source
 
-    def order_parts(self, parts):
+    def order_parts_for_reading(self, parts):
         return parts
 
-    def read(self, part):
-        return self.images.read(*self.output_samples_and_box(part), "float32")
+    def read_local_input(self, part):
+        return self.images.read(*self.local_output_samples_and_box(part), "float32")
 
-    def compute_local_outputs(self, part, x):
+    def compute_local_output(self, part, x):
         return x
 
-    def output_samples_and_box(self, part):
+    def local_output_samples_and_box(self, part):
         return range(1), nd.Box((5 * part, 0), (5 * part + 5, SHAPE[1]))
 
-    def num_cells(self, part):
+    def count_cells(self, part):
         return 5 * SHAPE[1]
 
 
@@ -64,7 +69,7 @@ class Network:
     """Stand-in for a trained network in `predict_module`."""
 
     @contextmanager
-    def open_method(self, source, grid, block, resumed_method):
+    def open_prediction_method(self, source, grid, block, resumed_method):
         images = open_images(source, SHAPE)
         yield Parts(images), images, {}
         images.close()
@@ -72,7 +77,7 @@ class Network:
 
 def run_prediction(folder, suffix, source="x.npy", **options):
     target_folder = folder / "out"
-    arguments = KINDS[suffix] | options
+    arguments = SINK_OPTIONS_BY_SUFFIX[suffix] | options
     predict_module(Network(), folder / source, target_folder / f"y{suffix}", ProcessGrid.serial(), **arguments)
 
 
@@ -81,10 +86,10 @@ def run_in_fork(folder, action, at=0, fault=None):
     log = folder / "calls"
     pid = os.fork()
     if not pid:
-        calls, code = list[str](), WRONG
+        calls, code = list[str](), WRONG_OUTPUT_EXIT_CODE
 
         def audit(event, arguments):
-            if event not in EVENTS or not isinstance(arguments[0], (str, bytes, os.PathLike)):
+            if event not in FILE_AUDIT_EVENTS or not isinstance(arguments[0], (str, bytes, os.PathLike)):
                 return
             path = os.fsdecode(arguments[0])
             if event == "open" and not (arguments[2] or 0) & WRITE_FLAGS:
@@ -93,7 +98,7 @@ def run_in_fork(folder, action, at=0, fault=None):
             if in_tree or path.startswith(str(folder / "out")):
                 calls.append(f"{event} {path}")
                 if len(calls) == at and fault is None:
-                    os._exit(KILLED)
+                    os._exit(KILLED_EXIT_CODE)
                 if len(calls) == at:
                     raise OSError(fault, os.strerror(fault))
 
@@ -104,7 +109,7 @@ def run_in_fork(folder, action, at=0, fault=None):
             code = 0
         except OutputError as error:
             calls.append(str(error))
-            code = REFUSED
+            code = REFUSED_EXIT_CODE
         except BaseException:
             calls.append(traceback.format_exc())
         finally:
@@ -114,7 +119,7 @@ def run_in_fork(folder, action, at=0, fault=None):
             finally:
                 os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code, [] if code == KILLED else log.read_text().split("\n")
+    return code, [] if code == KILLED_EXIT_CODE else log.read_text().split("\n")
 
 
 def run_with_size_limit(action, size):
@@ -135,10 +140,10 @@ def write_files(folder, files):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.parametrize("suffix", SINK_OPTIONS_BY_SUFFIX)
 @pytest.mark.long
 def test_interruption_before_every_call(tmp_path, suffix, overwrite):
-    pytest.importorskip(PACKAGES.get(suffix, "numpy"))
+    pytest.importorskip(PACKAGE_BY_SUFFIX.get(suffix, "numpy"))
     x = np.random.default_rng(0).random(SHAPE, "float32")
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "older.npy", 1 - x)
@@ -161,20 +166,20 @@ def test_interruption_before_every_call(tmp_path, suffix, overwrite):
         [(at, None) for at in range(journal[-1] + 2, len(calls) + 1)] if (suffix, overwrite) in EXHAUSTIVE_CASES else []
     )
     failures = []
-    for at, fault in [*after_last_part, *interruptions[SEED % SHARE :: SHARE]]:
+    for at, fault in [*after_last_part, *interruptions[SEED % CASE_INTERVAL :: CASE_INTERVAL]]:
         write_files(tmp_path, earlier)
         code, log = run_in_fork(tmp_path, run, at, fault)
         before = read_files(tmp_path / "out")
         final_files = {
             name: content for name, content in before.items() if "partial" not in name and "replaced" not in name
         }
-        if code == WRONG or any(
+        if code == WRONG_OUTPUT_EXIT_CODE or any(
             final_files.get(name) not in (None, earlier.get(name), results[name]) for name in results
         ):
             failures.append((at, fault, calls[at - 1], code, log[-30:], sorted(before)))
         if before != results:
             code, log = run_in_fork(tmp_path, run)
-            is_complete = code == REFUSED and "already exists" in log[-1] and not overwrite
+            is_complete = code == REFUSED_EXIT_CODE and "already exists" in log[-1] and not overwrite
             if (code and not is_complete) or read_files(tmp_path / "out") != results:
                 remaining = sorted(read_files(tmp_path / "out"))
                 failures.append((at, fault, calls[at - 1], "then", code, log[-1:], sorted(before), remaining))
@@ -182,10 +187,10 @@ def test_interruption_before_every_call(tmp_path, suffix, overwrite):
     assert not failures, listing.replace(f"{tmp_path}/out/", "")
 
 
-@pytest.mark.parametrize("suffix", KINDS)
-def test_full_disk(tmp_path, suffix):
+@pytest.mark.parametrize("suffix", SINK_OPTIONS_BY_SUFFIX)
+def test_prediction_on_a_full_disk(tmp_path, suffix):
     """One error message for each amount of free space; the same command then continues."""
-    pytest.importorskip(PACKAGES.get(suffix, "numpy"))
+    pytest.importorskip(PACKAGE_BY_SUFFIX.get(suffix, "numpy"))
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random(SHAPE, "float32"))
     refused, failures = 0, []
     for size in (20, 100, 250, 500, 900):
@@ -196,9 +201,9 @@ def test_full_disk(tmp_path, suffix):
 
         code, log = run_in_fork(tmp_path, run)
         names = [path.name for path in (tmp_path / "out").iterdir() if "partial" not in path.name]
-        refused += code == REFUSED
-        if code not in (0, REFUSED) or (
-            code and ("cannot be" not in log[-1] or len(names) == len(KINDS[suffix] or "y"))
+        refused += code == REFUSED_EXIT_CODE
+        if code not in (0, REFUSED_EXIT_CODE) or (
+            code and ("cannot be" not in log[-1] or len(names) == len(SINK_OPTIONS_BY_SUFFIX[suffix] or "y"))
         ):
             failures.append((size, code, log[-30:], names))
         if code and (retry := run_in_fork(tmp_path, lambda: run_prediction(tmp_path, suffix)))[0]:

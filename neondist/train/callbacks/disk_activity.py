@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def disk_bytes(processes: Iterable[int]) -> int:
+def count_disk_bytes(process_ids: Iterable[int]) -> int:
     """Return the bytes that processes have read from and written to disks; 0 if the system does not report them.
 
     Terminal output is not counted: a progress bar moves even without progress.
@@ -16,14 +16,14 @@ def disk_bytes(processes: Iterable[int]) -> int:
     import psutil  # slow import
 
     total = 0
-    for process in processes:
-        with suppress(psutil.Error, OSError, AttributeError):  # macOS does not count
+    for process in process_ids:
+        with suppress(psutil.Error, OSError, AttributeError):  # macOS has no such counters
             counts = psutil.Process(process).io_counters()
             total += counts.read_bytes + counts.write_bytes
     return total
 
 
-def file_states(folder: Path | None) -> list[tuple[str, int, int]]:
+def list_file_states(folder: Path | None) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of the files in a folder."""
     files = []
     with suppress(OSError):
@@ -34,7 +34,7 @@ def file_states(folder: Path | None) -> list[tuple[str, int, int]]:
     return sorted(files)
 
 
-def is_stopped(pid: int) -> bool:
+def is_process_stopped(pid: int) -> bool:
     """Return whether a process of this machine is stopped."""
     import psutil
 

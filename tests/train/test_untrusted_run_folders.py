@@ -16,25 +16,29 @@ import yaml
 from neondist.cli import main
 from neondist.errors import MAX_MESSAGE_LENGTH, DataError
 from neondist.train import Best
-from neondist.train.html_report import evaluation_page_html, read_records, run_report_html
+from neondist.train.html_report import evaluation_page_html, read_epoch_records, run_report_html
 
-MARK = "<script>'\"&"
-RECORD = {"epoch": 1, "step": 3, "train_loss": 1.5, "seconds": 1.0}
+HTML_INJECTION = "<script>'\"&"
+EPOCH_RECORD = {"epoch": 1, "step": 3, "train_loss": 1.5, "seconds": 1.0}
 FUZZ_SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
-TEXTS = st.sampled_from([MARK, "\x1b[31m", "\u202e", "\ud800", "]]>", "<!--", "javascript:"]) | st.text(max_size=5)
-VALUES = st.recursive(
+TEXT_STRATEGY = st.sampled_from(
+    [HTML_INJECTION, "\x1b[31m", "\u202e", "\ud800", "]]>", "<!--", "javascript:"]
+) | st.text(max_size=5)
+VALUE_STRATEGY = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
-    | TEXTS
+    | TEXT_STRATEGY
     | st.sampled_from([10**400, -(10**308), 1e308, 5e-324]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT_STRATEGY, inner, max_size=3),
     max_leaves=8,
 )
-NAMES = st.sampled_from(["epoch", "step", "train_loss", "test_loss", "confusion", "seconds", "bytes_sent"]) | TEXTS
-ARRAYS = st.sampled_from(["u1", "i8", "f2", "f4", "f8", "c8", "?", "U3", "S3", "M8[s]", ">i4"]).flatmap(
+NAME_STRATEGY = (
+    st.sampled_from(["epoch", "step", "train_loss", "test_loss", "confusion", "seconds", "bytes_sent"]) | TEXT_STRATEGY
+)
+ARRAY_STRATEGY = st.sampled_from(["u1", "i8", "f2", "f4", "f8", "c8", "?", "U3", "S3", "M8[s]", ">i4"]).flatmap(
     lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3))
 )
 
@@ -44,7 +48,7 @@ def make_worst_samples(**overrides):
     return samples | {"label": np.array([1]), "said": np.array([2]), "volume": np.array([False])} | overrides
 
 
-def write(folder, records=(RECORD,), samples=None):
+def write_run(folder, records=(EPOCH_RECORD,), samples=None):
     text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(text)
     (folder / "worst.npz").unlink(missing_ok=True)
@@ -72,45 +76,49 @@ def render_or_reject(folder):
 
 
 @FUZZ_SETTINGS
-@example(records=[RECORD | {"train_loss": -(10**400)}, RECORD | {"epoch": 2}])
+@example(records=[EPOCH_RECORD | {"train_loss": -(10**400)}, EPOCH_RECORD | {"epoch": 2}])
 @given(
-    records=st.lists(st.dictionaries(NAMES, VALUES, max_size=4).map(lambda more: RECORD | more), min_size=1, max_size=3)
+    records=st.lists(
+        st.dictionaries(NAME_STRATEGY, VALUE_STRATEGY, max_size=4).map(lambda more: EPOCH_RECORD | more),
+        min_size=1,
+        max_size=3,
+    )
 )
-def test_arbitrary_records(tmp_path_factory, records):
+def test_arbitrary_records_are_rendered_or_rejected(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("run")
-    write(folder, records)
+    write_run(folder, records)
     render_or_reject(folder)
-    evaluation_page_html(MARK, {MARK: MARK}, records[0])
+    evaluation_page_html(HTML_INJECTION, {HTML_INJECTION: HTML_INJECTION}, records[0])
     try:
-        parsed = read_records(folder / "metrics.jsonl")
+        parsed = read_epoch_records(folder / "metrics.jsonl")
     except DataError:
         return
-    assert Best("train_loss").best_epoch(parsed, []) >= 0
+    assert Best("train_loss").find_best_epoch(parsed, []) >= 0
 
 
 @FUZZ_SETTINGS
 @given(
     st.dictionaries(
-        st.sampled_from(["sample", "loss", "image", "label", "said", "volume"]), ARRAYS, min_size=1, max_size=2
+        st.sampled_from(["sample", "loss", "image", "label", "said", "volume"]), ARRAY_STRATEGY, min_size=1, max_size=2
     )
 )
-def test_arbitrary_arrays(tmp_path_factory, overrides):
+def test_arbitrary_arrays_are_rendered_or_rejected(tmp_path_factory, overrides):
     folder = tmp_path_factory.mktemp("run")
-    write(folder, samples=make_worst_samples(**overrides))
+    write_run(folder, samples=make_worst_samples(**overrides))
     render_or_reject(folder)
 
 
 @pytest.mark.parametrize("depth", [30, 3000, 100_000])
-def test_deeply_nested_records(tmp_path, depth):
-    write(tmp_path, ['{"epoch": 1, "c": ' + "[" * depth + "]" * depth + "}\n"])
+def test_deeply_nested_records_are_rejected(tmp_path, depth):
+    write_run(tmp_path, ['{"epoch": 1, "c": ' + "[" * depth + "]" * depth + "}\n"])
     assert render_or_reject(tmp_path) is None
 
 
 def test_valid_records_are_shown(tmp_path):
     cells = np.arange(16).reshape(1, 4, 4)
     for maps in ({}, {"label": cells, "said": cells}, {"label": cells / 3, "said": np.full((1, 4, 4), np.nan)}):
-        records = [RECORD | {"test_confusion": [[3, 1], [0, 2]], "test_iou": [0.5, None]}]
-        write(tmp_path, records, make_worst_samples(**maps))
+        records = [EPOCH_RECORD | {"test_confusion": [[3, 1], [0, 2]], "test_iou": [0.5, None]}]
+        write_run(tmp_path, records, make_worst_samples(**maps))
         page = render_or_reject(tmp_path)
         assert page.count("<img") == (3 if maps else 1)
         assert "<td>1.5</td>" in page
@@ -118,35 +126,35 @@ def test_valid_records_are_shown(tmp_path):
 
 
 def test_pickles_are_not_loaded(tmp_path):
-    class Trap:
+    class PickleTrap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    write(tmp_path, samples=make_worst_samples(label=np.array([Trap()], object)))
+    write_run(tmp_path, samples=make_worst_samples(label=np.array([PickleTrap()], object)))
     assert render_or_reject(tmp_path) is None
-    (tmp_path / "worst.npz").write_bytes(pickle.dumps(Trap()))
+    (tmp_path / "worst.npz").write_bytes(pickle.dumps(PickleTrap()))
     assert render_or_reject(tmp_path) is None
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.long
 def test_oversized_archive_is_rejected(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     np.savez_compressed(tmp_path / "worst.npz", **make_worst_samples(image=np.zeros((1, 1 << 14, 1 << 14), "u1")))
     with pytest.raises(DataError, match="unpacks to 268,"):
         run_report_html(tmp_path)
 
 
-FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml", "classes.json"]
+RUN_FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml", "classes.json"]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_links_out_of_the_run_folder_are_rejected(tmp_path, name, capsys):
     run = tmp_path / "run"
     run.mkdir()
-    write(run, samples=make_worst_samples())
+    write_run(run, samples=make_worst_samples())
     (run / name).unlink(missing_ok=True)
-    (tmp_path / "secret").write_text(json.dumps(RECORD) + "\nsecret\n")
+    (tmp_path / "secret").write_text(json.dumps(EPOCH_RECORD) + "\nsecret\n")
     (run / name).symlink_to(tmp_path / "secret")
     assert main(["report", str(run)]) == 2
     assert "is a link that points outside" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""Metadata of physical fields in checkpoints: names and units of channels, and normalisation of targets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..data import Dataset
+from ..formats.fields import FieldMetadata
+from ..formats.month_step import MonthStep
+from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
+from ..terminal.console import counted
+
+FIELDS_TEXT_NAME = "fields"
+_RELATIVE_TIME_STEP_TOLERANCE = 0.2  # months have 28 to 31 days
+
+
+@dataclass(frozen=True)
+class CheckpointFieldMetadata:
+    """Metadata of the physical fields on which a checkpoint's network was trained.
+
+    Attributes
+    ----------
+    input_names, input_units : names and units of the input channels
+    output_names, output_units, output_mean, output_std : names, units and normalisation of the output channels
+    lead_steps : time steps from the last time of an image to its target
+    time_step_seconds : seconds between successive times
+    month_step : the time step in calendar months; None if it is not constant
+    axis_orders : orders of the coordinates of rows and columns, as in `FieldMetadata`
+    """
+
+    input_names: list[str]
+    input_units: list[str]
+    output_names: list[str]
+    output_units: list[str]
+    output_mean: np.ndarray
+    output_std: np.ndarray
+    lead_steps: int
+    time_step_seconds: float
+    axis_orders: tuple[str, str] = ("", "")
+    month_step: MonthStep | None = None
+
+    @classmethod
+    def from_checkpoint_texts(cls, texts: Mapping[str, str]) -> CheckpointFieldMetadata:
+        """Parse the texts of a checkpoint; ValueError with the reason if they are invalid."""
+        if FIELDS_TEXT_NAME not in texts:
+            raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
+        values = parse_json(texts[FIELDS_TEXT_NAME], dict)
+        inputs, input_units, outputs, units = (
+            _parse_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
+        )
+        if len(inputs) != len(input_units) or len(outputs) != len(units):
+            raise ValueError("does not record the units of all its variables; specify another checkpoint")
+        mean, std = (_parse_numbers(values, name, len(outputs)) for name in ("mean", "std"))
+        if (std <= 0).any():
+            raise ValueError("'std' is not positive; specify another checkpoint")
+        (step,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
+        order = _parse_names(values, "order") if "order" in values else ["", ""]
+        if len(order) != 2:
+            raise ValueError("'order' does not have two names; specify another checkpoint")
+        lead = require_json_integer("'lead'", values.get("lead"))
+        months = require_json_type("'month_step'", values.get("month_step") or {}, dict)
+        month_step = None
+        if months:
+            count = require_json_integer("'months'", months.get("months"))
+            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str))
+        return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]), month_step)
+
+    def to_physical_units(self, y: np.ndarray) -> np.ndarray:
+        """Return outputs (..., C) of the network in the units of the files."""
+        return np.asarray(y * self.output_std + self.output_mean)
+
+    def check_compatible(
+        self,
+        input_names: Sequence[str],
+        input_units: Sequence[str],
+        lead_steps: int,
+        step_seconds: float,
+        axis_orders: tuple[str, str] = ("", ""),
+    ) -> None:
+        """Raise ValueError, with the first difference, if channels or times do not match the network's.
+
+        `step_seconds` may be 0, and `axis_orders` empty, if they are not known.
+        """
+        _require_same_channels("inputs", self.input_names, input_names)
+        for name, trained, actual in zip(input_names, self.input_units, input_units, strict=True):
+            if trained != actual:
+                raise ValueError(
+                    f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert them"
+                )
+        if lead_steps != self.lead_steps:
+            raise ValueError(
+                f"was trained with lead: {self.lead_steps}, but the experiment has lead: {lead_steps}; give the same"
+            )
+        if (
+            step_seconds
+            and abs(step_seconds - self.time_step_seconds) > _RELATIVE_TIME_STEP_TOLERANCE * self.time_step_seconds
+        ):
+            raise ValueError(
+                f"was trained with time steps of {self.time_step_seconds / 3600:g} hours, but the files have"
+                f" {step_seconds / 3600:g}; select times with the same spacing"
+            )
+        for axis, trained, actual in zip(("latitudes", "longitudes"), self.axis_orders, axis_orders, strict=True):
+            if trained and actual and trained != actual:
+                raise ValueError(
+                    f"was trained with {trained} {axis}, but the files have {actual} ones; reverse that axis"
+                )
+
+
+def field_metadata_texts(fields: FieldMetadata | None) -> dict[str, str]:
+    """Return the metadata as a text by its name in a checkpoint; {} if targets are not fields."""
+    if fields is None:
+        return {}
+    values = {
+        "inputs": list(fields.input_names),
+        "input_units": list(fields.input_units),
+        "outputs": fields.names,
+        "units": [channel.units for channel in fields.channels],
+        "mean": fields.mean.tolist(),
+        "std": fields.std.tolist(),
+        "lead": fields.lead_steps,
+        "step": fields.step_seconds,
+        "month_step": None if fields.month_step is None else asdict(fields.month_step),
+        "order": list(fields.axis_orders),
+    }
+    return {FIELDS_TEXT_NAME: json.dumps(values)}
+
+
+def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata) -> FieldMetadata:
+    """Return the metadata of fields with the output mean and standard deviation of a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        Its channels differ, with the first name that differs, or are not recorded.
+    """
+    values = CheckpointFieldMetadata.from_checkpoint_texts(texts)
+    values.check_compatible(
+        fields.input_names, fields.input_units, fields.lead_steps, fields.step_seconds, fields.axis_orders
+    )
+    _require_same_channels("outputs", values.output_names, fields.names)
+    return replace(fields, mean=values.output_mean, std=values.output_std)
+
+
+def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) -> None:
+    """Set the normalisation of an open data set to a checkpoint's; ValueError as `restore_field_normalisation`."""
+    for split in dataset.splits.values():
+        if split.fields is not None:
+            split.fields = restore_field_normalisation(texts, split.fields)
+            images = parse_json(texts.get("images", "{}"), dict)
+            count = len(split.factor_and_subtrahend[0])
+            factor, offset = (_parse_numbers(images, name, count) for name in ("factor", "offset"))
+            if (factor == 0).any():
+                raise ValueError("'factor' is 0; specify another checkpoint")
+            split.normalise(offset / factor, 1 / factor)
+
+
+def _require_same_channels(kind: str, trained: Sequence[str], actual: Sequence[str]) -> None:
+    longest = max(len(trained), len(actual))
+    expected, other = ([*names, *["nothing"] * (longest - len(names))] for names in (actual, trained))
+    for at, (a, b) in enumerate(zip(expected, other, strict=True)):
+        if a != b:
+            raise ValueError(
+                f"belongs to another network: channel {at} of its {kind} is '{b}', but the experiment has '{a}';"
+                " give the variables, levels and steps of its training"
+            )
+
+
+def _parse_names(json_object: dict[str, Any], key: str) -> list[str]:
+    names = require_json_type(f"'{key}'", json_object.get(key), list)
+    return [require_json_type(f"a name of '{key}'", item, str) for item in names]
+
+
+def _parse_numbers(json_object: dict[str, Any], key: str, count: int) -> np.ndarray:
+    values = require_json_type(f"'{key}'", json_object.get(key), list)
+    if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
+        raise ValueError(f"'{key}' is not a list of {counted(count, 'number')}; specify another checkpoint")
+    return np.array(values, np.float64)

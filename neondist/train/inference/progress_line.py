@@ -1,0 +1,225 @@
+"""Progress line of a long job with an estimate of the time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import IO
+
+from ...io.regular_file import read_bytes
+from ...terminal.console import format_duration, say
+from ..callbacks.progress_bar import FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS, terminal_console
+
+_TERMINAL_INTERVAL_SECONDS, _CHECK_INTERVAL_SECONDS = 0.2, 1.0
+"""Seconds between updates of a terminal's line after parts, and between checks during a part whether a line is due"""
+
+
+class ProgressLine:
+    """Progress line, printed after 3 seconds and then, without a terminal, every 30 seconds.
+
+    As a context manager it prints lines on time even during a long part. The estimate of the time left is that of the
+    current part, if it is known, and for the other parts the mean of previous ones, weighted by their planned times.
+
+    Parameters
+    ----------
+    parts : int, optional
+        Total number of parts; if it is not known yet, call `expect_parts` later.
+    file : text file, optional
+        Output stream; default stdout.
+    unit : str
+        Name of a part.
+    delay : float, optional
+        Seconds until the first line; 0 prints it when the first part begins.
+    """
+
+    def __init__(
+        self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part", delay: float | None = None
+    ) -> None:
+        self.first_line_delay = FIRST_LINE_SECONDS if delay is None else delay
+        self.total_parts, self.done_parts, self.resumed_parts, self.done_cells = parts, 0, 0, 0
+        self.file, self.unit, self.current_activity = file, unit, ""
+        self.start_time = time.monotonic()
+        self.last_print_time: float | None = None
+        self.is_terminal = terminal_console(file) is not None
+        self._planned_part_seconds: Sequence[float] = ()
+        self._part_start, self._part_seconds_left = self.start_time, _no_estimate
+        self._estimate_printed, self._end_event, self._lock = False, Event(), Lock()
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> ProgressLine:
+        self._thread = Thread(target=self._print_during_parts, name="progress", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def expect_parts(self, total: int, resumed: int = 0, planned_seconds: Sequence[float] = ()) -> None:
+        """Set the total number of parts and those done by an earlier process; restart the clock.
+
+        `planned_seconds` of each part, if known, are the least that it can take.
+        """
+        with self._lock:
+            self.total_parts, self.done_parts, self.resumed_parts = total, resumed, resumed
+            self._planned_part_seconds, self.start_time = planned_seconds, time.monotonic()
+            self._part_start = self.start_time
+            if self.first_line_delay <= 0:
+                self.last_print_time = None  # print again for the first part
+            if resumed:
+                say(f"resuming: {resumed} of {total} {self.unit}s were already done", self.file)
+
+    def begin_part(self, activity: str, seconds_left: Callable[[], float | None] | None = None) -> None:
+        """Set the current activity, and a function that returns the seconds left of this part, or None if unknown."""
+        self.current_activity, self._part_start = activity, time.monotonic()
+        self._part_seconds_left = seconds_left or _no_estimate
+        if self.last_print_time is None and self.first_line_delay <= 0:
+            with self._lock:
+                self._print_if_due(time.monotonic())
+
+    def set_part_fraction(self, fraction: float) -> None:
+        """Set the completed fraction of the current part; print the line if it is due."""
+        end = time.monotonic() + (time.monotonic() - self._part_start) * (1 / max(fraction, 1e-3) - 1)
+        with self._lock:
+            self._part_seconds_left = lambda: max(0.0, end - time.monotonic())
+            self._print_if_due(time.monotonic())
+
+    def add_done_parts(self, completed_parts: int, output_cells: int = 0) -> None:
+        """Count completed parts and their output cells; print the line if it is due."""
+        with self._lock:
+            self.done_parts, self.current_activity = self.done_parts + completed_parts, ""
+            self.done_cells += output_cells
+            self._part_start, self._part_seconds_left = time.monotonic(), _no_estimate
+            if self.total_parts is not None:
+                self.done_parts = min(self.total_parts, self.done_parts)
+            self._print_if_due(time.monotonic())
+
+    def format_line(self, now: float) -> str:
+        """Return the progress line."""
+        seconds = max(now - self.start_time, 1e-9)
+        if self.total_parts is None:
+            return f"{self.current_activity or 'preparing'}, {format_duration(seconds)} so far  "
+        phrases = [f"{self.unit} {self.done_parts} of {self.total_parts}"]
+        if self.done_cells:
+            phrases.append(f"{self.done_cells / 1e6 / seconds:.3g} Mpixel/s")
+        if self.current_activity and self.done_parts < self.total_parts:
+            phrases.append(f"now {self.current_activity}")
+        phrases.append(self._describe_seconds_left(now))
+        return f"{', '.join(phrases)}  "
+
+    def _describe_seconds_left(self, now: float) -> str:
+        left = self._estimate_seconds_left(now)
+        if left is not None:
+            return "about " * (self.done_parts == self.resumed_parts) + f"{format_duration(left)} left"
+        so_far = f"{format_duration(now - self.start_time)} so far"
+        if self._planned_part_seconds and (least := round(self._seconds_left_at_pace(1.0, now))):
+            return f"{so_far}, at least {format_duration(least)} left"
+        return f"{so_far}; an estimate follows the first {self.unit}"
+
+    def _estimate_seconds_left(self, now: float) -> float | None:
+        """Return the estimated seconds left, or None if neither a part has ended nor the rest of the first is known."""
+        done_work, part_left = sum(self._part_weights[self.resumed_parts : self.done_parts]), self._part_seconds_left()
+        if part_left is not None and self.total_parts is not None and self.done_parts < self.total_parts:
+            pace = (now - self.start_time + part_left) / (done_work + self._part_weights[self.done_parts])
+            return part_left + pace * sum(self._part_weights[self.done_parts + 1 :])
+        elapsed = self._part_start - self.start_time
+        return self._seconds_left_at_pace(elapsed / done_work, now) if done_work > 0 else None
+
+    def _seconds_left_at_pace(self, seconds_per_weight: float, now: float) -> float:
+        """Return the seconds left at `seconds_per_weight`; the current part may exceed its planned time."""
+        current, *later = self._part_weights[self.done_parts :] or [0.0]
+        return max(0.0, seconds_per_weight * current - (now - self._part_start)) + seconds_per_weight * sum(later)
+
+    @property
+    def _part_weights(self) -> Sequence[float]:
+        """Relative durations of the parts: their planned seconds, or 1."""
+        return self._planned_part_seconds or [1.0] * (self.total_parts or 0)
+
+    def close(self) -> None:
+        """Stop and end the terminal's line."""
+        self._end_event.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.is_terminal and self.last_print_time is not None:
+            say("", self.file)
+            self.last_print_time = None
+
+    def _print_during_parts(self) -> None:
+        """Print lines that are due, even while a long part runs."""
+        wait = self.first_line_delay or _CHECK_INTERVAL_SECONDS
+        while not self._end_event.wait(wait):
+            with self._lock:
+                now, wait = time.monotonic(), min(_CHECK_INTERVAL_SECONDS, LINE_INTERVAL_SECONDS)
+                if self.last_print_time is None or self.total_parts is None or self.done_parts < self.total_parts:
+                    self._print_if_due(now)
+                if self.last_print_time is None:  # `expect_parts` has restarted the clock
+                    wait = max(0.01, self.start_time + self.first_line_delay - now)
+
+    def _print_if_due(self, now: float) -> None:
+        """Print the line if it is due: once early, with the first estimate, and then periodically."""
+        has_estimate = self.done_parts > self.resumed_parts or self._part_seconds_left() is not None
+        every = _TERMINAL_INTERVAL_SECONDS if self.is_terminal else LINE_INTERVAL_SECONDS
+        last = self.last_print_time
+        due = now - self.start_time >= self.first_line_delay if last is None else now - last >= every
+        if not due and not (last is not None and has_estimate and not self._estimate_printed):
+            return
+        self.last_print_time, self._estimate_printed = now, has_estimate
+        # erase the rest of a longer line
+        end, start = ("\x1b[K", "\r") if self.is_terminal else ("\n", "")
+        say(self.format_line(now), self.file, end, start)
+
+
+class ProgressFile(ProgressLine):
+    """Estimated end time of this process, written to a file for a process that displays it.
+
+    Parameters
+    ----------
+    path : path
+        Read by `read_seconds_left`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def _print_if_due(self, now: float) -> None:
+        left = self._estimate_seconds_left(now)
+        if left is not None:
+            self.path.write_text(f"{time.time() + left}\n", encoding="utf-8")
+
+
+def read_seconds_left(path: Path) -> float | None:
+    """Return the seconds left according to the file of a `ProgressFile`; None if there is no estimate yet."""
+    try:
+        return max(0.0, float(read_bytes(path)) - time.time())
+    except (OSError, ValueError):  # not there, or being written
+        return None
+
+
+def first_rank_progress(
+    rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", delay: float | None = None
+) -> AbstractContextManager[ProgressLine | None]:
+    """Return a ProgressLine on rank 0, None on other ranks; `parts` may not be known yet."""
+    return ProgressLine(parts, file, unit, delay) if rank == 0 else nullcontext()
+
+
+def preparation_progress(rank: int = 0, whole_process: bool = True) -> AbstractContextManager[object]:
+    """Return a progress line, on rank 0 and stderr, of a command that is preparing, such as importing PyTorch.
+
+    `whole_process`: the process is the command, and its start counts for the delay of the line.
+    """
+    import psutil  # slow import
+
+    age = time.time() - psutil.Process().create_time() if whole_process else 0.0
+    return first_rank_progress(rank, sys.stderr, delay=max(0.01, FIRST_LINE_SECONDS - age))
+
+
+def _no_estimate() -> float | None:
+    return None
