@@ -155,7 +155,7 @@ assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` w
 
 
 def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], None]:
-    """Return a training step of all ranks; collective."""
+    """Return a training step of all ranks. Collective."""
     model, shape, batch_size = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     plan = model.fit_plan_to_memory(model.plan(shape, grid.shape, batch_size))
     images, labels = load_own_batch(experiment, grid, plan)
@@ -167,7 +167,7 @@ def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], No
 def predict_and_measure(
     world: Transport, experiment: Callable[[], FitExperiment], machine: Machine, turns: int
 ) -> tuple[float, float]:
-    """Return the predicted and the measured seconds of a step of all ranks; collective."""
+    """Return the predicted and the measured seconds of a step of all ranks. Collective."""
     shape = fastest_grid(world.size, experiment, machine) if world.rank == 0 else None
     shape = world.bcast(shape)
     if world.rank == 0:

@@ -43,7 +43,7 @@ class TrainStep(ABC):
 
     @abstractmethod
     def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
-        """Describe the first non-finite value; collective, and may repeat the forward pass."""
+        """Describe the first non-finite value, repeating the forward pass if needed. Collective."""
 
     @abstractmethod
     def update_parameters(self) -> None:

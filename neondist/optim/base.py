@@ -115,7 +115,7 @@ class Optimizer(Scheduled, Registered, ABC):
         rate_factor: float = 1.0,
         layout: FlatLayout | None = None,
     ) -> None:
-        """Update `params` and `slots` in place by one step; collective if norms span several ranks.
+        """Update `params` and `slots` in place by one step. Collective if norms span several ranks.
 
         Parameters
         ----------

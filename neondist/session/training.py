@@ -167,7 +167,7 @@ class TrainingRole:
                 self.state.share_stop_requests()
 
     def exit(self, error: BaseException | None) -> None:
-        """Call the final hooks, which write the last checkpoint; collective unless there is an error.
+        """Call the final hooks, which write the last checkpoint. Collective unless there is an error.
 
         Raises
         ------

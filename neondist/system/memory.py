@@ -116,7 +116,7 @@ def free_bytes_per_rank(ranks: int) -> int | None:
 def min_free_bytes_per_rank(
     world: Any, get_free_bytes: Callable[[int], int | None] = free_bytes_per_rank
 ) -> int | None:
-    """Return the minimum of the available bytes per rank over all machines; None if unknown; collective.
+    """Return the minimum of the available bytes per rank over all machines; None if unknown. Collective.
 
     Parameters
     ----------

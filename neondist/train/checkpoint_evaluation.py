@@ -37,7 +37,7 @@ def evaluate_checkpoint(
     split: str | None = None,
     pictures: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Return the cost and the metrics of a checkpoint's weights over a split of the experiment's data; collective.
+    """Return the cost and the metrics of a checkpoint's weights over a split of the experiment's data. Collective.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def open_model_and_dataset(
     split: str | None = None,
     settings_to_compare: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[TrainableModel, Dataset]]:
-    """Open an experiment's data and build its model without loading weights; collective. Raises the errors of `run`.
+    """Open an experiment's data and build its model without loading weights. Collective. Raises the errors of `run`.
 
     Parameters
     ----------

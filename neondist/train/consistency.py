@@ -33,7 +33,7 @@ def format_settings_to_compare(experiment: Experiment, plan: ModelPlan, resume: 
 
 
 def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
-    """Compare the contents of an opened data set, since files may differ between machines; collective.
+    """Compare the contents of an opened data set, since files may differ between machines. Collective.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
 
 
 def check_same_lines_on_ranks(world: Transport, lines: list[str]) -> None:
-    """Compare the lines of all ranks by their hash; collective.
+    """Compare the lines of all ranks by their hash. Collective.
 
     Raises
     ------

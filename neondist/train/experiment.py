@@ -211,7 +211,7 @@ class FitExperiment(Registered):
         validate_experiment(self, ranks)
 
     def open_grid(self, comm: Any = None) -> ProcessGrid:
-        """Create the experiment's grid over all ranks of `comm` (default: all ranks); collective."""
+        """Create the experiment's grid over all ranks of `comm` (default: all ranks). Collective."""
         return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
 
     @type_checked
@@ -227,7 +227,7 @@ class FitExperiment(Registered):
         snapshot: Count | Literal["auto"] | None = None,
         worker: WorkerAssignment | None = None,
     ) -> RunResult:
-        """Train the model; collective, with the same result on every rank.
+        """Train the model. Collective; the result is the same on every rank.
 
         Parameters
         ----------

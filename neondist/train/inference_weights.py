@@ -12,7 +12,7 @@ from ..optim import AVERAGE_SLOT
 
 
 def load_inference_weights(file: CheckpointReader, model: TrainableModel) -> None:
-    """Load a checkpoint's weights, or their running mean if present, into a model; collective."""
+    """Load a checkpoint's weights, or their running mean if present, into a model. Collective."""
     arrays = model.checkpoint_arrays()["model"]
     load_weights(file, arrays, strict=True)
     trained = None

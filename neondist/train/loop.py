@@ -36,7 +36,7 @@ def fit(
     epoch: int = 0,
     history: Iterable[Record] = (),
 ) -> list[Record]:
-    """Train a model and return one record per epoch, the same on every rank; collective.
+    """Train a model and return one record per epoch, the same on every rank. Collective.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def fit(
 def train_loop(
     run: TrainState, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
 ) -> None:
-    """Train from the state of `run` to the end, or until a hook sets `run.stop`; collective."""
+    """Train from the state of `run` to the end, or until a hook sets `run.stop`. Collective."""
     hooks = list(hooks)
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
@@ -99,7 +99,7 @@ def train_loop(
 
 
 def _start_at_epoch_of_first_task(run: TrainState) -> None:
-    """Start a worker that joins late at the epoch of its first task; collective.
+    """Start a worker that joins late at the epoch of its first task. Collective.
 
     The first worker writes the records of all epochs.
     """
@@ -189,7 +189,7 @@ def _read_batches(model: Trainable, split: Split, batches: Iterable[np.ndarray])
 
 
 def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> Record:
-    """Evaluate the validation and the test split for a record; collective."""
+    """Evaluate the validation and the test split for a record. Collective."""
     record = Record()
     for name, split in run.dataset.splits.items():
         if name != "train":
@@ -230,7 +230,7 @@ def _call_hooks(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
 
 
 def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the mean cost ('loss') and every metric, by its name, over all samples of `split`; collective.
+    """Return the mean cost ('loss') and every metric, by its name, over all samples of `split`. Collective.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ from .state import Record, Stop, TrainState
 
 @type_checked
 def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
-    """Train every stage of a model for its `num_pretrain_epochs`; collective, with the same records on every rank.
+    """Train every stage of a model for its `num_pretrain_epochs`. Collective; all ranks get the same records.
 
     Uses the loop of `nd.fit` with the stage's autoencoder as the model: hooks access it as `run.model`.
 
@@ -67,7 +67,7 @@ def pretrain_stages(
 ) -> Stop | None:
     """Pretrain for an experiment, writing to `folder`, from a checkpoint of `resumed_pretraining_stage` unless it is 0.
 
-    Only hooks that run during pretraining are called. Return the reason of an early end, if any; collective.
+    Only hooks that run during pretraining are called. Return the reason of an early end, if any. Collective.
     """
     hooks = [hook for hook in hooks if hook.runs_during_pretraining]
     history: list[Record] = []
@@ -87,7 +87,7 @@ def pretrain_stages(
 
 
 def find_interrupted_stage(world: Transport, folder: Path) -> int:
-    """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining; collective."""
+    """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining. Collective."""
     stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
         while (folder / f"pretrain_{stage + 1}.h5").exists():
@@ -128,7 +128,7 @@ class ReconstructionErrorMetric:
     ----------
     stage : Autoencoder
     split : Split
-        Samples over which the mean is computed; collective.
+        Samples over which the mean is computed. Collective.
     batch_size : int
         Samples per pass, over all replicas.
     """

@@ -37,7 +37,7 @@ def initialise_or_resume_run(
     init_from: str | Path | None,
     snapshot_store: SnapshotStore | None,
 ) -> StartingPoint:
-    """Initialise the weights and the position of `run`; collective.
+    """Initialise the weights and the position of `run`. Collective.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def initialise_or_resume_run(
 
 
 def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Return whether a resumed run starts from scratch; collective."""
+    """Return whether a resumed run starts from scratch. Collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:

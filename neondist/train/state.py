@@ -95,7 +95,7 @@ class EpochTotals:
     summed: int = 0
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
-        """Return the bytes that all ranks have sent and reduced; collective."""
+        """Return the bytes that all ranks have sent and reduced. Collective."""
         sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
         return self.sent_before + sum(sent), self.summed_before + sum(summed)
 
@@ -184,7 +184,7 @@ class TrainState:
             )
 
     def checkpoint_texts(self) -> dict[str, str]:
-        """Return the texts of a checkpoint: normalisation and fields; collective."""
+        """Return the texts of a checkpoint: normalisation and fields. Collective."""
         train = self.dataset.train
         factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}

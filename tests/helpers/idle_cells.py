@@ -8,7 +8,7 @@ PERTURBATIONS = (torch.nan, 1e3, -1e3)
 
 
 def find_idle_cells(model, tiles):
-    """Return descriptions of received lines of cells that do not change the result of a pass; collective."""
+    """Return descriptions of received lines of cells that do not change the result of a pass. Collective."""
     recorder = _PerturbingRunner(model.comm, model.plan)
     with torch.no_grad():
         recorder(tiles, *model.programs.watch.named_parameters_and_buffers())

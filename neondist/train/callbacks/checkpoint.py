@@ -63,7 +63,7 @@ class RunProgress:
 
     @classmethod
     def from_run(cls, run: TrainState) -> RunProgress:
-        """Return the progress of a run; collective."""
+        """Return the progress of a run. Collective."""
         totals = run.totals
         sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
         sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
@@ -256,7 +256,7 @@ class Checkpoint(Hook):
         self.after_run(run)
 
     def save(self, run: TrainState) -> None:
-        """Write a checkpoint now; collective.
+        """Write a checkpoint now. Collective.
 
         Raises
         ------
@@ -271,7 +271,7 @@ class Checkpoint(Hook):
         return self.last_written_position == _run_position(run)
 
     def collect_contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
-        """Return the arrays and texts of a checkpoint of this step; collective."""
+        """Return the arrays and texts of a checkpoint of this step. Collective."""
         texts = {
             "position": RunProgress.from_run(run).to_json(),
             **run.checkpoint_texts(),
@@ -285,13 +285,13 @@ class Checkpoint(Hook):
         return [*_checkpoint_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
     def _is_due_by_time(self, run: TrainState) -> bool:
-        """Return whether `every_minutes` have passed by rank 0's clock; collective."""
+        """Return whether `every_minutes` have passed by rank 0's clock. Collective."""
         limit = self.schedule.every_minutes
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_write_time >= 60 * limit))
 
 
 def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remedy: str = "run without resume") -> None:
-    """Restore `run` from a file that the rank `reading_rank` reads; collective.
+    """Restore `run` from a file that the rank `reading_rank` reads. Collective.
 
     Parameters
     ----------
@@ -323,7 +323,7 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
 
 
 def read_checkpoint_step(path: Path, world: Transport) -> int:
-    """Return the step of a checkpoint, -1 if it is missing or damaged; collective."""
+    """Return the step of a checkpoint, -1 if it is missing or damaged. Collective."""
     try:
         with open_checkpoint(path, world) as file:
             return read_run_progress(file).step

@@ -50,7 +50,7 @@ class LedgerLog(Hook):
             self.training_end_ledger = run.model.whole_model.ledger()
 
     def after_epoch(self, run: TrainState) -> None:
-        """Append the epoch's lines; collective."""
+        """Append the epoch's lines. Collective."""
         now = run.model.whole_model.ledger()
         training, evaluation = (self.training_end_ledger - self.epoch_start_ledger, now - self.training_end_ledger)
         own_entries = [*_ledger_entries("training", training), *_ledger_entries("evaluation", evaluation)]

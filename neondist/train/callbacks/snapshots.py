@@ -28,7 +28,7 @@ _INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
 
 
 def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
-    """Return the snapshot store of a supervised run; collective."""
+    """Return the snapshot store of a supervised run. Collective."""
     key = ""
     with all_or_none(world):
         if world.rank == 0:
@@ -89,7 +89,7 @@ class Snapshots(Hook):
         return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed
 
     def save(self, run: TrainState) -> None:
-        """Write a snapshot now; collective."""
+        """Write a snapshot now. Collective."""
         start = self.clock()
         if not self.writes_to_disk:
             try:
@@ -115,7 +115,7 @@ class Snapshots(Hook):
 
 
 def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
-    """Restore `run` from the newest complete snapshot, or from the checkpoint if that is as new; collective.
+    """Restore `run` from the newest complete snapshot, or from the checkpoint if that is as new. Collective.
 
     Raises
     ------

@@ -44,7 +44,7 @@ class StagePictures(Hook):
         self.folder = folder
 
     def after_run(self, run: TrainState) -> None:
-        """Gather the pictures from their tiles and draw them; collective."""
+        """Gather the pictures from their tiles and draw them. Collective."""
         split, shape = run.dataset.selection_split, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
             pictures, filters = reconstruct_first_images(stage, split), gather_filters(stage)
@@ -68,7 +68,7 @@ class StagePictures(Hook):
 
 
 def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
-    """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
+    """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each. Collective."""
     x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
     box = stage.output.own
@@ -77,7 +77,7 @@ def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
 
 
 def gather_filters(stage: Autoencoder) -> FiltersByPosition:
-    """Return filters (*kernel, C, out_channels) at positions spread over the output, by position; collective.
+    """Return filters (*kernel, C, out_channels) at positions spread over the output, by position. Collective.
 
     With shared filters a position is that of a block.
     """
@@ -99,7 +99,7 @@ def gather_filters(stage: Autoencoder) -> FiltersByPosition:
 
 
 def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
-    """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
+    """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output. Collective."""
     model = stage.whole_model
     *extent, channels = Sequential(model.layers[: stage.end_layer_index]).output_shape_for(model.input_shape)
     cells = [np.unravel_index(i * prod(extent) // MAX_STIMULI, extent) for i in range(MAX_STIMULI)]
@@ -113,7 +113,7 @@ def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
 
 
 def _assemble_images(grid: ProcessGrid, tiles: Any, tile_start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-    """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large; collective."""
+    """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large. Collective."""
     tiles, step = to_host(tiles), -(-max(shape[:2]) // MAX_PICTURE_EXTENT)
     start = [-(-at // step) for at in tile_start]
     piece = None

@@ -23,7 +23,7 @@ def sampled_slices(box: Box, step: int) -> tuple[slice, ...]:
 def assemble_subsampled_images(
     grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first_sample: int
 ) -> np.ndarray:
-    """Assemble samples (n, *pixels, ...) on every rank; collective.
+    """Assemble samples (n, *pixels, ...) on every rank. Collective.
 
     Parameters
     ----------

@@ -33,17 +33,17 @@ class TilesPicture(Hook):
         self._drawn = False
 
     def before_run(self, run: TrainState) -> None:
-        """Draw, unless the run is resumed; collective."""
+        """Draw, unless the run is resumed. Collective."""
         self._drawn = False
         if run.step == 0 and run.epoch == 0:
             self._draw(run)
 
     def after_epoch(self, run: TrainState) -> None:
-        """Draw if not done yet; collective."""
+        """Draw if not done yet. Collective."""
         self._draw(run)
 
     def after_run(self, run: TrainState) -> None:
-        """Draw if not done yet; collective."""
+        """Draw if not done yet. Collective."""
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
@@ -69,7 +69,7 @@ ROWS_PER_READ = 256  # rows per read
 
 
 def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
-    """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C); collective.
+    """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C). Collective.
 
     `box`: cells of this rank's data set, its tile or more.
     """

@@ -35,7 +35,7 @@ class WorstSamples(Hook):
         self.path = path
 
     def after_run(self, run: TrainState) -> None:
-        """Evaluate the split sample by sample and write the file; collective."""
+        """Evaluate the split sample by sample and write the file. Collective."""
         model = run.model
         if len(run.dataset.splits) == 1 or model is not model.whole_model:
             return
@@ -50,7 +50,7 @@ class WorstSamples(Hook):
 def find_worst_samples(
     model: Trainable, split: Split, batch_size: int, max_extent: int = MAX_PICTURE_EXTENT
 ) -> dict[str, np.ndarray]:
-    """Return the samples of a split with the largest losses, and small pictures of them, on every rank; collective.
+    """Return the samples of a split with the largest losses, and small pictures of them, on every rank. Collective.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def find_worst_samples(
 
 
 def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
-    """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
+    """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored. Collective."""
     parts = parts_of(cost)
     sums = np.zeros((len(parts) + len(weighted_mean_parts(cost)), len(split)))
     for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
@@ -126,7 +126,7 @@ def scale_to_uint8(pixels: np.ndarray) -> np.ndarray:
 def _assemble_middle_slices(
     grid: ProcessGrid, first_sample: int, box: Box, extent: tuple[int, ...], cells: Any, max_extent: int
 ) -> np.ndarray:
-    """Assemble samples (n, *extent, ...) on every rank from each rank's box; collective.
+    """Assemble samples (n, *extent, ...) on every rank from each rank's box. Collective.
 
     Large extents are subsampled to every s-th cell, volumes to the middle slice; a LazyTile is read only there.
     """

@@ -40,7 +40,7 @@ def open_checkpoint_prediction(
     extra_cells: int = 0,
     axes: str | None = None,
 ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
-    """Yield the prediction method, the images, and hashes of the checkpoint and the network; collective."""
+    """Yield the prediction method, the images, and hashes of the checkpoint and the network. Collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
         experiment_grid_shape(experiment, grid.size)

@@ -46,7 +46,7 @@ def evaluate_files(
     samples: dict[str, np.ndarray] | None = None,
     axes: str | None = None,
 ) -> dict[str, Any]:
-    """Return the cost and the metrics of a checkpoint's network over images and labels in files; collective.
+    """Return the cost and the metrics of a checkpoint's network over images and labels in files. Collective.
 
     As in `predict`, images may be of any size, and are evaluated whole or in blocks.
 
@@ -87,7 +87,7 @@ def evaluate_module(
     block: int | None = None,
     samples: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Return the cross entropy and the misclassification of a module with trained weights over files; collective.
+    """Return the cross entropy and the misclassification of a module with trained weights over files. Collective.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def _evaluate_opened_method(
     grid: ProcessGrid,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Evaluate cost and metrics by the method that `opened` yields; collective."""
+    """Evaluate cost and metrics by the method that `opened` yields. Collective."""
     with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (method, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
@@ -227,7 +227,7 @@ class _BlockMetricAccumulator:
         """Do nothing: there is no journal."""
 
     def compute_means(self) -> dict[str, Any]:
-        """Return the means over the sums of all ranks; collective."""
+        """Return the means over the sums of all ranks. Collective."""
         tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
         costs, weights = np.split(_sum_over_ranks(self.grid, self.local_sums), [len(self.cost_parts)])
         for at, part in enumerate(self.cost_parts):
@@ -289,7 +289,7 @@ class _Thumbnail:
         self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
 
     def gather_pictures(self, loss: float) -> dict[str, np.ndarray]:
-        """Return the pictures, as `find_worst_samples` does; collective."""
+        """Return the pictures, as `find_worst_samples` does. Collective."""
         if not self.pixel_step:
             return {}
         maps = {name: _sum_over_ranks(self.grid, one)[None] for name, one in self.label_and_prediction_maps.items()}
@@ -341,7 +341,7 @@ def _evaluate_whole_images(
     labels: Images,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Evaluate whole images, one tile per rank; collective."""
+    """Evaluate whole images, one tile per rank. Collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.subtrahend, "f8")
     tile = method.grid.partition(method.output_shape[:-1]).box(method.grid.tile)
     tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile)

@@ -46,7 +46,7 @@ def forecast(
     steps: int | None = None,
     overwrite: bool = False,
 ) -> tuple[int, ...]:
-    """Write the forecasts of a checkpoint's network to NetCDF; return their shape (time, *extent, C); collective.
+    """Write the forecasts of a checkpoint's network to NetCDF; return their shape (time, *extent, C). Collective.
 
     Variables are in the units of the files, at their valid times, on the grid of the input.
 

@@ -47,7 +47,7 @@ def predict(
     steps: int | None = None,
     axes: str | None = None,
 ) -> tuple[int, ...]:
-    """Write the outputs of a checkpoint's network for images of any size; return their whole shape; collective.
+    """Write the outputs of a checkpoint's network for images of any size; return their whole shape. Collective.
 
     Raw values are normalised as recorded in the checkpoint; the data set is not needed.
     If whole images fit in memory, each rank computes its tile of them. Otherwise each rank computes blocks of the
@@ -112,7 +112,7 @@ def predict_module(
     block: int | None = None,
     overwrite: bool = False,
 ) -> tuple[int, ...]:
-    """Write the outputs of a module with trained weights, as `predict` does for a checkpoint; collective.
+    """Write the outputs of a module with trained weights, as `predict` does for a checkpoint. Collective.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def _write_outputs(
     kinds: Sequence[str],
     overwrite: bool,
 ) -> tuple[int, ...]:
-    """Write the outputs by the method that `opened` yields; return their shape; collective."""
+    """Write the outputs by the method that `opened` yields; return their shape. Collective."""
     with (
         first_rank_progress(grid.rank) as progress,
         _open_journal(target, grid) as (journal, resumed_method),
@@ -324,7 +324,7 @@ def _remove_outputs_on_failure(
 
 
 def _remove_if_empty(factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None) -> None:
-    """Remove unfinished outputs and their journal if no part is done; collective."""
+    """Remove unfinished outputs and their journal if no part is done. Collective."""
     with all_or_none(grid.world):
         empty = journal is not None and Journal(journal.path).is_empty
         if journal is not None and empty:

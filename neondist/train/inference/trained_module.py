@@ -138,7 +138,7 @@ class TrainedModule:
     def open_prediction_method(
         self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_method: list[Any] | None
     ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
-        """Yield the prediction method, the images, and hashes of the weights and the module; collective."""
+        """Yield the prediction method, the images, and hashes of the weights and the module. Collective."""
         with all_or_none(grid.world):
             images = self.open_source_images(source)
         with closing(images):
