@@ -177,13 +177,13 @@ def check(arguments: argparse.Namespace) -> int:
         description = describe_experiment(experiment, ranks)
     Console(soft_wrap=True).print(description)
     if arguments.measure_memory:
-        from ..bench.model.rank_profile import measure_peak_memory
+        from ..bench.model.rank_profile import measure_peak_memory_of_run
         from ..plan.report import format_size
         from ..terminal.console import emit
         from ..train.validate import experiment_grid_shape
 
         emit("measuring training steps of the rank with the most cells ...")
-        peak = measure_peak_memory(experiment, experiment_grid_shape(experiment, ranks))
+        peak = measure_peak_memory_of_run(experiment, experiment_grid_shape(experiment, ranks))
         emit(f"measured peak: {format_size(peak)} for the whole process of the rank with the most cells")
     return 0
 

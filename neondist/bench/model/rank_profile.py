@@ -5,14 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from math import prod
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from ...geometry import GridShape
+from ...io.files import has_matplotlib
 from ...models import TrainableModel
 from ...plan import Plan
 from ...runtime.observers.clock import Clock
+from ...train.callbacks.curves_picture import write_curves_picture
+from ...train.state import Record
 from .. import memory
 from ..noise import relative_noise
 from ..roofline import count_products
@@ -100,13 +108,34 @@ def profile_rank(
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     """Return the peak resident bytes of this process in training steps of the rank with most cells.
 
-    Measured in a process that has done little else, this is the memory of a rank's process, without the images of
-    other batches and MPI's own buffers.
+    Measured in a process that has done little else, this is the memory of a rank's process in training, without the
+    images of other batches and MPI's own buffers.
     """
     memory.reset_peak()
     step, _, _ = prepare_step(experiment, shape)
     for _ in range(_MEMORY_STEPS):
         step()
+    return memory.peak_bytes()
+
+
+def measure_peak_memory_of_run(experiment: Any, shape: GridShape) -> int:
+    """Return the peak resident bytes of this process in steps and in what rank 0 does besides.
+
+    These are the images of its tile, MPI, HDF5, and the pictures at the end.
+    """
+    measure_peak_memory(experiment, shape)
+    experiment.dataset.open(experiment.model.grid)
+    for split in experiment.dataset.splits.values():
+        if len(split):
+            split.images(np.arange(min(len(split), experiment.batch_size)), experiment.model.dtype)
+    import_module("h5py")  # for checkpoints
+    if shape.size > 1:
+        import_module("mpi4py.MPI")
+    if has_matplotlib():
+        names = "train_loss", "test_loss", "test_error", *(metric.name for metric in experiment.metrics)
+        record = {"epoch": 1, **dict.fromkeys(names, 0.5)}
+        with TemporaryDirectory(prefix="neondist-memory-") as folder:
+            write_curves_picture([Record(record), Record(record | {"epoch": 2})], Path(folder, "curves.png"))
     return memory.peak_bytes()
 
 
