@@ -287,7 +287,7 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
         for precision in precisions:
             name = f"| {network}, {precision} |"
             if remaining() < 0:
-                yield f"{name} not run: no time left | | | | |"
+                yield f"{name} not run (time limit) | | | | |"
             else:
                 yield f"{name} {_format_row(card.measure(network, precision, remaining() > 60))} |"
 
@@ -295,9 +295,9 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
 def _format_row(measurements: Measurements) -> str:
     ours = measurements["ours"]
     if isinstance(ours, str):
-        return f"not run: {ours} | | | |"
+        return f"not run ({ours}) | | | |"
     compiled, memory = measurements.get("compiled"), measurements.get("eager memory")
-    by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run: {compiled or 'no time left'}"
+    by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run ({compiled or 'time limit'})"
     by_memory = f"{measurements['our memory'] / memory:.2f}" if memory else "not run"
     by_module = f"{measurements['module'] / measurements['eager']:.2f}"
     return f"{1e3 * ours:.2f} | {ours / measurements['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"

@@ -107,7 +107,7 @@ PyDoc_STRVAR(convolve_doc,
              "convolve(x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
              "Write a convolution plus bias; return False if these are no arrays for it.\n\n"
              "Parameters\n----------\n"
-             "x, y : array (N, *extent, C), (N, *out, C')\n    Of two or three axes; what windows see outside of x is 0.\n"
+             "x, y : array (N, *extent, C), (N, *out, C')\n    Of two or three axes; what windows see outside x is 0.\n"
              "weights : array (*kernel, C, C')\n"
              "bias : array (C',), or None\n"
              "stride, dilation, before : tuple of int\n"

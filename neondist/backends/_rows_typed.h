@@ -50,7 +50,7 @@ INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Pi
     }
 }
 
-/* Rows lo to hi of y: outputs of windows of which what is outside of x is zero. */
+/* Rows lo to hi of y: outputs of windows of which what is outside x is zero. */
 TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, Py_ssize_t hi) {
     const Rows *job = given;
     const Cells *x = &job->x, *y = &job->y;

@@ -99,7 +99,7 @@ typedef struct each {
 
 enum { TAPS = 512 };
 
-/* Which plane, row or column of x output `at` looks at with a tap, in or outside of it; 0: on the way back, none. */
+/* Which plane, row or column of x output `at` looks at with a tap, in or outside it; 0: on the way back, none. */
 static inline int looks_at(const Each *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
     const Py_ssize_t s = job->stride[axis], shift = tap * job->dilation[axis];
     if (!job->back) {

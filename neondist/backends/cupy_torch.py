@@ -36,7 +36,8 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
         """Return the product of two matrices, or stacks of them: CuPy's call of cuBLAS cannot be captured."""
         return super().matmul(a, b) if self.torch_calls is None else self.torch_calls.matmul(a, b)
 
-    def _reorder_weights(self, x: Any, weights: Any) -> Any:
+    def _reorder_weights_if_faster(self, x: Any, weights: Any) -> Any:
+        """Return the weights unchanged: cuDNN needs no other order."""
         return weights
 
     def _prefers_torch_conv(self, x: Any, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:

@@ -23,10 +23,10 @@ from .windows import (
     Sides,
     StripAccumulator,
     clear_sides,
-    clear_unstrided_cells,
     crop_sides,
     split_into_strips,
     strided_index,
+    zero_cells_between_strides,
 )
 
 Ints = Sequence[int]
@@ -221,7 +221,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *conv_args, zeros))
         if passed is not None:
-            clear_unstrided_cells(*passed)
+            zero_cells_between_strides(*passed)
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
     def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:

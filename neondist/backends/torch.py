@@ -115,13 +115,13 @@ class TorchKernelMixin(Kernels):
 
     def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *args: Any) -> None:
         """Write the convolution plus bias into y by `write_output`, with the weights reordered for oneDNN once."""
-        super().conv_into(y, x, self._reorder_weights(x, weights), *args)
+        super().conv_into(y, x, self._reorder_weights_if_faster(x, weights), *args)
 
     def conv_back_into(
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *args: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, as the base class does, with the weights reordered once."""
-        by_weights, by_bias = super().conv_back_into(dx, x, dy, self._reorder_weights(x, weights), *args)
+        by_weights, by_bias = super().conv_back_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
         return (
             by_weights if by_weights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(by_weights)
         ), by_bias
@@ -183,7 +183,8 @@ class TorchKernelMixin(Kernels):
             return super().separable_filter_adjoint(dy, extent, taps)
         return self.torch_calls.pool.separable_filter_adjoint(dy, taps)
 
-    def _reorder_weights(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def _reorder_weights_if_faster(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Return weights in the order of oneDNN if that is faster for a view, otherwise unchanged."""
         worth = prod(weights.shape[:-2]) > 1 and self._prefers_torch_conv(x, ())
         return self.torch_calls.conv.reorder_for_onednn(weights) if worth else weights
 

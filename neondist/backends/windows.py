@@ -138,7 +138,7 @@ def strided_index(stride: Ints) -> tuple[slice, ...]:
     return slice(None), *(slice(None, None, step) for step in stride)
 
 
-def clear_unstrided_cells(dx: Any, stride: Ints) -> None:
+def zero_cells_between_strides(dx: Any, stride: Ints) -> None:
     """Fill the cells between those of `strided_index` with zeros."""
     for axis, step in enumerate(stride, start=1):
         whole = (slice(None),) * axis

@@ -32,7 +32,7 @@ class SideMeasurements:
     Attributes
     ----------
     seconds : of a step, in each round
-    peaks : bytes of the largest process, in each round
+    peak_bytes : bytes of the largest process, in each round
     failure_reason : the reason, if it cannot be measured
     extra : other results of the first round
     """

@@ -85,7 +85,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("sweep needs optuna: pip install 'neondist[sweep]'") from None
     if detect_job(os.environ) is not None:
-        raise LaunchError("sweep starts the ranks of each run itself; give their number with -n, outside of MPI jobs")
+        raise LaunchError("sweep starts the ranks of each run itself; give their number with -n, outside MPI jobs")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     needs_launch(arguments, None)
     spaces = dict(map(parse_space, arguments.spaces))

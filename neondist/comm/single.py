@@ -31,7 +31,7 @@ class SingleTransport(Transport):
         return SingleTransport()
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """Return an exchange with no messages."""
+        """Return an exchange that does nothing."""
         return _EmptyExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:

@@ -109,7 +109,10 @@ class DraftSink(TileSink):
             with suppress(ValueError, KeyError):
                 note = json.loads(read_bytes(self._description_path))
                 if note["asked"] != request:
-                    raise OutputError(f"{self._temp_path}: belongs to another array; remove it, or choose another name")
+                    raise OutputError(
+                        f"{self._temp_path}: was begun with a different shape, dtype, axes, chunks or options;"
+                        " delete it to start over, or choose another name"
+                    )
                 write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
         if not self.path.exists() and _replaced_path(self.path).exists():  # by a process that was killed

@@ -35,7 +35,10 @@ class MonthStep:
 
     def __post_init__(self) -> None:
         if self.months < 1 or self.place not in _ORIGINS:
-            raise ValueError(f"{self.months} months from the {self.place} of a month are invalid")
+            places = ", ".join(sorted(_ORIGINS))
+            raise ValueError(
+                f"{self.months} months, place '{self.place}': months must be at least 1, place one of {places}"
+            )
 
     def matches(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""

@@ -20,7 +20,7 @@ _MAX_EXPANSION, _EXPANSION_MARGIN_BYTES = 16, 1 << 20
 """limit of a decompressed chunk: a multiple of its cells' bytes, since filters may change types, plus a constant"""
 _METADATA_SUFFIXES = (".json", ".zarray", ".zgroup", ".zattrs")
 _MISSING_CHUNK_MARK = 2**64 - 1  # marks a chunk without data in the index of a shard
-_OUTSIDE_MESSAGE = "has an index that points outside of it"
+_OUTSIDE_MESSAGE = "has an index that points outside it"
 
 
 class FolderStore(LocalStore):
@@ -48,22 +48,23 @@ class FolderStore(LocalStore):
     def get_sync(self, key: str, **options: Any) -> Any:
         """Return the bytes of a file, or None if it is missing."""
         byte_range = options.get("byte_range")
-        self._check_file(key, byte_range)
+        self._require_readable_file(key, byte_range)
         return self._check_content(key, super().get_sync(key, **options), byte_range)
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return the bytes of a file, or None if it is missing."""
-        self._check_file(key, byte_range)
+        self._require_readable_file(key, byte_range)
         return self._check_content(key, await super().get(key, prototype, byte_range), byte_range)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
         """Return ranges of bytes of files."""
         ranges = list(key_ranges)
         for key, byte_range in ranges:
-            self._check_file(key, byte_range)
+            self._require_readable_file(key, byte_range)
         return await super().get_partial_values(prototype, ranges)
 
-    def _check_file(self, key: str, byte_range: Any) -> None:
+    def _require_readable_file(self, key: str, byte_range: Any) -> None:
+        """Raise DataError unless a file is missing, or is regular, fits in memory and, as a chunk, is not empty."""
         path = self.root / key
         with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
             with open_regular(path, self.root) as file:

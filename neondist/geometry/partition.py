@@ -48,7 +48,7 @@ class Atom(NamedTuple):
 
     extent: int
     axis: int | None = None
-    bounds: tuple[int, ...] | None = None
+    bounds: tuple[int, ...] | None = None  # None: whole
     origin: tuple[int, int] | None = None
 
     @staticmethod

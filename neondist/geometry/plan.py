@@ -152,7 +152,7 @@ class HaloPlan(TransferPlan):
 
 def halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = [axis.request.cell_counts_by_part for axis in _axis_plans(partition, window)]
+    counts = [axis.request.total_and_own_cell_counts for axis in _axis_plans(partition, window)]
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 

@@ -116,8 +116,8 @@ class DimRequest:
         return sent
 
     @cached_property
-    def cell_counts_by_part(self) -> tuple[list[int], list[int], list[int]]:
-        """Numbers of cells that each part sends to all, receives of all, and receives of itself; for at most one axis.
+    def total_and_own_cell_counts(self) -> tuple[list[int], list[int], list[int]]:
+        """Cells that each part sends and receives in total (itself included), and those it keeps; for at most one axis.
 
         The cost of gathering is not quadratic in the number of parts.
         """

@@ -87,7 +87,9 @@ class GlobalArray:
         self.repartition()
 
     def repartition(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
-        """Repartition the array before first use, into tiles that may overlap and are then complete without messages.
+        """Repartition the array before first use.
+
+        Tiles may overlap; overlapping cells are then supplied with each tile, not exchanged.
 
         Parameters
         ----------
@@ -144,12 +146,12 @@ class GlobalArray:
         -------
         array (n, *need.shape, C)
         """
-        tile = self._convert_unless_reusable("tile", tile)
+        tile = self._convert_unless_reuse("tile", tile)
         self.check_tile("tile", tile)
         self._check_same_call_on_ranks("get_fprop_view", tile)
         if self.plan.trivial:
-            return self._copied_unless_reusable(tile)
-        return self._copied_unless_reusable(self.buffer(len(tile)).forward(tile, phase))
+            return self._copy_unless_reuse(tile)
+        return self._copy_unless_reuse(self.buffer(len(tile)).forward(tile, phase))
 
     def get_bprop_view(self, dview: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
@@ -165,12 +167,12 @@ class GlobalArray:
         -------
         array (n, *own.shape, C)
         """
-        dview = self._convert_unless_reusable("dview", dview)
+        dview = self._convert_unless_reuse("dview", dview)
         self._require_sample_shape("dview", dview, self.view_shape[1:])
         self._check_same_call_on_ranks("get_bprop_view", dview)
         if self.plan.trivial:
-            return self._copied_unless_reusable(dview)
-        return self._copied_unless_reusable(self.buffer(len(dview)).backward(dview, phase))
+            return self._copy_unless_reuse(dview)
+        return self._copy_unless_reuse(self.buffer(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -206,7 +208,7 @@ class GlobalArray:
         Raises
         ------
         GridError, ShapeError
-            On every rank: the grids have different ranks, or the shapes differ.
+            On every rank: the grids have different numbers of ranks, or the shapes differ.
         """
         (ranks, shape), (other_ranks, expected) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
         if ranks != other_ranks:
@@ -245,7 +247,7 @@ class GlobalArray:
         Parameters
         ----------
         number : int
-            Number of its workspace; -1: none, for calls outside passes.
+            Index of the workspace; -1 outside forward and backward passes.
         slots : pair
             Memory slots of the view and its gradient, if they are created now.
         """
@@ -294,10 +296,10 @@ class GlobalArray:
     def _redistribute(self, tile: Any, other: GlobalArray, target: BoxesForSampleCount) -> Any:
         return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
 
-    def _convert_unless_reusable(self, name: str, array: Any) -> Any:
+    def _convert_unless_reuse(self, name: str, array: Any) -> Any:
         return array if self.reuse else self.backend.as_real_array(name, array, self.dtype)
 
-    def _copied_unless_reusable(self, array: Any) -> Any:
+    def _copy_unless_reuse(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
 
     def check_tile(self, name: str, tile: Any) -> None:
@@ -305,7 +307,7 @@ class GlobalArray:
         self._require_sample_shape(name, tile, self.local_shape[1:])
 
     def _check_same_call_on_ranks(self, call: str, array: Any) -> None:
-        """Check that all ranks of the replica make the same call, unless layers call."""
+        """Check that all ranks of the replica make the same call, unless called by a layer."""
         if not self.reuse:
             values = {CALL_KEY: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
             check_equal_on_ranks(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, values)

@@ -55,7 +55,7 @@ class DraftFile:
         self._file_status, self._published = os.fstat(self.file.fileno()), False
 
     def finish(self) -> None:
-        """Flush the file to disk, and give it its name."""
+        """Flush the file to disk, and rename it to its final name."""
         self.file.flush()
         os.fsync(self.file.fileno())
         rename_complete_file(self.temporary_path, self.path, self._file_status)

@@ -74,7 +74,8 @@ class BlockFilters(FilterOperator):
             place = tuple(a + i for a, i in zip(first, at, strict=True))
             lo = tuple(p * b for p, b in zip(place, block, strict=True))
             cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
-            self.block_slices.append((place, _slices_within(cells, tile), _slices_within(window.needs(cells), need)))
+            seen = _batch_index_within(window.needs(cells), need)
+            self.block_slices.append((place, _batch_index_within(cells, tile), seen))
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
@@ -130,7 +131,8 @@ def orthonormalise(weights: Any, spatial_ndim: int, scale: float) -> Any:
     return scale * (result.swapaxes(1, 2) if wide else result).reshape(weights.shape)
 
 
-def _slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _batch_index_within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of the cells of a box in a batch (n, *outer, C)."""
     return (slice(None), *box.relative_to(outer).slices)
 
 

@@ -81,7 +81,7 @@ class LocalFilteringLayer(Layer):
         return self.out_channels
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
-        """Return 'weights' and 'bias', both divided like the output."""
+        """Return 'weights', divided like the output unless `shared`, and 'bias', if any, always divided."""
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
@@ -121,7 +121,7 @@ class LocalFilteringLayer(Layer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view; fill those of this tile's weights."""
+        """Return the gradient of the view; fill the gradients of this tile's weights."""
         weights = ctx.params["weights"]
         ctx.grads["weights"] = self.filters.weights_gradient(ctx.view, dy, weights)
         if self.bias:

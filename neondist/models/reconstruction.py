@@ -31,23 +31,23 @@ class ReconstructionCost:
 
     Attributes
     ----------
-    sparsity : float
+    sparsity_weight : float
         λ.
     epsilon : float
         ε, which smooths the root at 0.
     """
 
-    sparsity: float
+    sparsity_weight: float
     epsilon: float
 
     def local_sum(self, y: Reconstruction, targets: Any = None, sum_over_tiles: Any = None) -> Any:
         """Return the sum over all local cells, in float64, to be summed over ranks."""
         error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
-        return error + self.sparsity * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
+        return error + self.sparsity_weight * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
 
     def pooled_gradient(self, pooled: Any) -> Any:
         """Return the gradient of `local_sum` with respect to the pooled squares."""
-        return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
+        return (0.5 * self.sparsity_weight) / namespace(pooled).sqrt(self.epsilon + pooled)
 
     def denominator_per_sample(self, shape: Any) -> int:
         """Return 1, since the cost of a sample is a sum over its cells."""

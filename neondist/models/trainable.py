@@ -97,7 +97,7 @@ class Trainable(Protocol):
 
 
 class RemoteUpdate(ABC):
-    """Updates of a model's parameters that are applied outside of its job, by parameter servers."""
+    """Updates of a model's parameters that are applied outside its job, by parameter servers."""
 
     strategy: Strategy
 

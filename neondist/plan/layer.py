@@ -96,8 +96,8 @@ class LayerPlan:
     name, class_name : str
     window : Window or None
     scheme : Scheme
-    reverse : bool
-        Whether the halo is added in the forward pass and gathered in the backward pass.
+    adds_output_halo : bool
+        Whether the halo belongs to the output: added in the forward pass and gathered in the backward pass.
     trained_parameters : dict of name to Parameter
     parameters : int
         Number of parameter elements, on all tiles together.
@@ -181,7 +181,10 @@ class LayerPlan:
             )
 
     def forward_multiplications(self, tile: int) -> int:
-        """Return the multiplications per sample of a tile's forward pass, from its own cells or weights."""
+        """Return the multiplications per sample of a tile's forward pass.
+
+        They are counted from the cells it computes, or from its weights if partitioned.
+        """
         weights = self.trained_parameters.get("weights")
         if weights is None:
             return 0
@@ -235,7 +238,7 @@ class LayerPlan:
 
     @cached_property
     def max_view_cells(self) -> int:
-        """Maximum cells of an array that holds both a tile's view and the tile itself."""
+        """Maximum number of cells of an array that holds both a tile's view and the tile itself."""
         return prod(map(max, zip(*(self.view(tile).buffer.shape for tile in self.representative_tiles), strict=True)))
 
     @cached_property
@@ -265,7 +268,7 @@ class LayerPlan:
 
     @property
     def backward_elements_sent(self) -> list[int]:
-        """Elements per sample that each tile receives in an exact forward pass, and sends in the backward pass."""
+        """Elements per sample that each tile sends in an exact backward pass."""
         return [sum(sizes) for sizes in self.backward_message_sizes]
 
     def halo_bytes_by_tile(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
@@ -327,7 +330,7 @@ class LayerPlan:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
     def _planned_exchange(self, shape: Shape, window: Window) -> PlannedExchange:
-        outputs = None if self.adds_output_halo else self.regions[1]  # a reverse halo sees its own tile only
+        outputs = None if self.adds_output_halo else self.regions[1]  # with an output halo, only the tile itself
         return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 

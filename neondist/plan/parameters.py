@@ -27,7 +27,7 @@ class ParameterPlan:
         By full name.
     grid : GridShape
     dtype : numpy.dtype
-    slots : int
+    slots_per_parameter : int
         Optimiser state per parameter element.
     requested_strategy : StrategyBuilder or Strategy, optional
         Default: all ranks sum all gradients, and update all parameters.

@@ -264,7 +264,7 @@ class ParameterClient:
 
     def applied_minibatches(self) -> AppliedMinibatches:
         """Return the minibatches applied by all servers."""
-        return AppliedMinibatches.intersection(self._server_group.applied_minibatches())
+        return AppliedMinibatches.intersection(self._server_group.applied_minibatches_by_server())
 
     def save(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint of all servers; return the minibatches in it.

@@ -54,8 +54,8 @@ class ServerGroup:
         """Return the counts of each server."""
         return [dict(reply.fields) for reply in self.call_all(lambda index: self.clients[index].call("status"))]
 
-    def applied_minibatches(self) -> list[AppliedMinibatches]:
-        """Return the minibatches that each server has applied."""
+    def applied_minibatches_by_server(self) -> list[AppliedMinibatches]:
+        """Return the minibatches that each server has applied, in the order of the servers."""
         replies = self.call_all(lambda index: self.clients[index].call("credits"))
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
 

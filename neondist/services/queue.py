@@ -188,7 +188,7 @@ class TaskQueue:
             False if the lease has expired: the records are not marked, and another worker may have the range.
         """
         with self._database.transaction():
-            task = self._find_leased_task(task_id)
+            task = self._requeue_expired_and_find(task_id)
             if task is None:
                 return False
             if not task.start_record <= upto <= task.end_record:
@@ -220,7 +220,7 @@ class TaskQueue:
             If the same record has failed `retries` times; the message names the data set and the record.
         """
         with self._database.transaction():
-            task = self._find_leased_task(task_id)
+            task = self._requeue_expired_and_find(task_id)
             if task is None:
                 return False
             if ok or task.state == "done":
@@ -326,8 +326,8 @@ class TaskQueue:
         for task in self._database.running_tasks(expired_before=self._clock()):
             self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
-    def _find_leased_task(self, task_id: int) -> TaskRow | None:
-        """Return a task if its lease is valid, or was until it was done."""
+    def _requeue_expired_and_find(self, task_id: int) -> TaskRow | None:
+        """Requeue expired tasks; return a task if its lease is valid, or was until the task was done."""
         self._requeue_expired()
         return self._database.find_leased_task(task_id)
 

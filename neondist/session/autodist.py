@@ -129,7 +129,7 @@ class AutoDist:
         name = getattr(function, "__name__", type(function).__name__)
         if not self._scope_entered:
             raise ConfigError(
-                f"{_source_line(function)}: {name}: function() outside of a scope; decorate it inside of, or after, the"
+                f"{_source_line(function)}: {name}: function() outside a scope; decorate it inside or after the"
                 " `with d.scope():` in which its models are created"
             ).on_all_ranks()
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
@@ -170,7 +170,7 @@ class AutoDist:
             self._divide_optimizer_steps()
             parts += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
         if not parts:
-            raise ConfigError("session: there is no model; create one inside of `with d.scope():` first").on_all_ranks()
+            raise ConfigError("session: there is no model; create one inside `with d.scope():` first").on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 

@@ -1,8 +1,10 @@
 """Synchronisation strategies: the partition, owners and gradient synchronisation of every parameter.
 
 A builder creates a `Strategy` from the parameters and the number of replicas (or a resource spec), as a pure function
-without MPI. A `Strategy` is a value that can be compared, printed, saved and loaded. `parameter_spec`, `partition` (the
-rules by which a parameter is divided), `strategy`, and the builders: `all_reduce`, `server`, `parallax`, `auto`.
+without MPI. A `Strategy` is a value that can be compared, printed, saved and loaded.
+
+Modules: `parameter_spec`, `partition` (the rules by which a parameter is divided), `strategy`, and the builders:
+`all_reduce`, `server`, `parallax`, `auto`.
 """
 
 from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer
@@ -14,7 +16,7 @@ from .parameter_spec import ParameterSpec
 from .server import PS, PartitionedPS, PSLoadBalancing, UnevenPartitionedPS
 from .strategy import ParameterStrategy, Strategy
 
-Auto = AutoStrategy  # the name is also that of a border scheme, in files too
+Auto = AutoStrategy  # `Auto` also names a border scheme, hence the distinct class name
 
 __all__ = [
     "PS",

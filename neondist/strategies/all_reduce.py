@@ -36,7 +36,7 @@ class AllReduce(StrategyBuilder):
 
 
 class PartitionedAllReduce(StrategyBuilder):
-    """Reduce-scatter of gradients: each part of a parameter is updated by its owner, and values are gathered.
+    """Reduce-scatter of gradients, update of each part of a parameter by its owner, and gather of the values.
 
     Parameters are divided along their first axis into as many parts as its smallest divisor of at least 2.
 

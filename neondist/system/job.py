@@ -44,7 +44,7 @@ class Job:
 
 
 def detect_job(env: Mapping[str, str]) -> Job | None:
-    """Return the job that this process belongs to, or None outside of one."""
+    """Return the job that this process belongs to, or None outside one."""
     launched = _read_number(env, LAUNCHED_RANKS_VARIABLE)
     for names in _JOB_VARIABLES:
         size, rank, local = (_read_number(env, name) for name in names)
@@ -58,7 +58,7 @@ def detect_job(env: Mapping[str, str]) -> Job | None:
 
 
 def count_torchrun_ranks(env: Mapping[str, str]) -> int:
-    """Return the number of ranks started by torchrun, 0 outside of it; not an MPI job."""
+    """Return the number of ranks started by torchrun, 0 outside it; not an MPI job."""
     return (_read_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
 
 

@@ -50,7 +50,7 @@ class SignalRecorder:
         self._previous_handlers: dict[int, Any] = {}
 
     def install_handlers(self) -> SignalRecorder:
-        """Install the handlers, except for ignored signals; does nothing outside of the main thread."""
+        """Install the handlers, except for ignored signals; does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             names = [*STOP_SIGNALS, "SIGINT"] if self.whole_process else STOP_SIGNALS
             for number in filter(None, (getattr(signal, name, None) for name in names)):  # not all on every system

@@ -111,7 +111,7 @@ def test_unsupported_arrays(kernels):
 @given(case=cases(), strided=st.booleans())
 @pytest.mark.long
 def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided):
-    """Compute in place inside of larger arrays; strided channels use the fallback."""
+    """Compute in place inside larger arrays; strided channels use the fallback."""
     samples, extent, kernel, inner, outer, sides = case
     rng, options = np.random.default_rng(0), ((1,) * len(extent), (1,) * len(extent), 1)
     x, bias = np.zeros((samples, *extent, inner), dtype), rng.normal(size=outer).astype(dtype)

@@ -32,7 +32,7 @@ def test_innermost_operation(clock):
     assert not clock.seconds
     with observers.watched_by(clock):
         run_layer(observers)
-        time.now += 8  # outside of any operation
+        time.now += 8  # outside any operation
         with observers.observe("wait"):
             time.now += 4
     run_layer(observers)

@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices, folders, links and missing files, which readers refuse with one short error."""
+"""Pipes, sockets, devices, folders, links and missing files, which readers reject with a single short error."""
 
 import contextlib
 import os
@@ -120,7 +120,7 @@ def test_chunks_must_be_regular_files_of_the_store(tmp_path, version, kind):
 
 
 def test_pages_in_other_files_are_refused(tmp_path):
-    """Refuse OME-XML that names other files, which can be outside of the folder."""
+    """Refuse OME-XML that names other files, which can be outside the folder."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     names = "<TiffData IFD='0'><UUID FileName='{}'>urn:uuid:{}</UUID></TiffData>"
     ome = (

@@ -118,7 +118,7 @@ def test_sink_resumes_after_a_killed_process(tmp_path, suffix):
     killed = nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True)
     assert not killed.resumed
     killed.write(first, crop(array, first))
-    with pytest.raises(nd.OutputError, match="belongs to another array"):
+    with pytest.raises(nd.OutputError, match="begun with a different shape, dtype, axes, chunks or options; delete"):
         nd.create_sink(path, array.shape, "float64", "YXC", resume=True)
     with nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True) as sink:
         assert sink.resumed

@@ -7,13 +7,13 @@ from collections import defaultdict
 
 SEED, ALL_CASES = int(os.environ.get("NEONDIST_SEED", "20")), os.environ.get("NEONDIST_CASES") == "all"
 LONG_TEST_PERIOD = 6
-"""number of consecutive seeds that run all long tests"""
+"""number of consecutive seeds that together run all long tests"""
 
 
-def select_cases(cases, share=2):
-    """Return one in `share` of the cases; `share` consecutive seeds select all."""
+def select_cases(cases, period=2):
+    """Return one in `period` of the cases; `period` consecutive seeds select all."""
     cases = list(cases)
-    return cases if ALL_CASES else cases[SEED % share :: share]
+    return cases if ALL_CASES else cases[SEED % period :: period]
 
 
 def select_grids(grids, number=2):

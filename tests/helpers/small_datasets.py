@@ -45,7 +45,7 @@ def write_mnist(folder: Path, suffix=".gz", counts=(50, 20), seed=0) -> dict:
 
 
 def assemble_image(tiles, boxes, shape):
-    """Assemble the tiles (n, *tile, C) of all ranks; cells outside of all tiles are NaN."""
+    """Assemble the tiles (n, *tile, C) of all ranks; cells outside all tiles are NaN."""
     image = np.full(shape, np.nan)
     for tile, box in zip(tiles, boxes, strict=True):
         image[(slice(None), *box.slices)] = tile

@@ -48,8 +48,8 @@ def make_layers_of_every_kind():
     ]
 
 
-def build_model(table, layers, model_class=nd.Convnet, **options):
-    device = Device(kernels_class=table)
+def build_model(kernels_class, layers, model_class=nd.Convnet, **options):
+    device = Device(kernels_class=kernels_class)
     arguments = {"optimizer": nd.Adam(0.01), "cost": COST, "seed": 1} | options
     model = model_class(layers, backend=device.backend, dtype="float64", **arguments)
     model.build(SHAPE, BATCH, nd.ProcessGrid.serial())
@@ -64,8 +64,8 @@ def compare_steps(
     Returns the launches of each step without and with graphs, and the model with graphs.
     """
     results, launches = [], []
-    for table in (CupyKernels, CapturingKernels):
-        (model, device), rng, losses = build_model(table, layers(), **options), np.random.default_rng(0), []
+    for kernels_class in (CupyKernels, CapturingKernels):
+        (model, device), rng, losses = build_model(kernels_class, layers(), **options), np.random.default_rng(0), []
         launches.append([])
         for step in range(count):
             size = batch_sizes[step % len(batch_sizes)]
@@ -156,7 +156,7 @@ def test_uncapturable_steps_are_not_replayed():
 
 
 def test_skipped_steps_leave_no_trace():
-    """Running statistics are restored, and an ordinary pass locates the value."""
+    """Running statistics are restored, and an ordinary pass locates the non-finite value."""
 
     def prepare_step(model, step):
         model.nonfinite = "skip"
@@ -166,16 +166,16 @@ def test_skipped_steps_leave_no_trace():
     assert model.executor.pass_graph_cache.is_usable
 
 
-def test_open_passes_and_observers_disable_replay():
-    """Open passes occupy the memory of graphs, and observers need the values."""
-    open_passes = []
+def test_pending_passes_and_observers_disable_replay():
+    """Pending passes occupy the memory of graphs, and observers need the values."""
+    pending_passes = []
 
     def prepare_step(model, step):
         if step == WARMUP_PASSES + 2:
             run = model.forward(np.ones((BATCH, *SHAPE)))
-            open_passes.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
+            pending_passes.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
         elif step == WARMUP_PASSES + 3:
-            open_passes.pop()[0].close()
+            pending_passes.pop()[0].close()
 
     ordinary, replayed, _ = compare_steps(make_small_layers, prepare_step=prepare_step)
     assert replayed[WARMUP_PASSES + 2] == ordinary[WARMUP_PASSES + 2]

@@ -51,6 +51,10 @@ def needs(channels):
     return tiles(channels)
 
 
+def number():
+    return 3
+
+
 three = 3
 """
 WINDOW, STRIDE = 24, 8
@@ -211,8 +215,10 @@ def test_dense_outputs_and_class_colours(folder):
     [
         ("--factory nets_of_test.py:Dense", "tiles.pt: does not fit the module: not in the file: a.weight"),
         ("--factory nets_of_test.py:tile", "nets_of_test.py has no 'tile'; did you mean 'tiles'"),
-        ("--factory nets_of_test.py:three", "three is a int; specify one of Dense, needs, tiles"),
+        ("--factory nets_of_test.py:three", "three is a int; specify one of Dense, needs, number, tiles"),
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
+        ("--factory nets_of_test.py:needs", "'channels'; specify a class or function without arguments"),
+        ("--factory nets_of_test.py:number", "returned a int; it must return a torch.nn.Module\n"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "expected FILE.py:NAME"),
         ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells are smaller than a window of 105"),

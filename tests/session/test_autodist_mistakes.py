@@ -72,7 +72,7 @@ MISTAKES = {
         HERE + "step calls a Conv2d .*outside the",
     ),
     "operator": (lambda d: train_one_step(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
-    "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
+    "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) outside a scope"),
     "generator": (decorate_a_generator, HERE + "steps: expected a function, not a generator"),
     "closure": (
         train_with_optimizer(torch.optim.LBFGS),

@@ -48,14 +48,14 @@ def test_miniature_report(tool, monkeypatch, tmp_path):
     assert [ranks for ranks, *_ in differences] == ["2", "4"]
     assert all(float(worst) < 1e-10 for _, *values in differences for worst in values)
     assert re.search(r"A halo of 2 × 8 × 8 × 3 on 2 ranks, .* × a copy on the device", text)
-    assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run: no time left \| not run \| [\d.]+ \|", text)
-    assert re.search(r"\| small, no such \| not run: .*precision", text)
+    assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run \(time limit\) \| not run \| [\d.]+ \|", text)
+    assert re.search(r"\| small, no such \| not run \(.*precision", text)
     page = tmp_path / "gpu.md"
     page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
     tool.write(page, text)
     assert page.read_text() == f"before\n{tool.BEGIN}\n{text}\n{tool.END}\nafter\n"
     report = "\n".join(tool.report(card, ["small"], -1, precisions=("float32",)))
-    assert "| small, float32 | not run: no time left" in report
+    assert "| small, float32 | not run (time limit)" in report
 
 
 def test_crashed_measurement_costs_one_row(tool, monkeypatch, tmp_path):

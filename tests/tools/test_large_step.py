@@ -1,4 +1,4 @@
-"""Reference steps for large images, on one that fits in memory."""
+"""Comparison of large-image steps with a reference, on an image that fits in memory."""
 
 import importlib.util
 import sys

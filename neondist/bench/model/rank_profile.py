@@ -157,11 +157,11 @@ def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
     boxes = shape.partition(image_extent).boxes()
     middle = [n / 2 for n in image_extent]
 
-    def load_of_tile(tile: int) -> tuple[int, float]:
+    def size_and_centrality(tile: int) -> tuple[int, float]:
         away = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
         return boxes[tile].size, -away
 
-    return max(range(len(boxes)), key=load_of_tile)
+    return max(range(len(boxes)), key=size_and_centrality)
 
 
 def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:

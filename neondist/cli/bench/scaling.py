@@ -95,9 +95,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
-        raise LaunchError(
-            "bench scaling starts MPI jobs itself; run it outside of an MPI job, with --ranks instead of -n"
-        )
+        raise LaunchError("bench scaling starts MPI jobs itself; run it outside an MPI job, with --ranks instead of -n")
     folder = options.output_folder(arguments, "scaling")
     with (
         ProgressLine(None, sys.stderr, "measurement", delay=0) as progress,
@@ -235,7 +233,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
-        raise LaunchError("bench model predict runs in one process; run it outside of an MPI job, with --ranks, not -n")
+        raise LaunchError("bench model predict runs in one process; run it outside an MPI job, with --ranks, not -n")
     machine = read_machine(Path(arguments.machine))
     measured = arguments.measure
     if measured is None:  # automatic on the machine that the file describes

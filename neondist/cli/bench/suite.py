@@ -104,7 +104,7 @@ def check_timing_conditions(
 ) -> None:
     """Raise LaunchError if timings on these ranks are meaningless, ConfigError if a file cannot be written."""
     if get_mpi_job(arguments) is not None:
-        raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside of an MPI job, with -n RANKS")
+        raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside an MPI job, with -n RANKS")
     if ranks > cores and not arguments.force:
         raise LaunchError(
             f"-n {ranks}: this machine has {counted(cores, 'core')}, and timings of ranks that share a core are"

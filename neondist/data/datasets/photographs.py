@@ -166,7 +166,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
             return image_files_in(folder)
         except OSError as error:
             raise DataError(
-                f"{folder}: has no images: {error.strerror}; specify a folder of images, or leave path out"
+                f"{folder}: cannot be read: {error.strerror}; specify a folder of images, or leave path out"
             ) from error
     return [path for package in PACKAGE_PHOTOGRAPHS for path in _find_in_package(package)]
 

@@ -17,13 +17,16 @@ class Halo(ExchangePolicy):
     backward : {'scatter', 'gather', 'auto'}
         'scatter' sends the gradients of other tiles' input cells to their owners. 'gather' fetches the gradients of
         other tiles' output cells and computes those of all own input cells from them, which is possible for zero-padded
-        convolutions. 'auto' gathers where that is fewer bytes.
+        convolutions. 'auto' gathers where that sends fewer bytes.
     dtype : {'bfloat16', 'float16'}, optional
         Dtype to which cells and gradients are rounded for messages. Default: that of the model.
     """
 
     exact = True
-    formula = "each way H = n c (2 O (h + w) + 4 O²) elements; gathering, backward the same of the outputs"
+    formula = (
+        "each way H = n c (2 O (h + w) + 4 O²) elements; with 'gather', the backward pass sends the same for the"
+        " outputs"
+    )
     dtype: ComputePrecision | None = None
 
     def __init__(

@@ -328,7 +328,7 @@ class _WholeArrayModules:
         return self._convert(value, True)
 
     def reshard_outside(self, value: Any) -> Any:
-        """Return a value for use outside of these modules."""
+        """Return a value for use outside these modules."""
         return self._convert(value, False)
 
     def _convert(self, value: Any, to_whole: bool) -> Any:

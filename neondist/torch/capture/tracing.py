@@ -123,7 +123,7 @@ def _traceback_lines(error: BaseException) -> list[str]:
 
 
 def user_frames(text: str) -> list[str]:
-    """Return 'file:line' of the frames outside of PyTorch and neondist, the innermost last."""
+    """Return 'file:line' of the frames outside PyTorch and neondist, the innermost last."""
     package = os.path.dirname(os.path.dirname(__file__))
     others = (_TORCH_FOLDER, package, "<")
     return [

@@ -134,7 +134,8 @@ class Channel:
         key = direction, (tensor.dtype, tensor.device), sizes
         buffers = self._buffers.get(key)
         if buffers is None:
-            self._buffers = {k: kept for k, kept in self._buffers.items() if k[1:] == key[1:]}  # one batch size
+            # keep the buffers of one batch size only
+            self._buffers = {k: kept for k, kept in self._buffers.items() if k[1:] == key[1:]}
             buffers = self._buffers[key] = _MessageBuffers(self, tensor, direction == "forward")
         for piece, cells in buffers.leaving:
             cells.copy_(self._lattice_view(tensor, piece.source if direction == "forward" else piece.target))
@@ -153,7 +154,7 @@ class _MessageBuffers:
     Attributes
     ----------
     leaving, arriving : list of (Piece, torch.Tensor)
-        The places of pieces in the buffers, in their shapes.
+        Views into the buffers, one per piece, in its shape.
     """
 
     def __init__(self, channel: Channel, like: torch.Tensor, is_forward: bool) -> None:
@@ -202,7 +203,7 @@ CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last for a tensor, or a slice of one, with only that memory format, else contiguous."""
+    """Return channels-last if the tensor, or the one it is a slice of, is laid out only so; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

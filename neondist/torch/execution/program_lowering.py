@@ -158,7 +158,7 @@ class RecordedProgram:
                 self._readers.setdefault(value, []).append(number)
 
     def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
-        """Return the values that operators outside of a group, or others, read."""
+        """Return the values that operators outside a group, or others, read."""
         numbers = set(inside)
         return [v for v in values if v in self._output_ids or not numbers.issuperset(self._readers.get(v, ()))]
 

@@ -16,7 +16,7 @@ RUNNING_STATS = "running_mean", "running_var"
 _OPS_RETURNING_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Operators whose rules return the statistics after the result."""
 _OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
-"""Operators with such writes, which rules or decompositions return as results."""
+"""Operators with undeclared writes, which rules or decompositions return as results."""
 _TRAINING_ARGUMENTS = "training", "train", "use_input_stats"
 _PURE_WORDS = "backward", "functional", "no_training", "no_update"
 
@@ -24,8 +24,8 @@ _PURE_WORDS = "backward", "functional", "no_training", "no_update"
 def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bool:
     """Store out-of-place variants of operators in `node.meta`; return whether they can replace all writes.
 
-    This holds if no alias of the memory is read later and only buffers outlive the program. Otherwise PyTorch's
-    functionalisation is needed, which traces the whole module again.
+    This holds if no alias of the memory is read later, and no written memory except buffers is used after the program.
+    Otherwise PyTorch's functionalisation is needed, which traces the whole module again.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
     if not all(isinstance(node.target, torch._ops.OpOverload) for node in operators):  # such as torch.vmap
         return False
     positions = {node: position for position, node in enumerate(nodes)}
-    names: dict[int, list[Any]] = {}
+    nodes_by_storage: dict[int, list[Any]] = {}
     for node in nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
-                names.setdefault(storage_id(tensor), []).append(node)
+                nodes_by_storage.setdefault(storage_id(tensor), []).append(node)
     variants: dict[Any, Any] = {}
     for node in operators:
         if written_values(node):
@@ -49,9 +49,9 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
         for target in written_values(node):
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
-            first, *others = aliases = names[storage_id(target.meta["val"])]
-            before = (name for name in aliases if positions[name] < positions[node] and name is not target)
-            if any(positions[user] > positions[node] for name in before for user in name.users):
+            first, *others = aliases = nodes_by_storage[storage_id(target.meta["val"])]
+            before = (alias for alias in aliases if positions[alias] < positions[node] and alias is not target)
+            if any(positions[user] > positions[node] for alias in before for user in alias.users):
                 return False
             is_buffer = target is first and target.name in buffers and all(map(written_values, others))
             if first.op != "call_function" and not is_buffer:

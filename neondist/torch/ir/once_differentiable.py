@@ -13,7 +13,7 @@ from ...errors import ConfigError
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a backward as once differentiable, like torch's decorator, but raise ConfigError with a remedy."""
+    """Mark a backward function as once differentiable, like torch's decorator, but raise ConfigError with a remedy."""
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:

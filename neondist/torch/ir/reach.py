@@ -38,7 +38,7 @@ class Reach(NamedTuple):
     window : Window
         Of one axis; results depend on the indices in it.
     with_padding : bool
-        Whether the view has the cells of the window outside of the tensor.
+        Whether the view has the cells of the window outside the tensor.
     """
 
     out_atom: Atom

@@ -36,7 +36,7 @@ class PlanBuilder(StepList):
         cut_axes : iterable of int
             Axes that partition the result computed from the view; default: the value's and those of `reaches`.
         fill : float
-            Value of the cells outside of the tensor.
+            Value of the cells outside the tensor.
         sliding : bool
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         """

@@ -34,7 +34,7 @@ class Lowering(PlanBuilder):
     autograd_functions : sequence of FunctionCall
         The autograd.Functions that the program calls, by number.
     computes_in_parts : bool
-        Whether some of it is computed in parts of a tile, on one rank too.
+        Whether parts of the program are computed in pieces of a tile, even on one rank.
     group_description : str
         Description of the operators that are executed as a group.
     widened_ranges : sequence of NeededRanges
@@ -100,7 +100,7 @@ class Lowering(PlanBuilder):
 
     @property
     def has_partial_gradients(self) -> bool:
-        """Whether the gradient of a value may arrive in parts, which are summed further back."""
+        """Whether the gradient of a value may arrive in parts, which are summed later in the backward pass."""
         return False
 
     def compute_replicated(self) -> Any:
@@ -116,7 +116,7 @@ class Lowering(PlanBuilder):
         return result
 
     def values_and_function(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
-        """Return the values among the arguments of the current operator, and it as a function of their tensors.
+        """Return the values among the arguments of the current operator, and the operator as a function.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class Lowering(PlanBuilder):
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
                 if not store_out_of_place_variants(graph.graph):
                     graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
-                    if any(map(written_values, graph.graph.nodes)):  # inside of composite operators
+                    if any(map(written_values, graph.graph.nodes)):  # inside composite operators
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # untraceable functions cannot be decomposed
             return None
@@ -162,7 +162,7 @@ class Lowering(PlanBuilder):
         if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
             producer: Any = arg.args[0]
             self.where = OperatorPosition(str(producer.target), self.where.module, self.where.source)
-            self.refuse(f"its result {arg.args[1]} is used, and only others have a rule")
+            self.refuse(f"its result {arg.args[1]} is used, but its rule does not compute that result")
         return env[arg]
 
     def random_key(self) -> tuple[Value, int]:
@@ -196,7 +196,7 @@ class Lowering(PlanBuilder):
         return None
 
     def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Lower an operation each of whose results depends on one index of each argument."""
+        """Lower a pointwise operation."""
         values, run = _tensor_call(target, args, kwargs)
         layout = self.pointwise_layout([value.layout for value in values])
         cut_axes = axes_of(layout)

@@ -51,7 +51,7 @@ class RankSubset:
         counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
-            counts *= np.array(request.cell_counts_by_part)[:, parts].reshape(3, -1)
+            counts *= np.array(request.total_and_own_cell_counts)[:, parts].reshape(3, -1)
         sent, received, own = counts
         return sent - own, received - own
 

@@ -210,7 +210,7 @@ class _BatchPart(NamedTuple):
     batch : collated samples, with tiled images
     spatial : int
         Number of the images' spatial axes.
-    shapes, images
+    shapes, are_tiled
         For each leaf, the whole shape without the batch (None if not a tensor), and whether it is tiled.
     checksum : int
         Checksum of all tensors before tiling; 0 if only boxes were read.

@@ -122,7 +122,7 @@ def attention(
 ) -> Value:  # fmt: skip
     """Gather keys and values for each rank's queries, or pass large ones around a ring."""
     if dropout_p:  # of scores, each by its global index
-        return lowering.decompose() or lowering.refuse("it applies dropout inside of attention")
+        return lowering.decompose() or lowering.refuse("it applies dropout inside attention")
     query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
     batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
     queries, keys = _rows_layout(query, batch), (Atom(key.shape[-2]),)

@@ -52,7 +52,7 @@ def window_view(
     ----------
     extents : of the results
     fill : float
-        Value of cells outside of the image.
+        Value of cells outside the image.
     pad_whole : bool or sequence of bool
         Whether dimensions that are not partitioned are also padded.
     """

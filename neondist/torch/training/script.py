@@ -121,7 +121,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         all_states = self.grid.world.allgather(own_state)
         states = sorted(set(all_states))  # usually all ranks but the first have the same
         return {
-            "groups": to_plain("param_groups", groups, "keep it outside of the optimizer's parameter groups"),
+            "groups": to_plain("param_groups", groups, "keep it outside the optimizer's parameter groups"),
             "forwards": self.counted.step,
             "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
         }

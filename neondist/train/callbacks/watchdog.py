@@ -31,7 +31,7 @@ class Watchdog(Hook):
     """End the job if a rank makes no progress for too long, instead of hanging.
 
     Progress is a pass that advances, disk traffic of a rank on this machine, files that change in the run's folder and,
-    outside of runs, a new position in the code: a slow checkpoint is not a hang. A thread polls these. The report names
+    outside runs, a new position in the code: a slow checkpoint is not a hang. A thread polls these. The report names
     the layer's exchange or the reduction in which the rank waits, or else the most recent calls. Time during which the
     process was stopped does not count.
 
@@ -145,13 +145,13 @@ class Watchdog(Hook):
                 return self.end(self.world, self.timeout / 4)
 
     def _progress_marker(self) -> tuple[int, str]:
-        """Return the number of passes and, outside of runs, the position in the code."""
+        """Return the number of passes and, outside runs, the position in the code."""
         work = self.current_activity
         position = innermost_calls(self.watched_thread_id) if self.current_run is None else ""
         return 0 if work is None else work.event_count, position
 
     def _report_text(self) -> str:
-        place = "outside of steps" if self.current_run is None else f"step {self.current_run.step + 1}"
+        place = "outside steps" if self.current_run is None else f"step {self.current_run.step + 1}"
         head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
         activity, waits = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
         lines = [f"{head}: {activity}" if activity else head]

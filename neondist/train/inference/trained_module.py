@@ -86,7 +86,8 @@ class TrainedModule:
         try:
             module = self.model.module
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}; specify a class or function without arguments") from error
+            remedy = "; specify a class or function without arguments" if _needs_arguments(factory) else ""
+            raise ConfigError(f"{name}: {error}{remedy}") from error
         load_weights(module, self.weights)
         for parameter, value in module.named_parameters():
             if not value.isfinite().all():
@@ -187,6 +188,16 @@ class TrainedModule:
         options = self.name, self.window_extent, self.stride, self.scale, self.mean, self.std, str(self.model.module)
         network = hashlib.sha256(repr(options).encode() + self._factory_source).hexdigest()[:16]
         return {"weights": weights.hexdigest()[:16], "network": network}
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a function cannot be called without arguments; False if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in
+        return False
+    parameters = signature.parameters.values()
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def _read_source_file(factory: Callable[..., Any]) -> bytes:

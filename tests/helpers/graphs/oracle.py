@@ -247,7 +247,7 @@ def _per_side(value: Any, ndim: int) -> list[tuple[int, int]]:
 
 
 def _same_padding(extent: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[int, int]]:
-    """Return the padding for ceil(extent / stride) outputs, with an odd cell at the end."""
+    """Return the padding for ceil(extent / stride) outputs, with the extra cell, if any, at the end."""
     missing = [
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
