@@ -1,7 +1,7 @@
 """Python processes that do not import from their working directory, as with `python -P` since 3.11.
 
 Otherwise a file queue.py or mpi4py.py there would shadow the real module on every rank. This file is also the script
-of such a process: `python safe_path.py [--parent=PROCESS] MODULE WORD...`.
+of such a process: `python safe_path.py [--parent-pid=PID] MODULE WORD...`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-_PARENT_OPTION = "--parent="
+_PARENT_PID_OPTION = "--parent-pid="
 _PR_SET_PDEATHSIG = 1
 
 
@@ -19,7 +19,7 @@ def python_command(module: str, *words: object, ends_with_parent: bool = False) 
     With `ends_with_parent` it gets SIGTERM when this process is killed (Linux). The child requests that itself: a
     `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
-    parent = [f"{_PARENT_OPTION}{os.getpid()}"] if ends_with_parent else []
+    parent = [f"{_PARENT_PID_OPTION}{os.getpid()}"] if ends_with_parent else []
     return [sys.executable, __file__, *parent, module, *map(str, words)]
 
 
@@ -41,12 +41,12 @@ def _run_module() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if root not in sys.path:
         sys.path.append(root)  # a checkout that is not installed
-    if sys.argv[1].startswith(_PARENT_OPTION):
+    if sys.argv[1].startswith(_PARENT_PID_OPTION):
         import signal
 
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no import traceback if interrupted early
-        terminate_with_parent(int(sys.argv.pop(1)[len(_PARENT_OPTION) :]))
+        terminate_with_parent(int(sys.argv.pop(1)[len(_PARENT_PID_OPTION) :]))
     import runpy
 
     sys.argv = sys.argv[1:]

@@ -136,7 +136,7 @@ class Round:
             )  # fmt: skip
 
     def newest_step(self) -> int:
-        """Return the step of the newest snapshot that two nodes have: before, it is not complete."""
+        """Return the step of the newest complete snapshot, that is, one stored on two nodes."""
         files = snapshot_folder(read_run_key(self.folder / "out")).glob("*.h5")
         copies = Counter(int(path.stem[-10:]) for path in files)
         return max((step for step, count in copies.items() if count > 1), default=-1)
@@ -288,8 +288,8 @@ def summarise(rounds: Sequence[dict[str, Any]]) -> str:
             event, _, growth = event.partition(",")
             seconds.setdefault(growth.strip() or ("two" if "+" in event else event), []).append(first_step)
     lines = [
-        f"seconds from an event to the end of the first step after it; a stopped rank: beyond its lease of {LEASE:g} s;"
-        " growth: the job has got a host back before that step"
+        f"seconds from an event to the end of the first step after it; a stopped rank: after its lease of"
+        f" {LEASE:g} s expired; growth: the job regained a host before that step"
     ]
     for event, times in sorted(seconds.items()):
         lines.append(f"{event:>10}  {len(times):3} times  median {median(times):5.2f}  maximum {max(times):5.2f}")

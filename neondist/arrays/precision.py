@@ -131,7 +131,7 @@ class LossScaler:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`; ValueError with the reason if it is invalid."""
         if set(state) != {"scale", "good", "skipped"}:
-            raise ValueError("'loss_scale' has unexpected fields")
+            raise ValueError("'loss_scale' must have exactly the fields 'scale', 'good' and 'skipped'")
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
             raise ValueError("'loss_scale' has invalid counts")

@@ -1,4 +1,4 @@
-"""Convolutions by PyTorch's kernels of 16 bits, over NumPy's arrays of float32, channels-last."""
+"""16-bit PyTorch convolutions of float32 NumPy arrays, channels-last."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def forward(
     """Return the valid convolution plus bias (N, *out, C_out)."""
     kind, zeros = getattr(torch, dtype), (0,) * len(stride)
     added = None if bias is None else to_tensor(bias).to(kind)
-    seen, kernel = to_channels_first(x).to(kind), weights_to_tensor(weights).to(kind)
-    y = _aten.convolution(seen, kernel, added, stride, zeros, dilation, False, zeros, groups)
+    input_tensor, kernel = to_channels_first(x).to(kind), weights_to_tensor(weights).to(kind)
+    y = _aten.convolution(input_tensor, kernel, added, stride, zeros, dilation, False, zeros, groups)
     return to_channels_last(x, y.float())
 
 
@@ -52,9 +52,9 @@ def backward_input(
     groups: int,
     crop: Sides | None,
 ) -> np.ndarray:
-    """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution."""
+    """Return the gradient of x (N, *extent, C_in), with the sides in `crop` removed (a transposed convolution)."""
     kind, zeros = getattr(torch, dtype), (0,) * len(stride)
-    unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
+    output_padding = unreached_cells(extent, weights.shape[:-2], stride, dilation)
     gradient, kernel = to_channels_first(dy).to(kind), weights_to_tensor(weights).to(kind)
-    dx = _aten.convolution(gradient, kernel, None, stride, zeros, dilation, True, unseen, groups)
+    dx = _aten.convolution(gradient, kernel, None, stride, zeros, dilation, True, output_padding, groups)
     return crop_sides(to_channels_last(dy, dx.float()), crop)

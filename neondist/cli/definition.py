@@ -81,7 +81,8 @@ def create_samples(
     reader = create_record_reader(definition, source, mode)
     bad = reader.find_bad_records() if skip_bad else []
     if bad and verbose:
-        say("\n  ".join([f"{reader.name}: {len(bad)} bad records are skipped:", *(problem for _, problem in bad[:20])]))
+        lines = [f"{reader.source}: {len(bad)} bad records are skipped:", *(problem for _, problem in bad[:20])]
+        say("\n  ".join(lines))
     return RecordSamples(reader, definition.feed(), mode, [number for number, _ in bad])
 
 

@@ -203,7 +203,7 @@ class ResourceSpec:
         if len(chiefs) > 1:
             first, second = (self.nodes[index].address for index in chiefs[:2])
             path = join_path(join_path("nodes", chiefs[1]), "chief")
-            raise node_error(entries[chiefs[1]], path, f"two nodes are chief, {first} and {second}; keep one")
+            raise node_error(entries[chiefs[1]], path, f"two nodes are marked as chief, {first} and {second}; keep one")
 
     def _check_addresses(self, entries: list[yaml_nodes.Node]) -> None:
         indices: dict[str, int] = {}
@@ -220,7 +220,8 @@ class ResourceSpec:
             address = self.nodes[index].address
             remedy = "give the address by which the other nodes reach it"
             path = join_path(join_path("nodes", index), "address")
-            raise node_error(entries[index], path, f"'{address}' means this machine alone; {remedy}")
+            problem = f"'{address}' is a loopback address, which other nodes cannot reach"
+            raise node_error(entries[index], path, f"{problem}; {remedy}")
 
 
 def _is_loopback(address: str) -> bool:

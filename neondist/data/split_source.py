@@ -50,5 +50,8 @@ def add_channel_axis(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == 2:
         return (*shape, 1)
     if not 2 < len(shape) < 5 or 0 in shape:
-        raise DataError(f"{path}: samples of shape {shape}; give (N, H, W), (N, H, W, C) or (N, D, H, W, C)")
+        raise DataError(
+            f"{path}: each sample has shape {shape}; expected images of shape (N, H, W), (N, H, W, C) or"
+            " (N, D, H, W, C), without empty axes"
+        )
     return shape

@@ -151,7 +151,7 @@ class NetCDFSource(HDF5Source):
         if array.name in self._dimensions_by_variable:
             return self._dimensions_by_variable[array.name]
         own, scale_of = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
-        ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numbers(array, _DIMENSION_IDS) else []
+        ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numeric_attribute(array, _DIMENSION_IDS) else []
         ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
         for group in self._enclosing_groups():
             users, scales = self._scales_in(group)
@@ -169,7 +169,7 @@ class NetCDFSource(HDF5Source):
             for name, scale in iter_arrays(find_object(self._file, group)):
                 for at, axis in _addresses_of_dimension_users(scale):
                     users.setdefault(at, []).append((axis, (name, scale)))
-                if "CLASS" in scale.attrs and _has_numbers(scale, _DIMENSION_ID):
+                if "CLASS" in scale.attrs and _has_numeric_attribute(scale, _DIMENSION_ID):
                     numbered.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
         return self._scales_by_group[group]
 
@@ -334,7 +334,7 @@ def _all_attributes(array: Any) -> dict[str, Any]:
     return {name: v.decode(errors="replace") if isinstance(v, bytes) else v for name, v in values.items()}
 
 
-def _has_numbers(item: Any, name: str) -> bool:
+def _has_numeric_attribute(item: Any, name: str) -> bool:
     return name in item.attrs and is_numeric(item.attrs.get_id(name))
 
 

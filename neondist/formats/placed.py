@@ -1,6 +1,6 @@
-"""Sinks of uncompressed files, in which any rank, thread or later process writes its cells in place.
+"""Sinks for uncompressed files that any rank, thread or later process can write in place.
 
-A library creates the empty file in full length; the offsets of its blocks are noted beside it. From then on, boxes are
+A library creates a file of the final size; block offsets are stored in a separate file. From then on, boxes are
 written by pwrite, without the library and without waiting for other ranks, and what a killed process has written stays.
 """
 
@@ -32,7 +32,7 @@ class Placement:
     axes : one letter per axis, in stored order
     dtype : NumPy type string with byte order: '<f4'
     shape : of the array, in stored order
-    block : shape of a block, row-major; those at the end of an axis are full-sized as well
+    block : shape of a block, row-major; blocks at the end of an axis are padded to full size
     offsets : of the blocks, row-major
     """
 
@@ -55,14 +55,14 @@ class Placement:
                 for cut, lo, b in zip(cells, first, self.block, strict=True)
             ]
             extents = [cut.stop - cut.start for cut in part]
-            whole = len(part)  # all axes after `whole - 1` are covered completely
-            while whole > 1 and extents[whole - 1] == self.block[whole - 1]:
-                whole -= 1
-            at = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
+            first_full_axis = len(part)  # this axis and all later ones are covered completely
+            while first_full_axis > 1 and extents[first_full_axis - 1] == self.block[first_full_axis - 1]:
+                first_full_axis -= 1
+            offsets = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
             for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
-                places = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
-                at = np.add.outer(at, np.array(places, np.int64) * strides[axis]).ravel()
-            yield relative_slices(part, cells), at, item * prod(extents[whole - 1 :])
+                places = range(cut.start - lo, cut.stop - lo) if axis < first_full_axis - 1 else [cut.start - lo]
+                offsets = np.add.outer(offsets, np.array(places, np.int64) * strides[axis]).ravel()
+            yield relative_slices(part, cells), offsets, item * prod(extents[first_full_axis - 1 :])
 
 
 class PlacedSink(DraftSink):

@@ -67,7 +67,9 @@ class TIFFSource(TileSource):
     def _open_image(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         images = self._tiff.series
         if not (name_in_file or "0").isdecimal() or int(name_in_file or 0) >= len(images):
-            raise DataError(f"{path}: has no image '{name_in_file}'; give a number below {len(images)}")
+            raise DataError(
+                f"{path}: has no image '{name_in_file}'; specify an image number from 0 to {len(images) - 1}"
+            )
         number = int(name_in_file or 0)
         levels = images[number].levels
         level = min(level, len(levels) - 1)

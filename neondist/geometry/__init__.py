@@ -11,7 +11,7 @@ from .box import Box
 from .gradient_window import GradientWindow
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
-from .lattice import Cells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
+from .lattice import AxisCells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
 from .plan import HaloPlan, KeyDetail, PartKinds, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
 from .regions import OverlappingPartition, hull_of_ranges, hull_partition, source_cells, view_cells
@@ -21,8 +21,8 @@ from .window import Window, same_padding
 
 __all__ = [
     "Atom",
+    "AxisCells",
     "Box",
-    "Cells",
     "DimRequest",
     "GradientWindow",
     "GridShape",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .lattice import Cells, outputs_using
+from .lattice import AxisCells, outputs_using
 from .window import Window
 
 
@@ -33,7 +33,7 @@ class GradientWindow(Window):
     def _output_extent_along(self, axis: int, n: int) -> int:
         return self.extent[axis]
 
-    def used_cells(self, lo: int, hi: int) -> Cells:
+    def used_cells(self, lo: int, hi: int) -> AxisCells:
         """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""
         window = self.window
         (kernel,), (stride,), ((before, _),), (dilation,) = (

@@ -11,7 +11,7 @@ from .box import Box
 
 Range = tuple[int, int]
 """Half-open range [lo, hi) of cells of one axis."""
-Cells = tuple[range, ...]
+AxisCells = tuple[range, ...]
 """Cells of one axis: disjoint ranges with steps, ordered by their first cells."""
 
 
@@ -75,12 +75,12 @@ def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
             yield part
 
 
-def hull_of(cells: Cells) -> Range:
+def hull_of(cells: AxisCells) -> Range:
     """Return the smallest range that contains all cells."""
     return (cells[0].start, max(one[-1] for one in cells) + 1) if cells else (0, 0)
 
 
-def group_into_ranges(indices: Sequence[int]) -> Cells:
+def group_into_ranges(indices: Sequence[int]) -> AxisCells:
     """Return ranges of exactly these sorted, distinct indices; few ranges if the indices are regular."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return (range(indices[0], indices[-1] + 1),)
@@ -102,7 +102,7 @@ def group_into_ranges(indices: Sequence[int]) -> Cells:
     return tuple(ranges)
 
 
-def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
+def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> AxisCells:
     """Return the cells of an axis, inside the image or not, that the outputs [lo, hi) of a window depend on."""
     if lo >= hi:
         return ()
@@ -115,8 +115,8 @@ def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dila
     return group_into_ranges(sorted({cell for tap in taps for cell in tap}))
 
 
-def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the outputs of a window, including beyond the first and last, that depend on the cells [lo, hi)."""
+def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> AxisCells:
+    """Return the outputs that depend on the cells [lo, hi), including positions outside the valid output range."""
     outputs: list[range] = []
     for tap in reversed(range(kernel)) if lo < hi else ():
         at = padding - dilation * tap

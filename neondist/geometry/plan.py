@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
-from .lattice import Cells, Lattice, Range, group_into_ranges, hull_of, shift_range
+from .lattice import AxisCells, Lattice, Range, group_into_ranges, hull_of, shift_range
 from .partition import Partition
 from .transfer import AxisOverlap, DimRequest, Piece, Transfer
 from .window import Window
@@ -78,7 +78,7 @@ class HaloPlan(TransferPlan):
     #: whether tiles overlap: cells needed beyond its own then have no owner or are outside the image
     tiles_may_overlap: bool = False
     #: along each axis, the cells that outputs of the tile depend on; None: all of `need`
-    used: tuple[Cells, ...] | None = None
+    used: tuple[AxisCells, ...] | None = None
 
     @property
     def trivial(self) -> bool:
@@ -242,7 +242,7 @@ class _AxisPlan:
             used = [self._fold_source_cells(part) for part in range(len(used))]
         return DimRequest(self.axis, source, self.axis, ranges, tuple(used), tuple(lo for lo, _ in self.sources))
 
-    def _fold_source_cells(self, part: int) -> Cells:
+    def _fold_source_cells(self, part: int) -> AxisCells:
         """Return the cells inside the image from which the cells that outputs of a part depend on are filled."""
         used, (lo, hi) = self.used[part], self.needs[part]
         if hi - lo == sum(map(len, used)):

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from .lattice import Cells, Lattice, Range, clip_ranges, shift_range
+from .lattice import AxisCells, Lattice, Range, clip_ranges, shift_range
 from .partition import Atom, coords_of, index_of
 
 
@@ -56,7 +56,7 @@ class DimRequest:
     source: Atom
     axis: int | None
     ranges: tuple[tuple[Range, ...], ...]
-    used: tuple[Cells, ...] | None = None
+    used: tuple[AxisCells, ...] | None = None
     starts: tuple[int, ...] | None = None
 
     def part(self, place: Sequence[int]) -> int:

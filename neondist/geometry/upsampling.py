@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .lattice import Cells
+from .lattice import AxisCells
 from .window import Window
 
 
@@ -32,7 +32,7 @@ class Upsampling(Window):
     def _output_extent_along(self, axis: int, n: int) -> int:
         return n * self.factor[axis]
 
-    def used_cells(self, lo: int, hi: int) -> Cells:
+    def used_cells(self, lo: int, hi: int) -> AxisCells:
         """Return the cells that the outputs [lo, hi) of a window of one axis read; linear ones may be one outside."""
         return (range(self.source_cell(0, lo), self.source_cell(0, hi - 1) + self.kernel[0]),) if lo < hi else ()
 

@@ -13,7 +13,7 @@ from ..registry import suggest
 from ..registry.arguments import type_checked
 from ..terminal.console import counted
 from .box import Box
-from .lattice import Cells, cells_used_by, hull_of
+from .lattice import AxisCells, cells_used_by, hull_of
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
 
@@ -127,7 +127,7 @@ class Window:
             hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(out.axes())
         )
 
-    def used_cells(self, lo: int, hi: int) -> Cells:
+    def used_cells(self, lo: int, hi: int) -> AxisCells:
         """Return the cells, inside the image or not, that outputs [lo, hi) of a window of one axis depend on."""
         (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
         return cells_used_by(lo, hi, kernel, stride, before, dilation)

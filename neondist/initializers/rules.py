@@ -13,13 +13,13 @@ from .base import Initializer
 
 
 class Constant(Initializer):
-    """Constant initialiser."""
+    """Fill with a constant value."""
 
     def __init__(self, value: Finite = 0.0) -> None:
         self.value = float(value)
 
     def values(self, stream_key: int, indices: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
-        """Return the constant."""
+        """Return an array filled with the constant."""
         return np.full(indices.shape, float(self.value))
 
 

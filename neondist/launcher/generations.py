@@ -150,7 +150,7 @@ class _SupervisedRun:
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cool_down:g} s"
-        say(f"{number}: {ending.loss_text}{excluded}; {self.resume_from_newest()}, on {self.describe_next_ranks()}")
+        say(f"{number}: {ending.loss_text}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: Members) -> None:
         """Report a change of hosts, and what the next generation resumes from."""
@@ -160,7 +160,7 @@ class _SupervisedRun:
         removed = [host for host, count in before.items() if slots.get(host, 0) < count]
         self.log_event("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
-        say(f"hosts changed: {', '.join(texts)}; {self.resume_from_newest()}, on {self.describe_next_ranks()}")
+        say(f"hosts changed: {', '.join(texts)}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def describe_next_ranks(self) -> str:
         """Describe the ranks of the next generation, as far as known."""
@@ -184,7 +184,7 @@ class _SupervisedRun:
             text += f": none left; the next failure {effect}"
         return text
 
-    def resume_from_newest(self) -> str:
+    def prepare_resume(self) -> str:
         """Make the next generation resume from the newest checkpoint, if any; describe what it resumes from."""
         if self.experiment is None:
             return "restarting the script"

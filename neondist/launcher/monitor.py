@@ -28,7 +28,7 @@ UNREPORTED_EXIT_TEXT = "exited without reporting an error: it was killed, crashe
 LOOPBACK_ADDRESS = "127.0.0.1"
 _SELECT_TIMEOUT = 0.5
 _MAX_LINE_BYTES = 512
-_QUIET_AFTER_MISSED_BEATS = 3
+_LOST_TOGETHER_AFTER_MISSED_BEATS = 3
 """missed heartbeats after which a rank counts as lost too, once another rank's lease has expired"""
 _MAX_RANKS_IN_MESSAGE = 4
 _SPARE_CONNECTIONS = 64
@@ -225,7 +225,7 @@ class Monitor:
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""
         member = connection.rank_state
-        limit = min(self.lease, max(_QUIET_AFTER_MISSED_BEATS * HEARTBEAT_SECONDS, self.lease / 2))
+        limit = min(self.lease, max(_LOST_TOGETHER_AFTER_MISSED_BEATS * HEARTBEAT_SECONDS, self.lease / 2))
         return (
             member is not None
             and member.exit_code is None

@@ -43,12 +43,15 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
 
 
 def reject_unreachable_maximum(demand: Demand, source: HostSource | None) -> None:
-    """Raise an error if a job can never reach its maximum; the list of a script may grow."""
+    """Raise an error if a job can never reach its maximum.
+
+    Lists produced by a script are exempt, since they may grow.
+    """
     hosts = read_slots(source)
     slots, capacity = sum(hosts.values()), sum(slots // demand.slots_per_worker for slots in hosts.values())
     if demand.max_workers > capacity and (source is None or not source.is_script):
         place = f"{source.path} lists" if source is not None else "this machine has"
-        tiles_text = f" of {demand.slots_per_worker} tiles" if demand.slots_per_worker > 1 else ""
+        tiles_text = f" with {demand.slots_per_worker} tiles each" if demand.slots_per_worker > 1 else ""
         remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
             f"--num-workers {demand.min_workers}:{demand.max_workers}: {place} {counted(slots, 'slot')}, too few for"
@@ -127,7 +130,7 @@ class ElasticSlots:
     def release_reason(self) -> str:
         """Describe the reason for the release of workers."""
         used = self._table.workers * self._table.demand.slots_per_worker
-        return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job waits"
+        return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
 
     def free_worker_slots(self, host: str, permanently: bool) -> None:
         """Free the slots of a worker, as `SlotTable.free_worker_slots`."""
@@ -147,7 +150,7 @@ class ElasticSlots:
 
     def describe_slot_users(self) -> str:
         """Describe the users of the slots, and the excluded hosts."""
-        texts = [f"{host} is left out for {seconds:.0f} s" for host, seconds in self._excluded_hosts().items()]
+        texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in self._excluded_hosts().items()]
         return "; ".join([self._table.describe_users(self._read_hosts()), *texts])
 
 

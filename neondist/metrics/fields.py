@@ -31,7 +31,7 @@ class FieldMetric(Metric):
         self.weights = weights
 
     @abstractmethod
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return sums (k, C) over samples and cells for outputs and targets (n, *tile, C) in float64."""
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class FieldMetric(Metric):
             targets = targets[..., None]
         if targets.shape != y.shape:
             return np.full((self.sums_per_channel, y.shape[-1]), np.nan)
-        return self.channel_sums_and_divisor(y.astype("f8"), targets.astype("f8"), weights)
+        return self.channel_sums(y.astype("f8"), targets.astype("f8"), weights)
 
 
 class _FieldMeter(Meter):
@@ -112,7 +112,7 @@ class RMSE(FieldMetric):
 
     name = "rmse"
 
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of squared errors of each channel, and the divisor."""
         return _sums_and_divisor((y - targets) ** 2, weights)
 
@@ -127,7 +127,7 @@ class MeanAbsoluteError(FieldMetric):
     name = "mae"
     _called_in_fields = ("MAE",)
 
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of absolute errors and the divisor."""
         return _sums_and_divisor(np.abs(y - targets), weights)
 
@@ -137,7 +137,7 @@ class Bias(FieldMetric):
 
     name = "bias"
 
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of errors and the divisor."""
         return _sums_and_divisor(y - targets, weights)
 
@@ -152,7 +152,7 @@ class R2(FieldMetric):
     larger_is_better = True
     sums_per_channel = 4
 
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of squared errors, targets and squared targets, and the divisor."""
         errors, cells = _sums_and_divisor((y - targets) ** 2, weights)
         return np.stack([errors, *(_sums_and_divisor(array, weights)[0] for array in (targets, targets**2)), cells])
@@ -183,7 +183,7 @@ class ACC(FieldMetric):
     larger_is_better = True
     sums_per_channel = 3
 
-    def channel_sums_and_divisor(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of f o, f² and o²."""
         return np.stack([_sums_and_divisor(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
 

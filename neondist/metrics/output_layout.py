@@ -23,10 +23,10 @@ class OutputLayout:
     shape : tuple of int
         (*spatial, C), global.
     allreduce : callable
-        Sums the counts of all ranks; None: a single rank.
+        Sums counts over all ranks. None on a single rank.
     counts_own_outputs : bool
-        Whether this rank counts its outputs; False if another rank has and counts the same outputs.
-    fields : Fields, optional
+        Whether this rank counts its outputs; False if another rank already counts these outputs.
+    fields : FieldMetadata, optional
         Metadata of the channels, if they are physical fields.
     """
 
@@ -60,7 +60,7 @@ class OutputLayout:
         return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile_shape(shape) else sums
 
     def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:
-        """Return the view of an array on this rank's outputs for a window, halo included. Collective."""
+        """Return this rank's part of an array, with the halo that a window needs. Collective."""
         cut = self._is_tile_shape(tile.shape)
         key = window, tile.shape[-1], cut
         if key not in self._view_arrays:

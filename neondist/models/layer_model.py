@@ -15,7 +15,7 @@ from ..parallel import LayerParameters
 from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
 from ..runtime.debug import guard_executor
-from ..runtime.observers.ledger import Ledger, count_messages
+from ..runtime.observers.ledger import Ledger, collect_message_counts
 from .trainable import TrainableModel
 
 
@@ -59,7 +59,7 @@ class LayerModel(TrainableModel):
 
     def ledger(self) -> Ledger:
         """Return all messages and reductions since `build`, with their counts, sizes and receivers."""
-        return count_messages(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
+        return collect_message_counts(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
 
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:

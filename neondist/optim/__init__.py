@@ -1,7 +1,7 @@
 """Optimisers: in-place updates of parameters in one flat array."""
 
 from .adam import LAMB, Adam, AdamW
-from .base import AVERAGE_SLOT, Optimizer, Scheduled
+from .base import AVERAGE_SLOT, Optimizer, ScheduledOptimizer
 from .flat import FlatLayout
 from .rmsprop import RMSprop
 from .schedule import CosineDecay, OneCycle, Plateau, Schedule, StepDecay, Warmup
@@ -20,7 +20,7 @@ __all__ = [
     "Plateau",
     "RMSprop",
     "Schedule",
-    "Scheduled",
+    "ScheduledOptimizer",
     "StepDecay",
     "Warmup",
 ]

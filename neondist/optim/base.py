@@ -13,14 +13,14 @@ from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.arguments import type_checked
 from ..registry.ranges import NotNegative, Positive, UnitInterval
-from .flat import FlatLayout, cells_per_block
+from .flat import FlatLayout, elements_per_block
 from .schedule import Schedule
 
 AVERAGE_SLOT = "average"
 """Slot of the parameters' running mean."""
 
 
-class Scheduled:
+class ScheduledOptimizer:
     """Base of optimisers with a schedule of the learning rate."""
 
     schedule: Schedule | None
@@ -55,7 +55,7 @@ class Scheduled:
                 raise
 
 
-class Optimizer(Scheduled, Registered, ABC):
+class Optimizer(ScheduledOptimizer, Registered, ABC):
     """Base class of optimisers.
 
     A subclass names its slots (state arrays, each as long as the parameters) and overrides `apply`. The optimiser
@@ -136,7 +136,7 @@ class Optimizer(Scheduled, Registered, ABC):
         if self.clip_norm is not None:
             norm = xp.sqrt(layout.global_square_norms(grads).sum())
             self._multiply_in_place(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
-        scratch = xp.empty(min(cells_per_block(params), params.size), params.dtype)
+        scratch = xp.empty(min(elements_per_block(params), params.size), params.dtype)
         for block, decays in layout.parameter_blocks(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             buffer = scratch[: p.size]

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..arrays.namespace import namespace
 
-HOST_BLOCK_CELLS = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
-DEVICE_BLOCK_CELLS = 1 << 24  # on a device, to amortise kernel launches
+HOST_BLOCK_ELEMENTS = 1 << 15  # per block: its parameters, gradients, slots and scratch stay in the cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # on a device, to amortise kernel launches
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class FlatLayout:
     spans : tuple of (start, stop)
         Span of each parameter, in order.
     decays : tuple of bool
-        Whether each parameter is neither a bias nor part of a normalisation layer.
+        Whether weight decay applies by default: False for biases and normalisation parameters.
     num_replicated : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional
@@ -59,7 +59,7 @@ class FlatLayout:
                 yield block, decays
 
     def global_square_norms(self, array: Any) -> Any:
-        """Return the sum of the squares of each parameter over all its parts, in float64. Collective."""
+        """Return the squared norm of each parameter, summed over all its parts, in float64. Collective."""
         xp = namespace(array)
         norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
         sums = xp.stack(norms) if norms else xp.zeros(0)
@@ -79,11 +79,11 @@ def _sum_of_squares(array: Any) -> Any:
 
 def block_slices(array: Any, start: int, stop: int) -> Iterator[slice]:
     """Yield the blocks of an array from start to stop."""
-    cells = cells_per_block(array)
-    for at in range(start, stop, cells):
-        yield slice(at, min(at + cells, stop))
+    size = elements_per_block(array)
+    for at in range(start, stop, size):
+        yield slice(at, min(at + size, stop))
 
 
-def cells_per_block(array: Any) -> int:
-    """Return the number of cells per block of an array."""
-    return HOST_BLOCK_CELLS if isinstance(array, np.ndarray) else DEVICE_BLOCK_CELLS
+def elements_per_block(array: Any) -> int:
+    """Return the number of elements per block of an array."""
+    return HOST_BLOCK_ELEMENTS if isinstance(array, np.ndarray) else DEVICE_BLOCK_ELEMENTS

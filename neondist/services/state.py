@@ -75,7 +75,7 @@ class PushedGradient:
         Version of the values for which it was computed.
     samples : float
         Weight in a mean.
-    scale : float
+    learning_rate_scale : float
         Factor on the learning rate, such as that of a schedule.
     minibatch : MinibatchId or None
     dense_gradients : dict of str to ndarray
@@ -88,7 +88,7 @@ class PushedGradient:
     push_number: int
     values_version: int
     samples: float
-    scale: float
+    learning_rate_scale: float
     minibatch: MinibatchId | None
     dense_gradients: dict[str, np.ndarray]
     table_gradients: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -162,8 +162,8 @@ class ServerState:
         """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
         weights = weights_by_sample_count(gradient.samples for gradient in ordered)
-        scales = {gradient.scale for gradient in ordered}
-        mean = sum(weight * gradient.scale for weight, gradient in zip(weights, ordered, strict=True))
+        scales = {gradient.learning_rate_scale for gradient in ordered}
+        mean = sum(weight * gradient.learning_rate_scale for weight, gradient in zip(weights, ordered, strict=True))
         scale = factor * (scales.pop() if len(scales) == 1 else mean)
         dense = ordered[0].dense_gradients
         if len(ordered) > 1:

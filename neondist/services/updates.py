@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..optim import FlatLayout, Optimizer, Scheduled
+from ..optim import FlatLayout, Optimizer, ScheduledOptimizer
 from ..registry import registered_classes, suggest
 from .message import MessageError
 from .placement import construct_from_message
@@ -143,7 +143,10 @@ class TorchUpdater(Updater):
         """Reject optimisers that need whole parameters."""
         if not self._optimizer.elementwise:
             name = self._optimizer.constructor.__name__
-            raise ConfigError(f"optimizer: {name} needs whole parameters, but servers hold parts; use one such as Adam")
+            raise ConfigError(
+                f"optimizer: {name} needs whole parameters, but servers hold parts; use an elementwise optimiser, such"
+                " as Adam"
+            )
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     ConfigError
         The optimiser cannot be described, or its schedule changes the momentum.
     """
-    if isinstance(optimizer, Scheduled) and optimizer.momentum_at(math.inf) is not None:
+    if isinstance(optimizer, ScheduledOptimizer) and optimizer.momentum_at(math.inf) is not None:
         raise ConfigError("schedule: servers cannot change the momentum; leave it out of the schedule")
     if isinstance(optimizer, Optimizer):
         arguments = {name: value for name, value in optimizer.arguments().items() if name != "schedule"}

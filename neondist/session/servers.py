@@ -99,7 +99,7 @@ class JobServersClient:
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
-    def leave_job(self) -> None:
+    def leave_or_end_job(self) -> None:
         """Leave the job; on the master, stop all other workers and load the final values."""
         assert self._remote is not None
         world = self._state.grid.world

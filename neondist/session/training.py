@@ -181,7 +181,7 @@ class TrainingRole:
             try:
                 self._wait_for_ranks()
                 if self.servers is not None:
-                    self.servers.leave_job()
+                    self.servers.leave_or_end_job()
                 self._call_hooks(
                     lambda hook: hook.after_run(self.state) if self.state.stop is None else hook.on_stop(self.state)
                 )

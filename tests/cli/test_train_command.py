@@ -247,10 +247,13 @@ def test_update_rules(project, options, rule):
             [*ELASTIC_OPTIONS, "1:3", "--hosts-from", "slots"],
             "slots lists 2 slots, too few for 3 workers; give at most 2",
         ),
-        ([*ELASTIC_OPTIONS, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
+        (
+            [*ELASTIC_OPTIONS, "1:2", "--tiles", "2x1", "--hosts-from", "slots"],
+            "too few for 2 workers with 2 tiles each",
+        ),
         (
             [*ELASTIC_OPTIONS, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"],
-            "4 slots, too few for 2 workers of 2 tiles",
+            "4 slots, too few for 2 workers with 2 tiles each",
         ),
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "nodes.yaml"], "its SSH settings apply to neondist launch"),
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),

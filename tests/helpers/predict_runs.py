@@ -8,7 +8,7 @@ from neondist.train import evaluate_files, predict
 
 
 def make_unet(norm=nd.BatchNormLayerDist):
-    """Return layers that pool, upsample by a deconvolution, and concatenate a skip."""
+    """Return layers that pool, upsample by a deconvolution, and concatenate a skip connection."""
 
     def conv(channels):
         return [nd.ConvLayerDist(channels, 3, padding=1), norm(), nd.ActivationLayerDist(nd.ReLU())]

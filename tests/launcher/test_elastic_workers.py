@@ -69,7 +69,7 @@ def test_worker_joins_and_leaves(tmp_path, monkeypatch):
     assert code == 0, err
     assert "applied: 64 records in each of 6 epochs, each once; 0 workers restarted" in out, err
     assert "workers: 1 -> 2 (slots are free)\n" in err
-    assert "workers: 2 -> 1 (another job waits)\n" in err
+    assert "workers: 2 -> 1 (another job is waiting)\n" in err
     assert read_scalings(tmp_path / "run") == [(1, 2), (2, 1)]
     epochs = [json.loads(line)["epoch"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert epochs == [1, 2, 3, 4, 5, 6]

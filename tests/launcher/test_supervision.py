@@ -116,7 +116,7 @@ def test_bound_command_dies_with_its_parent():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_bound_command_without_a_parent_ends():
-    words = [sys.executable, safe_path.__file__, "--parent=1", "code", "-q"]
+    words = [sys.executable, safe_path.__file__, "--parent-pid=1", "code", "-q"]
     assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 1
 
 

@@ -113,7 +113,7 @@ def test_two_jobs_share_six_slots(start_job):
     first.wait([0, 1, 2])
     second.wait([0, 1, 2])
     assert first.lost == [3], "the task of the last worker goes to others"
-    assert first.events == [("start", 4, None), ("scale", 3, "another job waits")]
+    assert first.events == [("start", 4, None), ("scale", 3, "another job is waiting")]
     assert second.events == [("start", 2, None), ("scale", 3, "slots are free")]
     second.end()
     assert second.code == 0

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from neondist.optim import SGD, Adam
-from neondist.optim.flat import HOST_BLOCK_CELLS
+from neondist.optim.flat import HOST_BLOCK_ELEMENTS
 
-SIZE = HOST_BLOCK_CELLS + 37  # more than one block, the last one partial
+SIZE = HOST_BLOCK_ELEMENTS + 37  # more than one block, the last one partial
 
 
 def run_neondist(optimizer, start, gradients, scales):

@@ -1,4 +1,4 @@
-"""Trained network of the tests of predictions."""
+"""Trained network for the prediction tests."""
 
 import numpy as np
 import pytest

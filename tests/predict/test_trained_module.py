@@ -23,7 +23,7 @@ from neondist.cli import main  # noqa: E402
 from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
-from neondist.torch.training.windows import ModuleWindows  # noqa: E402
+from neondist.torch.training.windows import WindowScores  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
 from neondist.train.inference.window_prediction import WindowCentres  # noqa: E402
 
@@ -138,15 +138,13 @@ def test_windows_match_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block)
 
 def test_windows_resume_after_an_interruption(folder, tmp_path, monkeypatch):
     """On another number of ranks, without computing completed parts again."""
-    run, computed = ModuleWindows.run, []
+    run, computed = WindowScores.run, []
     with interrupt_after_part(), pytest.raises(Killed):
         predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", block=4)
     assert not (tmp_path / "y.ome.zarr").exists()
     with pytest.raises(OutputError, match="belongs to a job with different network"):
         predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
-    monkeypatch.setattr(
-        ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
-    )
+    monkeypatch.setattr(WindowScores, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1])
     predict_on_ranks(2, folder, tmp_path / "y.ome.zarr")
     assert len(computed) == len(set(computed)) == 12 - 1
     group = zarr.open_group(str(tmp_path / "y.ome.zarr"), mode="r")

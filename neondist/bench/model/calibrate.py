@@ -156,12 +156,12 @@ def _work_and_synchronise(work: Callable[[], Any], count: int, group: Transport)
     """Return a function that does some work, then an allreduce that synchronises the group."""
     number = np.zeros(1)
 
-    def call() -> None:
+    def run_work_and_allreduce() -> None:
         for _ in range(count):
             work()
         group.allreduce(number)
 
-    return call
+    return run_work_and_allreduce
 
 
 class _Timings:

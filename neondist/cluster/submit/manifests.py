@@ -78,7 +78,7 @@ def train_job_manifests(job: Submission, image: str, volume_claim: str | None = 
         The job is elastic, but Trainer has no list of running pods.
     """
     if job.rank_bounds is not None:
-        raise ConfigError("--elastic: Trainer's jobs have a fixed number of nodes; use --mpijob, or leave it out")
+        raise ConfigError("--elastic: Trainer's jobs have a fixed number of nodes; use --mpijob, or omit --elastic")
     files = _config_map(job)
     node = _pod_spec("node", image, job, volume_claim)
     node["containers"][0] |= _sshd_container_fields(job)

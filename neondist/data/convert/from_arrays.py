@@ -125,7 +125,9 @@ def split_of_arrays(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     """Return the part of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
     (shape, dtype), (label_shape, label_dtype) = images.shape_and_dtype(), labels.shape_and_dtype()
     sample = add_channel_axis(images.path, shape[1:])
-    if not shape or not label_shape or shape[0] != label_shape[0] or not shape[0]:
+    if not shape[0]:
+        raise DataError(f"{images.title} of shape {shape}: there are no images; give at least one")
+    if not label_shape or shape[0] != label_shape[0]:
         raise DataError(
             f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give one label per image"
         )

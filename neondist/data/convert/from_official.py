@@ -43,7 +43,7 @@ def idx_splits(paths: list[Path]) -> dict[str, SplitSource]:
     """Return the parts of IDX files: images and labels of the training samples, and optionally of the test samples."""
     kinds = [read_idx_magic_number(path) for path in paths]
     if kinds not in ([IMAGES_MAGIC, LABELS_MAGIC], [IMAGES_MAGIC, LABELS_MAGIC] * 2):
-        raise DataError(f"{paths[0]}: give IMAGES LABELS, or four IDX files, the test files last")
+        raise DataError(f"{paths[0]}: expected an image file and a label file, or two such pairs: training, then test")
     pairs = (("train", paths[:2]), ("test", paths[2:]))
     return {name: _idx_split(*pair) for name, pair in pairs if pair}
 

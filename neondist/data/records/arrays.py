@@ -52,21 +52,21 @@ class SplitRecords(RecordReader):
 
     Parameters
     ----------
-    name : str
+    source : str
     dataset : Dataset
     role : {'training', 'evaluation', 'prediction'}
         Training: the training split. Evaluation: the validation split, or else the test split. Prediction: the test
         split, or else the validation split.
     """
 
-    def __init__(self, name: str, dataset: Dataset, role: str) -> None:
-        super().__init__(name)
+    def __init__(self, source: str, dataset: Dataset, role: str) -> None:
+        super().__init__(source)
         self._dataset = dataset
         dataset.open(ProcessGrid.serial())
         order = {"training": ["train"], "evaluation": ["validation", "test"], "prediction": ["test", "validation"]}
         splits = [dataset.splits[split] for split in order[role] if split in dataset.splits]
         if not splits:
-            raise DataError(f"{name}: has no split for {role}; give it a split named {' or '.join(order[role])}")
+            raise DataError(f"{source}: has no split for {role}; give it a split named {' or '.join(order[role])}")
         self._split: Split = splits[0]
 
     def __len__(self) -> int:

@@ -27,17 +27,17 @@ class RecordReader(ABC):
 
     Attributes
     ----------
-    name : str
+    source : str
         The source, as given by the user.
     column_names : list of str
         Names of a record's entries; empty if the source has none.
     """
 
-    name: str
+    source: str
     column_names: list[str]
 
-    def __init__(self, name: str) -> None:
-        self.name, self.column_names = name, []
+    def __init__(self, source: str) -> None:
+        self.source, self.column_names = source, []
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -63,8 +63,8 @@ class RecordReader(ABC):
 class ConcatenatedRecords(RecordReader):
     """Concatenation of the records of several sources."""
 
-    def __init__(self, name: str, readers: Sequence[RecordReader]) -> None:
-        super().__init__(name)
+    def __init__(self, source: str, readers: Sequence[RecordReader]) -> None:
+        super().__init__(source)
         self.readers, self.column_names = list(readers), readers[0].column_names
         self._cumulative_lengths = np.array(list(accumulate(map(len, readers))))
 
@@ -92,8 +92,8 @@ class ConcatenatedRecords(RecordReader):
 class UserRecords(RecordReader):
     """Records returned by a user's function: an object with a length that is indexed by number."""
 
-    def __init__(self, name: str, records: Any) -> None:
-        super().__init__(name)
+    def __init__(self, source: str, records: Any) -> None:
+        super().__init__(source)
         self._records = records
 
     def __len__(self) -> int:
@@ -107,5 +107,5 @@ class UserRecords(RecordReader):
                 records.append(np.asarray(self._records[number]))
             except Exception as error:
                 problem = f"custom_data_reader failed for record {number}: {type(error).__name__}: {error}"
-                raise BadRecordError(number, f"{self.name}: {problem}") from error
+                raise BadRecordError(number, f"{self.source}: {problem}") from error
         return records

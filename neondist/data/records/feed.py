@@ -98,7 +98,7 @@ class RecordSamples:
         self.reader, self.feed, self.mode = reader, feed, mode
         self.record_numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
         if not len(self.record_numbers):
-            raise DataError(f"{reader.name}: has no usable records; correct them")
+            raise DataError(f"{reader.source}: has no usable records; correct them")
         self._cached_batch = lru_cache(maxsize=2)(self._compute_batch)  # images and targets are requested separately
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class _RecordDataset(Dataset):
             shapes.add(features.shape[1:])
         if len(shapes) > 1:
             raise DataError(
-                f"feed: features of {' and '.join(s.reader.name for s in self._samples_by_split.values())} differ in"
+                f"feed: features of {' and '.join(s.reader.source for s in self._samples_by_split.values())} differ in"
                 " shape; return the same shape for both"
             )
         self.sample_shape = shapes.pop()

@@ -32,7 +32,7 @@ class TableRecords(RecordReader):
         self._rows: list[Any] = []
         try:
             engine = sqlalchemy.create_engine(address)
-            self.name = f"{engine.url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
+            self.source = f"{engine.url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
             if engine.url.get_backend_name() == "sqlite":
                 self._require_sqlite_file(engine.url.database)
             with engine.connect() as connection:
@@ -42,9 +42,9 @@ class TableRecords(RecordReader):
                 self._rows = [tuple(row) for row in connection.execute(query)]
             engine.dispose()
         except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-            raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]}); check the URL") from error
+            raise DataError(f"{self.source}: cannot be read ({str(error).splitlines()[0]}); check the URL") from error
         if not self._rows:
-            raise DataError(f"{self.name}: has no rows; specify another table")
+            raise DataError(f"{self.source}: has no rows; specify another table")
         self._is_text = not all(_is_number(value) for value in self._rows[0])
 
     def __len__(self) -> int:
@@ -60,14 +60,14 @@ class TableRecords(RecordReader):
             return np.array([str(value) for value in row])
         for name, value in zip(self.column_names, row, strict=True):
             if not _is_number(value):
-                raise BadRecordError(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
+                raise BadRecordError(number, f"{self.source}: row {number}: column {name}: {value!r} is not a number")
         return np.array(row, np.float64)
 
     def _require_sqlite_file(self, path: str | None) -> None:
         from pathlib import Path
 
         if path in (None, "", ":memory:") or not Path(str(path)).is_file():
-            raise DataError(f"{self.name}: no database {path}; correct the URL")
+            raise DataError(f"{self.source}: no database {path}; correct the URL")
 
     def _find_table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
         names = sqlalchemy.inspect(engine).get_table_names()
@@ -76,8 +76,8 @@ class TableRecords(RecordReader):
         if table not in names:
             contents = f"the database has {', '.join(names) or 'none'}"
             if not table:
-                raise DataError(f"{self.name}: specify a table, as URL#TABLE; {contents}")
-            raise DataError(f"{self.name}: no table '{table}'; {contents}")
+                raise DataError(f"{self.source}: specify a table, as URL#TABLE; {contents}")
+            raise DataError(f"{self.source}: no table '{table}'; {contents}")
         return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
 
 

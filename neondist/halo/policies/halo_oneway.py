@@ -16,7 +16,7 @@ class HaloOneway(ExchangePolicy):
         halo.exchange()
 
     def backward(self, halo: HaloExchange) -> None:
-        """Drop their gradients."""
+        """Drop the gradients of halo cells."""
         halo.drop()
 
     def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:

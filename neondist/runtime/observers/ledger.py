@@ -33,7 +33,9 @@ Ledger: TypeAlias = "Counter[LedgerKey]"
 """Number of messages by account."""
 
 
-def count_messages(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first_rank: int) -> Ledger:
+def collect_message_counts(
+    layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first_rank: int
+) -> Ledger:
     """Return the number of messages and sums of this rank since its layers were built, by account.
 
     Parameters

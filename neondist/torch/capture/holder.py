@@ -22,7 +22,7 @@ class ValueHolder(NamedTuple):
     container : the object that holds the values
     names : collection or None
         The relevant names of a mapping or an object; default: all.
-    get : callable, optional
+    value_of_name : callable, optional
         Maps a name to its value; default: `container` is iterated over.
     separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
@@ -36,7 +36,7 @@ class ValueHolder(NamedTuple):
     module: nn.Module | None
     container: Any
     names: Collection[Any] | None = None
-    get: Callable[[Any], Any] | None = None
+    value_of_name: Callable[[Any], Any] | None = None
     separator: str = ""
     in_nn_module: bool = False
     is_watched: bool = True
@@ -50,10 +50,12 @@ class ValueHolder(NamedTuple):
         """Return the current values."""
         if self.names is None:
             return dict(self.container if isinstance(self.container, Mapping) else enumerate(self.container))
-        assert self.get is not None
+        assert self.value_of_name is not None
         if isinstance(self.container, dict):
             return {name: self.container[name] for name in self.names if name in self.container}
-        return {name: value for name in self.names if (value := get_or_missing(self.get, name)) is not MISSING}
+        return {
+            name: value for name in self.names if (value := get_or_missing(self.value_of_name, name)) is not MISSING
+        }
 
     def restore(self, before: Mapping[Any, Any]) -> None:
         """Restore earlier values."""

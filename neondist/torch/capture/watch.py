@@ -134,8 +134,8 @@ class StateWatch:
         for holder in reach.holders:
             if not holder.is_watched:
                 continue
-            if holder.get is not None and holder.names is not None:
-                self._getters.append(holder.get)
+            if holder.value_of_name is not None and holder.names is not None:
+                self._getters.append(holder.value_of_name)
                 self._getter_names.append(holder.names)
             elif not len(holder.container):
                 pass  # only its size is compared
@@ -144,7 +144,7 @@ class StateWatch:
             else:
                 self._views.append(holder.container)
             store = vars(holder.container) if isinstance(holder.container, type) else holder.container
-            if holder.get is None or isinstance(store, (dict, MappingProxyType)):
+            if holder.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
                 self._sized_stores.append(store)
         self._last_values = self._read_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []

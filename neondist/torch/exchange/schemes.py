@@ -12,7 +12,7 @@ import torch
 from ...backends import Backend, get_backend
 from ...comm import Exchange, ProcessGrid
 from ...errors import ConfigError, HaloError
-from ...geometry import Box, Cells, HaloPlan, Lattice, Piece, Window, shift_range
+from ...geometry import AxisCells, Box, HaloPlan, Lattice, Piece, Window, shift_range
 from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
 from ...observer import ObservedEvent
@@ -110,7 +110,7 @@ class SchemeChannel:
         first, place = grid.rank - grid.tile, self.comm.place
         requests = {request.dim - 2: request for request in transfer.requests}
         own, need, whole = ([(0, n) for n in extent] for _ in range(3))
-        used: dict[int, Cells] = {}
+        used: dict[int, AxisCells] = {}
         for axis, request in requests.items():
             own[axis], whole[axis] = request.source.range(place), (0, request.source.extent)
             (need[axis],) = request.ranges[request.part(place)]

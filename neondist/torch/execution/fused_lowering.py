@@ -1,7 +1,8 @@
 """Fused segments of a module: one exchange for several operators, or strips of a tile one after the other.
 
 Each rank receives, in one exchange, all that its tiles of a segment's results depend on, and recomputes cells of other
-tiles. Only own results are passed on, so that gradients are those of one process; norms count each cell once.
+tiles. Only the rank's own results are passed on, so that gradients are those of one process; norms count each cell
+once.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class FusedLowering(ProgramLowering):
         return results_with_placeholders(record)
 
     def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return the value that a module's input is passed as, with cells around the tile if needed, and its tile."""
+        """Return the value passed as a module input (the tile, widened if needed) and the tile itself."""
         needed, axes = next(self._remaining_ranges), axes_of(layout)
         if not needed:
             return super().image_input(layout, dtype)
@@ -116,19 +117,22 @@ class FusedLowering(ProgramLowering):
             for value, layout in inputs.items()
         }
 
-    def _source_ranges(self, parts: Sequence[TracedPart], place: Mapping[int, int]) -> dict[int, tuple[Range, ...]]:
-        """Return the ranges of the inputs that the ranks at a place of some axes need."""
+    def _source_ranges(
+        self, parts: Sequence[TracedPart], mesh_coordinates: Mapping[int, int]
+    ) -> dict[int, tuple[Range, ...]]:
+        """Return the ranges of the inputs that ranks with the given coordinates on some mesh axes need."""
         sources = dict[int, tuple[Range, ...]]()
         for part in parts:
-            own = self.own_ranges_of(part, place)
+            own = self.own_ranges_of(part, mesh_coordinates)
             for value, ranges in zip(part.inputs, part.source_ranges(nonempty_ranges(own, own)), strict=True):
                 sources[value.id] = tuple(map(hull_of_ranges, sources.get(value.id, ranges), ranges))
         return sources
 
-    def own_ranges_of(self, part: TracedPart, place: Mapping[int, int] | None = None) -> AxisRanges:
-        """Return the ranges of the outputs on this rank, or on those at a place of some axes."""
+    def own_ranges_of(self, part: TracedPart, mesh_coordinates: Mapping[int, int] | None = None) -> AxisRanges:
+        """Return the ranges of the outputs on this rank, or on ranks with the given coordinates on some mesh axes."""
         layouts = [even_layout(out, self.mesh) for out in part.outputs]
-        return ranges_at(layouts, dict(enumerate(self._place)) if place is None else place)
+        own_coordinates = dict(enumerate(self._place))
+        return ranges_at(layouts, own_coordinates if mesh_coordinates is None else mesh_coordinates)
 
     def _widened_ranges(self, image: int) -> NeededRanges:
         """Return the ranges of an image passed to each rank: its tile, and margins that segments read locally."""
@@ -172,7 +176,7 @@ class FusedLowering(ProgramLowering):
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x normalised; other ranks may have some of its cells too."""
+        """Return x normalised; some of its cells may also be held by other ranks."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
             moments = moments._replace(own_cells=own, is_placeholder=first == last)

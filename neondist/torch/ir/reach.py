@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...geometry import Atom, Cells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
+from ...geometry import Atom, AxisCells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
 
 SAME_INDEX_WINDOW = Window.for_pointwise(1)
 """Window of results that depend on the same index, or on all indices if they are whole."""
@@ -24,7 +24,7 @@ class DimView(NamedTuple):
     """
 
     ranges: tuple[Range, ...]
-    used_cells: Cells
+    used_cells: AxisCells
     pads: Range
 
 
@@ -84,7 +84,7 @@ def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Se
     return DimRequest(dim, source, axis, ranges, tuple(places)), pads
 
 
-def _fills_ranges(ranges: Sequence[Range], cells: Cells) -> bool:
+def _fills_ranges(ranges: Sequence[Range], cells: AxisCells) -> bool:
     """Return whether the cells fill the ranges."""
     return sum(hi - lo for lo, hi in ranges) == sum(map(len, cells))
 

@@ -12,7 +12,7 @@ import torch
 
 from ...costs.labels import are_dense_targets
 from ...errors import ConfigError, UserError
-from ...optim import Schedule, Scheduled
+from ...optim import Schedule, ScheduledOptimizer
 from ...registry import Registered, suggest
 from ...registry.functions import NamedFunction
 from ..ir.registry import TRACING
@@ -62,7 +62,7 @@ class TorchLoss(Registered):
             are_dense_targets((*labels.shape, output.shape[1]), labels.detach().cpu().numpy(), self.ignore_index)
 
 
-class TorchOptimizer(Scheduled, Registered):
+class TorchOptimizer(ScheduledOptimizer, Registered):
     """An optimizer from torch.optim or from an imported module.
 
     Parameters

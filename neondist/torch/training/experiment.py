@@ -24,7 +24,7 @@ from ...models import TrainableModel
 from ...parallel import SYNC_CLASSES_BY_NAME, ParameterShard
 from ...plan import GRADIENTS, LOSS
 from ...registry.ranges import Count, Index
-from ...runtime.observers.ledger import Ledger, count_messages
+from ...runtime.observers.ledger import Ledger, collect_message_counts
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
 from ...system.memory import model_bytes_per_rank, parse_bytes
@@ -335,7 +335,7 @@ class TorchModel(TrainableModel):
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
         reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
-        total = count_messages([], reductions, self.grid.replica * self.grid.shape.tiles)
+        total = collect_message_counts([], reductions, self.grid.replica * self.grid.shape.tiles)
         for model in self._model_by_batch.values():
             total += model.comm.ledger
         return total

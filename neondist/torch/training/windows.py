@@ -19,7 +19,7 @@ MAX_CELLS_PER_BATCH = 1 << 21
 """Cells of all windows of one call of the module."""
 
 
-class ModuleWindows(OutputBlocks):
+class WindowScores(OutputBlocks):
     """Scores of a module for windows of an image, computed block by block; the counterpart of `blocks.ModuleBlocks`.
 
     Parameters

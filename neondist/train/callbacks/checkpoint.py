@@ -133,7 +133,7 @@ class RunProgress:
 def _parse_record(record: Any) -> Record:
     """Validate an epoch's record as read by the loop and its hooks, and return it; means may be NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
-        raise ValueError("an epoch's record has unexpected fields")
+        raise ValueError("an epoch's record must be a mapping with an 'epoch' field")
     for name, value in record.items():
         if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
             require_json_integer(f"'{name}' of an epoch's record", value)

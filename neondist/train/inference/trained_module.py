@@ -155,14 +155,14 @@ class TrainedModule:
     def _create_window_method(
         self, images: Images, block: int | None, resumed_method: list[Any] | None, ranks: int = 1
     ) -> WindowPrediction:
-        from ...torch.training.windows import ModuleWindows
+        from ...torch.training.windows import WindowScores
 
         assert self.window_extent is not None
         assert self.stride is not None
         size = [windows_per_block(self.stride, block, resumed_method)] * self.spatial_ndim
         window_args = self.model.dtype, images.shape[1:], self.window_extent, self.stride, size
         return WindowPrediction(
-            images, ModuleWindows(self.model.module, *window_args), memory_limit_per_rank(self.model.memory, ranks)
+            images, WindowScores(self.model.module, *window_args), memory_limit_per_rank(self.model.memory, ranks)
         )
 
     @contextmanager

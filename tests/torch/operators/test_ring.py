@@ -51,8 +51,8 @@ MODULES = {
     "causal": lambda: Attention(is_causal=True),
     "scale": lambda: Attention(scale=0.3),
     "boolean mask": lambda: Attention(attn_mask=make_mask(torch.bool)),
-    "mask of numbers": lambda: Attention(attn_mask=make_mask(torch.float64)),
-    "mask of keys": lambda: Attention(attn_mask=make_mask(torch.bool)[None, None, :1]),
+    "float mask": lambda: Attention(attn_mask=make_mask(torch.float64)),
+    "key mask": lambda: Attention(attn_mask=make_mask(torch.bool)[None, None, :1]),
     "other cells": lambda: FunctionModule(attend_across),
 }
 
