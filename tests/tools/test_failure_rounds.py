@@ -16,7 +16,7 @@ def test_times_by_kind_of_event(monkeypatch):
         {"events": ["mpirun"], "first_steps": [], "load": 1.0},  # the job ended before
     ]
     first, *lines, load = failure_rounds.summarise(rounds).splitlines()
-    assert "beyond its lease of 2 s" in first
+    assert "after its lease of 2 s expired" in first
     assert [line.split() for line in lines] == [
         f"{event} {count} times median {median} maximum {maximum}".split()
         for event, count, median, maximum in [
