@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -204,10 +205,8 @@ def create_trunk_lowering(
         A pass does not fit in memory; names the operator that ends the trunk.
     """
     weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    limit, trained = (
-        memory - weights,
-        [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-    )
+    limit = memory - weights
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def peak_of(plan: TorchPlan) -> Callable[[], int]:
         return partial(TrainingMemory(plan, trained).peak, 0) if module.training else lambda: plan.peak()[0]
@@ -244,12 +243,12 @@ def _divide_to_fit(
     """Divide a lowered trunk until a pass fits in `limit` bytes or its peak no longer falls; return peak and parts."""
     assert lowering.blocks is not None
     extents, parts = lowering.blocks.max_own_extents(), list(lowering.block_counts)
-    parts[0], previous = extents[0], None
+    parts[0], previous = extents[0], inf
     while True:
         for step in plan.steps:
             if step.blocks is not None:
                 step.blocks.block_counts = tuple(parts)
         needed, longest = peak(), max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
-        if needed <= limit or extents[longest] == parts[longest] or (previous is not None and needed >= previous):
+        if needed <= limit or extents[longest] == parts[longest] or needed >= previous:
             return needed, parts
         parts[longest], previous = min(2 * parts[longest], extents[longest]), needed

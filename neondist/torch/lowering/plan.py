@@ -72,6 +72,15 @@ class TorchPlan(TorchGraph):
                 counts[name] += count
         return dict(counts)
 
+    @property
+    def is_replaced_by_module(self) -> bool:
+        """Whether the only rank runs the module itself instead of the steps.
+
+        Not if the steps draw random numbers, which the plan keys so that all grids have the same, or save memory.
+        """
+        saves_memory = self.recompute or any(step.blocks is not None for step in self.steps)
+        return self.mesh.size == 1 and self.seed_id is None and not saves_memory
+
     def memory(self, rank: int) -> int:
         """Return the bytes of all values that a rank computes in a forward pass, excluding parameters and inputs."""
         ranks = RankSubset(self.mesh, [rank])

@@ -194,8 +194,9 @@ class _Lifetimes:
         """Add what steps need for a block."""
         for at, step, _ in self.steps:
             if step.blocks is not None:
+                forward_bytes = step.blocks.peak_bytes()
                 for time in {at, self.timeline.recomputed_at[at]} - {-1}:
-                    self._add_bytes(step.blocks.peak_bytes(), time, time)
+                    self._add_bytes(forward_bytes, time, time)
                 if id(step) in self.back.visited_ids:
                     grad_inputs = [i for i, value in enumerate(step.inputs) if value in self.back.grad_values]
                     time = self.timeline.backward_at[at]
@@ -204,14 +205,14 @@ class _Lifetimes:
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
     """Return the values that a step keeps."""
-    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
+    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.is_replaced_by_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
         inputs = step.inputs[: _SAVED_INPUT_COUNTS.get(step.kind, 0)]
         return _SavedValues({*inputs, *(step.outputs if step.kind == "ring" else ())})
-    everything = _SavedValues({*step.inputs, *step.outputs})
     if step.blocks is not None:
         return _SavedValues({*step.inputs})
+    everything = _SavedValues({*step.inputs, *step.outputs})
     if step.kind_args is not None:
         return everything
     try:
@@ -249,7 +250,7 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
             kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage_of(dx) in memory}
         elif step.run not in IN_PLACE_VARIANTS.values():  # their gradients are new memory nevertheless
             kept.aliased_grads = {*kept.aliases.values()}
-        if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
+        if plan.is_replaced_by_module:  # its own operators divide the expanded gradient of a mean
             limit = plan.values[step.outputs[0]].nbytes
             kept.aliased_grads = {v for v in kept.aliased_grads if plan.values[v].nbytes <= limit}
         return kept

@@ -90,7 +90,7 @@ class DistributedModule(nn.Module):
         if self.grid.size == 1:
             state, prepared = self.programs.current_state_and_program()
             self._check_tiles(tiles, prepared)
-            if prepared.can_run_module:
+            if prepared.runs_module:
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()

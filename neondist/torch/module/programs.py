@@ -30,6 +30,8 @@ class CompiledProgram:
 
     Attributes
     ----------
+    runs_module : bool
+        Whether the module itself runs instead of the steps.
     changes_module : bool
         Whether a forward may change the module's own attributes.
     target_layouts : dict of shape to Layout
@@ -44,7 +46,7 @@ class CompiledProgram:
     output_tree: Any
     layouts: list[Layout | None]
     digest: str
-    computed_in_parts: bool
+    runs_module: bool
     dtypes: list[torch.dtype]
     widened_ranges: Sequence[NeededRanges]
     single_sample_norm: bool
@@ -55,12 +57,6 @@ class CompiledProgram:
     def output_layouts(self) -> list[Layout]:
         """Layouts of the outputs that are tensors."""
         return [layout for layout in self.layouts if layout is not None]
-
-    @property
-    def can_run_module(self) -> bool:
-        """Whether one rank can run the module itself: the plan keys random numbers, so that all grids have the same."""
-        plan = self.runner.plan
-        return not (plan.seed_id is not None or plan.recompute or self.computed_in_parts)
 
 
 class ProgramCache:
@@ -144,13 +140,12 @@ class ProgramCache:
         location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
         plan, tree, lowering = self.execution.lower(captured, *location, self.module)
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-        digest = program_digest(plan, captured)
+        digest, runs_module = program_digest(plan, captured), plan.is_replaced_by_module
         if self.compiler is not None:
             plan.compile(self.compiler)
-        computed_in_parts = lowering is not None and lowering.computes_in_parts
         overlaps = lowering.widened_ranges if lowering is not None else ()
         runner, single_sample = Runner(self.comm, plan, self.deferred_gradients), has_single_sample_norm(plan)
-        program = CompiledProgram(runner, tree, layouts, digest, computed_in_parts, dtypes, overlaps, single_sample)
+        program = CompiledProgram(runner, tree, layouts, digest, runs_module, dtypes, overlaps, single_sample)
         return program, captured.reads
 
     def _input_dtypes(self) -> list[torch.dtype]:
