@@ -13,7 +13,7 @@ from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
 from ..io.environment import describe_environment
-from ..train.inference.progress_line import ProgressLine
+from ..terminal.progress_line import ProgressLine
 from .sleeping_barrier import sleeping_barrier
 
 BATCH_SIZE, CHANNELS = 8, 64

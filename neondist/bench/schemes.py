@@ -17,8 +17,8 @@ from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
 from ..terminal.console import counted, emit
+from ..terminal.progress_line import first_rank_progress
 from ..train import Record
-from ..train.inference.progress_line import first_rank_progress
 from .tables import markdown_table
 
 RESULTS_FILE = "results.jsonl"

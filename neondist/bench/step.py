@@ -22,8 +22,8 @@ from ..models import Model, ModelStep, TrainableModel, require_layer_model
 from ..plan import ModelPlan
 from ..runtime.observers.clock import WORK_KINDS, Clock
 from ..runtime.observers.trace import write_trace
+from ..terminal.progress_line import ProgressLine
 from ..train import FitExperiment
-from ..train.inference.progress_line import ProgressLine
 from . import memory
 from .allocations import measure_allocations
 from .noise import relative_noise

@@ -15,6 +15,7 @@ from ..data.records import Mode, RecordIOWriter
 from ..errors import ConfigError
 from ..io.files import atomic_replacement
 from ..terminal.console import counted, emit
+from ..terminal.progress_line import ProgressLine
 from . import options
 from .definition import open_record_source
 
@@ -85,7 +86,6 @@ def download(arguments: argparse.Namespace) -> int:
 
 def write_records(arguments: argparse.Namespace) -> int:
     """Write the records of a source."""
-    from ..train.inference.progress_line import ProgressLine
 
     reader = open_record_source(arguments.source, Mode(arguments.role))
     with ProgressLine(len(reader), sys.stderr, "record") as progress:
@@ -114,7 +114,6 @@ def convert(arguments: argparse.Namespace) -> int:
     from ..data.convert import convert, open_split_sources
     from ..errors import ConfigError
     from ..formats.image_loader import ImageLoader
-    from ..train.inference.progress_line import ProgressLine
 
     if arguments.size is not None and min(arguments.size) < 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 from ..config import add_location
 from ..errors import ConfigError, UserError
 from ..terminal.console import counted, emit
+from ..terminal.progress_line import preparation_progress
 from . import options
 from .experiment import load_from_arguments
 
@@ -46,7 +47,6 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..plan import search
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
-    from ..train.inference.progress_line import preparation_progress
 
     with preparation_progress(whole_process=arguments.signals.whole_process):
         experiment = load_from_arguments(arguments)

@@ -16,6 +16,7 @@ from ..errors import LaunchError
 from ..launcher.ranks import create_watchdog, run_on_ranks, run_script_on_ranks
 from ..launcher.workers import check_worker_options, read_worker_assignment, run_workers
 from ..system.job import JOB_START_TIME_VARIABLE, detect_job
+from ..terminal.progress_line import preparation_progress
 from ..train import Hook
 from . import options
 from .experiment import load_and_validate, load_from_arguments
@@ -166,7 +167,6 @@ def check(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or (job.size if job and job.size else 1)
     from ..terminal.rich_console import Console
     from ..train import describe_experiment
-    from ..train.inference.progress_line import preparation_progress
 
     is_first_rank = job is None or job.is_first_rank
     with preparation_progress(int(not is_first_rank), arguments.signals.whole_process):

@@ -30,10 +30,10 @@ from ..system import threads
 from ..system.job import detect_job
 from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import escape_invisible, say
+from ..terminal.progress_line import ProgressLine, preparation_progress
 from ..train import Best
 from ..train.html_elements import escape_html, html_page, is_plottable, table_html, value_html
 from ..train.html_report import read_epoch_records
-from ..train.inference.progress_line import ProgressLine, preparation_progress
 from ..train.svg_plot import line_plot_svg
 from . import options
 from .experiment import load_and_validate, load_from_arguments

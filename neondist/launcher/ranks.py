@@ -20,6 +20,7 @@ from ..system.collector import freeze_new_objects
 from ..system.heartbeat import connection_descriptor
 from ..system.job import Job, detect_job
 from ..terminal.console import say
+from ..terminal.progress_line import preparation_progress
 from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
@@ -61,7 +62,6 @@ def run_on_ranks(
     whole_process = arguments.signals.whole_process
 
     def prepare_with_progress(world: Transport, ranks: int) -> Prepared:
-        from ..train.inference.progress_line import preparation_progress
 
         with preparation_progress(world.rank, whole_process):
             return prepare(world, ranks)

@@ -1,1 +1,1 @@
-"""Output to the terminal: plain lines and tables."""
+"""Output to the terminal: plain lines, tables and progress."""

@@ -23,7 +23,7 @@ from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
 from neondist.system import machine
-from neondist.train.inference.progress_line import first_rank_progress
+from neondist.terminal.progress_line import first_rank_progress
 
 NODE_LINK, NETWORK_LINK = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
 

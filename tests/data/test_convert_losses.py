@@ -215,8 +215,8 @@ def test_long_conversions_report_progress(tmp_path, capsys, monkeypatch):
     """Without a terminal too: the samples written and an estimate."""
     from neondist.cli import main
 
-    monkeypatch.setattr("neondist.train.inference.progress_line.FIRST_LINE_SECONDS", 0)
-    monkeypatch.setattr("neondist.train.inference.progress_line.LINE_INTERVAL_SECONDS", 0)
+    monkeypatch.setattr("neondist.terminal.progress_line.FIRST_LINE_SECONDS", 0)
+    monkeypatch.setattr("neondist.terminal.progress_line.LINE_INTERVAL_SECONDS", 0)
     monkeypatch.setattr("neondist.data.split_source.BLOCK_BYTES", 4096)
     np.savez(tmp_path / "x.npz", x=np.zeros((70, 16, 16)), y=np.arange(70) % 3)
     assert main(["data", "convert", str(tmp_path / "x.npz"), "--to", str(tmp_path / "out.h5")]) == 0

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import wait_until
 
-from neondist.train.inference import progress_line as module
-from neondist.train.inference.progress_line import (
+from neondist.terminal import progress_line as module
+from neondist.terminal.progress_line import (
     ProgressFile,
     ProgressLine,
     first_rank_progress,
@@ -174,7 +174,7 @@ def test_start_of_the_process_counts_for_the_delay(monkeypatch, capsys):
 @pytest.mark.long
 def test_benchmark_prediction_reports_progress(tmp_path):
     code = (
-        "from neondist.train.inference import progress_line\n"
+        "from neondist.terminal import progress_line\n"
         "from neondist.bench.model import predict\n"
         "progress_line.FIRST_LINE_SECONDS, predict.COMPARISON_SECONDS, predict.PREDICTION_SECONDS = 0.01, 1e-3, 1e-3\n"
         "from neondist.cli import main\n"

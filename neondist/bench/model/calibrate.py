@@ -22,7 +22,7 @@ from ...comm import Message, ProcessGrid, Transport
 from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
-from ...train.inference.progress_line import ProgressLine
+from ...terminal.progress_line import ProgressLine
 from ..networks import NETWORKS
 from ..noise import relative_noise
 from ..sleeping_barrier import sleeping_barrier

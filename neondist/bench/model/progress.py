@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...geometry import GridShape
-from ...train.inference.progress_line import ProgressLine
+from ...terminal.progress_line import ProgressLine
 from .rank_profile import LEAST_STEPS, RankProfile, profile_rank
 
 

@@ -19,6 +19,7 @@ from ...io.files import write_text
 from ...launcher.ranks import run_on_ranks
 from ...system import threads
 from ...system.job import detect_job
+from ...terminal.progress_line import ProgressFile, ProgressLine, first_rank_progress
 from .. import options
 from ..experiment import load_and_validate
 from . import modules, scaling, schemes, suite
@@ -69,7 +70,6 @@ def step(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
-        from ...train.inference.progress_line import ProgressFile, ProgressLine, first_rank_progress
 
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
@@ -105,7 +105,6 @@ def halo(arguments: argparse.Namespace) -> int:
     def work(world: Transport, _: None) -> int:
         from ...bench.halo import IMAGE_EXTENTS, bench_halo
         from ...bench.tables import halo_table
-        from ...train.inference.progress_line import first_rank_progress
 
         with first_rank_progress(world.rank, sys.stderr, len(IMAGE_EXTENTS), "size", delay=0) as progress:
             results = bench_halo(world, IMAGE_EXTENTS, progress)

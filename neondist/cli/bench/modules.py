@@ -18,6 +18,7 @@ from ...errors import ConfigError, LaunchError, UserError
 from ...io.files import write_text
 from ...launcher.ranks import run_on_ranks
 from ...system import threads
+from ...terminal.progress_line import ProgressLine
 from .. import options
 from ..experiment import load_factory
 from . import suite
@@ -77,7 +78,6 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     from ...bench.public_models import MODELS
     from ...bench.suite import bench_suite, geometric_means
     from ...terminal.rich_console import Console
-    from ...train.inference.progress_line import ProgressLine
 
     cores = threads.count_cores()
     ranks = arguments.ranks = cores if arguments.ranks is None else arguments.ranks

@@ -23,12 +23,12 @@ from ...io.regular_file import read_bytes
 from ...launcher.ranks import get_mpi_job, run_on_ranks
 from ...system import threads
 from ...terminal.console import counted, emit
+from ...terminal.progress_line import ProgressLine, first_rank_progress, read_seconds_left
 from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
     from ...system.machine import Machine
-    from ...train.inference.progress_line import ProgressLine
 
 
 def add_parser(benches: Any) -> None:
@@ -92,7 +92,6 @@ def scaling(arguments: argparse.Namespace) -> int:
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
-    from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench scaling starts MPI jobs itself; run it outside an MPI job, with --ranks instead of -n")
@@ -130,7 +129,6 @@ def scaling(arguments: argparse.Namespace) -> int:
 
 def begin_step_bench(progress: ProgressLine, activity: str, folder: str) -> Path:
     """Begin a part that is a job of `run_step_bench`, and return the file for its progress."""
-    from ...train.inference.progress_line import read_seconds_left
 
     file = Path(folder, "end")
     file.unlink(missing_ok=True)  # of the last job
@@ -198,7 +196,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
         from ...bench.model import calibrate as model
         from ...bench.noise import noise_warnings
         from ...system.machine import write_machine
-        from ...train.inference.progress_line import first_rank_progress
 
         cores = max(2, threads.count_cores(os.getppid()))
         parts = model.count_progress_steps(world, cores)
@@ -230,7 +227,6 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
     from ...system.machine import read_machine
-    from ...train.inference.progress_line import ProgressLine
 
     if get_mpi_job(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench model predict runs in one process; run it outside an MPI job, with --ranks, not -n")

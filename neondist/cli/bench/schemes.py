@@ -14,6 +14,7 @@ from ...comm import SingleTransport, Transport
 from ...errors import ConfigError
 from ...launcher.ranks import run_on_ranks
 from ...terminal.console import emit
+from ...terminal.progress_line import first_rank_progress
 from .. import options
 from ..experiment import load_and_validate
 
@@ -103,7 +104,6 @@ def seams(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
         from ...bench.seams import seam_table, write_seam_report
-        from ...train.inference.progress_line import first_rank_progress
 
         folder, errors = options.output_folder(arguments, "seams"), {}
         with first_rank_progress(world.rank, sys.stderr, len(runs), "scheme", delay=0) as progress:

@@ -19,6 +19,7 @@ from ...io.files import has_matplotlib, write_text
 from ...launcher.ranks import get_mpi_job
 from ...system import threads
 from ...terminal.console import counted
+from ...terminal.progress_line import ProgressLine
 from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 from .scaling import run_step_bench
@@ -50,7 +51,6 @@ def suite(arguments: argparse.Namespace) -> int:
     from ...bench.suite import NEONDIST_SIDES, TORCH_SIDES, bench_suite, geometric_means
     from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
-    from ...train.inference.progress_line import ProgressLine
 
     cores = threads.count_cores()
     ranks = cores if arguments.ranks is None else arguments.ranks

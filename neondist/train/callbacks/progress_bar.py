@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from typing import IO, Any
@@ -11,14 +10,13 @@ from typing import IO, Any
 from ...arrays.precision import FLOAT32
 from ...data.base import SPLITS
 from ...terminal.console import counted, format_duration, say
+from ...terminal.progress_line import FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS, terminal_console
 from ..pretrain import ReconstructionErrorMetric
 from ..state import Record, TrainState
 from .hook import Hook
 
 _SPLIT_TITLES = {"train": "training"}
 _METRIC_TITLES = {ReconstructionErrorMetric.name: "reconstruction error"}
-FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS = 3.0, 30.0
-"""seconds until the first progress line without a terminal, and between lines"""
 _STANDARD_RECORD_FIELDS = {"seconds", "samples_per_second"} | {f"{n}_{m}" for n in SPLITS for m in ("loss", "error")}
 """Fields that every epoch's line has."""
 
@@ -116,18 +114,6 @@ class ProgressBar(Hook):
             self.bar.console.print(text, highlight=False, soft_wrap=True)
         else:
             say(text, self.file)
-
-
-def terminal_console(file: IO[str] | None = None) -> Any:
-    """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
-    if not (sys.stdout if file is None else file).isatty():
-        return None
-    if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
-        return None  # Open MPI gives every rank a terminal, even if its own output is redirected
-    from ...terminal.rich_console import Console
-
-    console = Console(file=file)
-    return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
 def run_headline(run: TrainState) -> str:

@@ -22,6 +22,7 @@ from ...metrics.base import Metric, PerSampleMetric
 from ...metrics.output_layout import OutputLayout
 from ...models import TrainableModel
 from ...terminal.console import counted
+from ...terminal.progress_line import first_rank_progress
 from ..callbacks.subsampling import sampled_slices, subsampling_step
 from ..callbacks.worst_samples import find_worst_samples, scale_to_uint8
 from ..checkpoint_evaluation import MAX_PICTURE_EXTENT
@@ -32,7 +33,6 @@ from .checkpoint_prediction import open_checkpoint_prediction
 from .images import Images, open_images
 from .predict import compute_and_write_parts
 from .prediction_methods import BlockwisePrediction, PredictionMethod, WholeImagePrediction
-from .progress_line import first_rank_progress
 from .trained_module import TrainedModule
 
 

@@ -22,13 +22,13 @@ from ...io.files import partial_path as unfinished
 from ...io.journal import Journal
 from ...io.lock import FileLock
 from ...terminal.console import say
+from ...terminal.progress_line import ProgressLine, first_rank_progress
 from ..experiment import FitExperiment
 from . import output_kinds
 from .checkpoint_prediction import open_checkpoint_prediction
 from .forecast import forecast
 from .images import Images
 from .prediction_methods import PredictionMethod
-from .progress_line import ProgressLine, first_rank_progress
 from .trained_module import TrainedModule
 
 

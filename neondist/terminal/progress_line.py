@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Event, Lock, Thread
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
-from ...io.regular_file import read_bytes
-from ...terminal.console import format_duration, say
-from ..callbacks.progress_bar import FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS, terminal_console
+from ..io.regular_file import read_bytes
+from .console import format_duration, say
 
+FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS = 3.0, 30.0
+"""seconds until the first progress line without a terminal, and between lines"""
 _TERMINAL_INTERVAL_SECONDS, _CHECK_INTERVAL_SECONDS = 0.2, 1.0
 """Seconds between updates of a terminal's line after parts, and between checks during a part whether a line is due"""
 
@@ -201,6 +203,18 @@ def read_seconds_left(path: Path) -> float | None:
         return max(0.0, float(read_bytes(path)) - time.time())
     except (OSError, ValueError):  # not there, or being written
         return None
+
+
+def terminal_console(file: IO[str] | None = None) -> Any:
+    """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
+    if not (sys.stdout if file is None else file).isatty():
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
+        return None  # Open MPI gives every rank a terminal, even if its own output is redirected
+    from .rich_console import Console
+
+    console = Console(file=file)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
 def first_rank_progress(
