@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..backends import get_backend
+from ..comm import SingleTransport
 from ..train.validate import experiment_grid_shape
+from .roofline import measure_rank_rates
 
-MATRIX_SIZE, COPIED_BYTES, REPEATS = 512, 1 << 25, 3
+MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS = 512, 1 << 25, 3  # a quick measurement
 MAX_SAVED_PRODUCTS = 6.25
 """flops of a plan over those of Winograd's algorithm, at most: 5 x 5 kernels"""
 
@@ -35,12 +35,8 @@ class HostSpeed:
     @classmethod
     def measure(cls) -> HostSpeed:
         """Return the speed on the threads of this process."""
-        a, source = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32), np.ones(COPIED_BYTES, np.uint8)
-        target = np.empty_like(source)
-        return cls(
-            2 * MATRIX_SIZE**3 / _fastest_seconds(lambda: a @ a),
-            2 * COPIED_BYTES / _fastest_seconds(lambda: np.copyto(target, source)),
-        )
+        sizes = MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS
+        return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
 
     def least_step_seconds(self, experiment: Any, ranks: int) -> float:
         """Return the least seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown."""
@@ -50,13 +46,3 @@ class HostSpeed:
         shape = experiment_grid_shape(experiment, ranks)
         workload = model.plan(dataset.sample_shape, shape, experiment.batch_size).workload
         return float(max(workload.flops / MAX_SAVED_PRODUCTS / self.flops, workload.memory_traffic / self.bandwidth))
-
-
-def _fastest_seconds(call: Callable[[], object]) -> float:
-    call()
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

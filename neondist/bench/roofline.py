@@ -22,15 +22,24 @@ COPIED_BYTES = 1 << 26
 
 def measure_peak_rates(model: Model, world: Transport) -> dict[str, float]:
     """Return the peaks of all ranks together: flops per second of a matrix product, bytes per second of a copy."""
-    kernels = model.leaves[0].kernels
-    a, b = np.ones((2, MATRIX_EXTENT, MATRIX_EXTENT), model.dtype)
-    source, target = np.ones((2, COPIED_BYTES // 8))
-    product = _fastest_call_seconds(world, lambda: kernels.matmul(a, b))
-    copy = _fastest_call_seconds(world, lambda: np.copyto(target, source))
-    return {
-        "flops_per_second": world.size * 2 * MATRIX_EXTENT**3 / product,
-        "bytes_per_second": world.size * 2 * COPIED_BYTES / copy,  # read and written
-    }
+    rates = measure_rank_rates(world, model.leaves[0].kernels.matmul, model.dtype)
+    return dict(zip(("flops_per_second", "bytes_per_second"), (world.size * rate for rate in rates), strict=True))
+
+
+def measure_rank_rates(
+    world: Transport,
+    matmul: Callable[[Any, Any], object],
+    dtype: np.dtype,
+    matrix_extent: int = MATRIX_EXTENT,
+    copied_bytes: int = COPIED_BYTES,
+    calls: int = TIMED_CALLS,
+) -> tuple[float, float]:
+    """Return a rank's flops per second of a matrix product, and bytes per second that a copy reads and writes."""
+    a, b = np.ones((2, matrix_extent, matrix_extent), dtype)
+    source, target = np.ones((2, copied_bytes // 8))
+    product = _fastest_call_seconds(world, lambda: matmul(a, b), calls)
+    copy = _fastest_call_seconds(world, lambda: np.copyto(target, source), calls)
+    return 2 * matrix_extent**3 / product, 2 * copied_bytes / copy
 
 
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
@@ -73,11 +82,11 @@ def count_products(plan: LayerPlan) -> int:
     return (1 if weights.layout.is_partitioned else prod(image[:-1])) * prod(weights.shape)
 
 
-def _fastest_call_seconds(world: Transport, call: Callable[[], object]) -> float:
+def _fastest_call_seconds(world: Transport, call: Callable[[], object], calls: int) -> float:
     """Return the seconds of the fastest of several simultaneous calls on all ranks, of the slowest rank."""
     call()
     times = []
-    for _ in range(TIMED_CALLS):
+    for _ in range(calls):
         sleeping_barrier(world)
         begin = time.perf_counter()
         call()
