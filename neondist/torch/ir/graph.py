@@ -229,6 +229,10 @@ class TorchGraph:
                 live[at] += total if self._may_be_overwritten(value, last) else 1
         return self._split_into_segments(recompute_cuts(live))
 
+    def recomputed_segments(self) -> list[Segment]:
+        """Return the segments that the backward pass computes again: all but the last one, if `recompute`."""
+        return self.segments()[:-1] if self.recompute else []
+
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Merge consecutive local steps into single compiled ones."""
         is_barrier = [step.kind != "local" or step.kind_args is not None for step in self.steps]

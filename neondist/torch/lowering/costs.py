@@ -109,8 +109,7 @@ class PlanCosts:
     @cached_property
     def flops(self) -> dict[int, int]:
         """Floating-point operations of each step, by its id(), forward and backward."""
-        recomputed = self.plan.segments()[:-1] if self.plan.recompute else ()
-        repeated = {id(step) for segment in recomputed for step in segment.steps}
+        repeated = {id(step) for segment in self.plan.recomputed_segments() for step in segment.steps}
         flops = {}
         for step in self.plan.steps:
             try:

@@ -96,7 +96,7 @@ class _TrafficCounter:
         back = BackwardSteps(plan, self.trained, inputs)
         add(plan.steps, "forward")
         add((step for step in reversed(plan.steps) if id(step) in back.communicating_ids), "backward")
-        for segment in plan.segments()[:-1] if plan.recompute else ():
+        for segment in plan.recomputed_segments():
             if any(out in back.sources and out in back.grad_values for step in segment.steps for out in step.outputs):
                 add(segment.steps, "forward")
         named = (plan.parameters.get(name) for name in self.trained)

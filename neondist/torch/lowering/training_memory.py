@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Segment, Step, supports_gradients
+from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Step, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
@@ -84,21 +84,24 @@ class _Timeline:
     """
 
     def __init__(self, plan: TorchPlan, back: BackwardSteps) -> None:
-        number_of_step = {id(step): at for at, step in enumerate(plan.steps)}
-        segments = plan.segments() if plan.recompute else [Segment(plan.steps, (), ())]
+        segments, self.end = plan.recomputed_segments(), len(plan.steps)
         self.recomputed_at, self.backward_at = [-1] * len(plan.steps), [0] * len(plan.steps)
         self.segment_of_value, self.released_at = dict[int, int](), [0] * len(segments)
-        self.end = len(plan.steps)
+        stop = sum(len(segment.steps) for segment in segments)
+        self._add_backward(range(stop, len(plan.steps)))
         for number, segment in reversed([*enumerate(segments)]):
-            numbers = [number_of_step[id(step)] for step in segment.steps]
-            if number < len(segments) - 1:
-                self.segment_of_value |= {out: number for step in segment.steps for out in step.outputs}
-                if any(id(step) in back.visited_ids for step in segment.steps):
-                    for at in numbers:
-                        self.recomputed_at[at], self.end = self.end, self.end + 1
-            for at in reversed(numbers):
-                self.backward_at[at], self.end = self.end, self.end + 1
-            self.released_at[number] = self.end - 1
+            numbers = range(stop - len(segment.steps), stop)
+            self.segment_of_value |= {out: number for step in segment.steps for out in step.outputs}
+            if any(id(step) in back.visited_ids for step in segment.steps):
+                for at in numbers:
+                    self.recomputed_at[at], self.end = self.end, self.end + 1
+            self._add_backward(numbers)
+            self.released_at[number], stop = self.end - 1, numbers.start
+
+    def _add_backward(self, numbers: range) -> None:
+        """Add the backward passes of consecutive steps."""
+        for at in reversed(numbers):
+            self.backward_at[at], self.end = self.end, self.end + 1
 
 
 class _Lifetimes:
