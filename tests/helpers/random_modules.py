@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from channel_regions import partition_by_channels
 from module_steps import STEPS
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -102,6 +103,10 @@ class RandomModule:
     def options(self) -> dict:
         """Return options of `distribute`: mostly none, otherwise segments, strips or recomputation."""
         return random.Random(f"options {self.label}").choices(OPTIONS, [len(OPTIONS), *[1] * (len(OPTIONS) - 1)])[0]
+
+    def share_by_channels(self) -> float:
+        """Return the share of nodes that are partitioned by channels: mostly none."""
+        return random.Random(f"channels {self.label}").choice([0.0, 0.0, 0.7, 1.0])
 
 
 class ModuleGenerator:
@@ -297,11 +302,12 @@ def _run(case: RandomModule, grid: tuple, expected: dict) -> str:
     replicas, planes, rows, cols = grid
     module, after = case.module(), expected.get("after")
     try:
-        results = run_distributed(
-            module, case.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes, timeout=30.0,
-            change=(type(module).change, after["gradients"]) if after else None, cells=True,
-            inference=random.Random(f"inference {case.label}").random() < 0.2, **case.options(),
-        )  # fmt: skip
+        with partition_by_channels(case.share_by_channels(), case.label):
+            results = run_distributed(
+                module, case.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes, timeout=30.0,
+                change=(type(module).change, after["gradients"]) if after else None, cells=True,
+                inference=random.Random(f"inference {case.label}").random() < 0.2, **case.options(),
+            )  # fmt: skip
     except UserError as error:
         return _check_refusal(case, grid, error)
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..ir.custom_gradients import record_functions
 from ..ir.errors import CaptureError
 from ..ir.functionalize import separate_statistics_updates, store_out_of_place_variants, store_result
 from ..ir.graph import Value
-from ..ir.layout import Layout, Mesh, axes_of, replicated
+from ..ir.layout import Layout, Mesh, replicated
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
@@ -28,6 +28,7 @@ from .checks import check_module
 from .constants import remove_number_reads, track_values
 from .no_grad import detach_no_grad_values
 from .persistent_state import restore_after_capture
+from .regions import RegionConversion
 from .tracing import InputSpecs, hide_printed_graph, tracing, user_frames
 
 RANDOM_KEY_STRIDE = 1000
@@ -138,6 +139,7 @@ def lower_program(
     recompute: bool = False,
     lowering: Lowering | None = None,
     unregistered: dict[str, torch.Tensor] | None = None,
+    by_channels: Collection[torch.fx.Node] = (),
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
 
@@ -155,6 +157,8 @@ def lower_program(
         Builder of the plan.
     unregistered : dict of name to tensor, optional
         Receives tensors that require gradients but are not parameters; treated as parameters. Default: rejected.
+    by_channels : collection of torch.fx.Node
+        Nodes that are partitioned by channels instead of cells.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     lowering.autograd_functions = program.functions
@@ -165,7 +169,7 @@ def lower_program(
     env: dict[Any, Any] = {}
     changed: dict[str, Any] = {}
     pending = list(layouts)[::-1]
-    gathering = _WholeArrayModules(lowering, gather_at)
+    regions = RegionConversion(lowering, gather_at, by_channels)
     outputs: Sequence[Any] = ()
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
@@ -175,25 +179,22 @@ def lower_program(
             )
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
-            outputs = pytree.tree_map(lambda arg: gathering.reshard_outside(lowering.read(env, arg)), node.args[0])
+            outputs = pytree.tree_map(lambda arg: regions.convert(lowering.read(env, arg)), node.args[0])
         else:
             lowering.where, lowering.fake_out = node_location(node), node.meta.get("val")
             lowering.draw_number = position * RANDOM_KEY_STRIDE
             _check_static_shape(lowering)
-            pick = gathering.gather_inside if gathering.is_computed_whole(node) else gathering.reshard_outside
+            regions.enter(node)
 
-            def read_argument(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
-                return pick(lowering.read(env, arg))
+            def read_argument(arg: Any, node: Any = node) -> Any:
+                return regions.convert(lowering.read(env, arg), node)
 
             args, kwargs = pytree.tree_map(read_argument, (node.args, dict(node.kwargs)))
             result = lowering.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
             overwritten = store_result(env, node, result)
             changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
-            if gathering.is_computed_whole(node):
-                gathering.record_as_whole(result)
-    mutated = {
-        name: lowering.gather(gathering.reshard_outside(lowering.read(env, old))).id for name, old in changed.items()
-    }
+            regions.record(result, node)
+    mutated = {name: lowering.gather(regions.convert(lowering.read(env, old))).id for name, old in changed.items()}
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
@@ -304,46 +305,3 @@ def _bind_input(
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-class _WholeArrayModules:
-    """Modules that every rank computes on whole arrays."""
-
-    def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
-        self.lowering, self.paths = lowering, tuple(paths)
-        self._whole_value_ids: set[int] = set()
-        self._converted: dict[tuple[int, bool], Value] = {}
-
-    def is_computed_whole(self, node: Any) -> bool:
-        """Return whether a node is computed on whole arrays."""
-        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
-
-    def record_as_whole(self, result: Any) -> None:
-        """Record values that were computed on whole arrays."""
-        self._whole_value_ids.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
-
-    def gather_inside(self, value: Any) -> Any:
-        """Return a value for use inside a module computed on whole arrays."""
-        return self._convert(value, True)
-
-    def reshard_outside(self, value: Any) -> Any:
-        """Return a value for use outside these modules."""
-        return self._convert(value, False)
-
-    def _convert(self, value: Any, to_whole: bool) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._convert(item, to_whole) for item in value)
-        if not isinstance(value, Value) or value.kind == "parameter":
-            return value
-        if to_whole == (value.id in self._whole_value_ids) or (to_whole and not axes_of(value.layout)):
-            return value
-        key = value.id, to_whole
-        if key not in self._converted:
-            if to_whole:
-                self._converted[key] = self.lowering.gather(value)
-            else:
-                mesh, shape = self.lowering.mesh, value.shape
-                is_image = len(shape) == mesh.spatial + 2
-                self._converted[key] = self.lowering.reshard(value, mesh.image_layout(shape)) if is_image else value
-        return self._converted[key]

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...halo import ExchangePolicy, Fusion
 from ..capture.capture import lower_program
+from ..capture.channel_regions import find_channel_regions
 from ..capture.checks import check_gather_at_paths
 from ..exchange.schemes import Schemes, parse_schemes
 from ..ir.layout import Layout, Mesh
@@ -76,4 +77,6 @@ class ExecutionOptions:
             lowering = create_trunk_lowering(*args, self.recompute, self.memory, module)
         else:
             lowering = create_fused_lowering(*args, self.schemes, self.strips)
-        return *lower_program(*args, self.schemes, self.recompute, lowering), lowering
+        exact = lowering is None and not self.schemes
+        by_channels = find_channel_regions(program, mesh, self.gather_at) if exact else ()
+        return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering

@@ -95,6 +95,7 @@ def replicated(shape: Sequence[int]) -> Layout:
 
 def replace_dim(layout: Layout, dim: int, *atoms: Atom) -> Layout:
     """Return the layout with other atoms for a dimension."""
+    dim %= len(layout)
     return (*layout[:dim], atoms, *layout[dim + 1 :])
 
 

@@ -35,6 +35,8 @@ class Lowering(PlanBuilder):
         The autograd.Functions that the program calls, by number.
     computes_in_parts : bool
         Whether parts of the program are computed in pieces of a tile, even on one rank.
+    partitions_channels : bool
+        Whether the current operator is partitioned by channels instead of cells.
     group_description : str
         Description of the operators that are executed as a group.
     widened_ranges : sequence of NeededRanges
@@ -51,6 +53,7 @@ class Lowering(PlanBuilder):
         self.target: Any = None
         self.seed: Value | None = None
         self.draw_number = 0
+        self.partitions_channels = False
         self.autograd_functions: Sequence[Any] = ()
         self._current_call: Any = None
         self._differentiable_results: dict[Any, list[bool]] = {}
@@ -75,7 +78,7 @@ class Lowering(PlanBuilder):
     def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             self.refuse("it is not an ATen operator")
-        bound = _bind_arguments(target, args, kwargs)
+        bound = bind_arguments(target, args, kwargs)
         values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
         name = str(target)
         self.target, self._current_call = target, (target, args, kwargs)
@@ -264,7 +267,7 @@ def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
     return all(bound[name] != 0 for name in ("dropout", "dropout_p", "p") if name in bound)
 
 
-def _bind_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, defaults included; the first tensor is `x`."""
     bound = {}
     for at, argument in enumerate(target._schema.arguments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,9 @@ def normalise_groups(
     groups : int or None
         Number of groups of channels, normalised per sample; None: per channel, over all samples.
     """
-    if not lowering.is_whole(x, 1):
-        lowering.refuse("the channels are partitioned")
     dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
     group_size = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
-    batch = (Atom(x.shape[1]),) if groups is None else (*x.layout[0], Atom(groups))
+    batch = x.layout[1] if groups is None else (*x.layout[0], Atom(groups))
     moments = Moments(groups, group_size, eps, axes_of(x.layout[dim] for dim in dims))
     return *lowering.normalise(x, weight, bias, moments, (batch,)), group_size
 
@@ -52,6 +51,14 @@ def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: Mayb
     return x
 
 
+def _whole_or_own_channels(lowering: Lowering, x: Value, *per_channel: MaybeValue) -> list[Any]:
+    """Return x with all channels and the given values, or with its own channels and their values."""
+    if not lowering.partitions_channels or lowering.is_whole(x, 1):
+        return [lowering.gather(x, [1]), *per_channel]
+    own = (value and lowering.partition_as(value, (x.layout[1],)) for value in per_channel)
+    return [x, *own]
+
+
 @rule("aten.batch_norm.default", always=True, whole=_WHOLE_ARGUMENTS)
 def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
@@ -62,7 +69,8 @@ def batch_norm(
     if not training:
         return batch_norm_inference(lowering, *given, momentum, eps)[0]
     if running_mean is None:
-        return normalise_groups(lowering, lowering.gather(x, [1]), None, weight, bias, eps)[0]
+        x, weight, bias = _whole_or_own_channels(lowering, x, weight, bias)
+        return normalise_groups(lowering, x, None, weight, bias, eps)[0]
     y, _, _, *running_statistics = functional_batch_norm(lowering, *given, training, momentum, eps)
     return y, *running_statistics
 
@@ -73,10 +81,12 @@ def functional_batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
     """Compute moments of each channel over all tiles and replicas."""
-    x = lowering.gather(x, [1])
     if not training:
         y, *_ = batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
+    x, weight, bias, running_mean, running_var = _whole_or_own_channels(
+        lowering, x, weight, bias, running_mean, running_var
+    )
     y, mean, variance, group_size = normalise_groups(lowering, x, None, weight, bias, eps)
     lowering.mark_constants([mean, variance], [False, False])  # PyTorch has no gradient of statistics
     running = running_mean, running_var
@@ -116,8 +126,8 @@ def batch_norm_inference(
     running_var: MaybeValue, momentum: float, eps: float,
 ) -> tuple[Value, None, None]:  # fmt: skip
     """Normalise locally with the running statistics."""
-    x = lowering.gather(x, [1])
-    args = [x, running_mean, running_var, weight, bias]
+    args = _whole_or_own_channels(lowering, x, running_mean, running_var, weight, bias)
+    x = args[0]
 
     def run(
         a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None

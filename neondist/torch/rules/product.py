@@ -14,6 +14,7 @@ from ..ir.graph import Value
 from ..ir.layout import Dim, Layout, axes_of, local_indices, replicated
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
+from .channels import partition_operands
 
 
 @rule("aten.linear.default", whole=("weight", "bias"))
@@ -23,6 +24,9 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
+        if lowering.partitions_channels and len(x.shape) == len(weight.shape) == 2:
+            x, weight, bias, channels, _ = partition_operands(lowering, x, weight, bias)
+            layout = (*x.layout[:-1], channels)
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
     columns = lowering.align_for_broadcast(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
     product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)

@@ -18,6 +18,7 @@ from ..ir.registry import rule
 from ..kernels import volumes
 from ..kernels.convolution import conv as convolved
 from ..lowering.lowering import Lowering
+from .channels import ChannelOperands, partition_operands
 
 Ints = Sequence[int]
 Size = int | Ints
@@ -87,21 +88,32 @@ def conv(
 ) -> Value:  # fmt: skip
     """Convolve after a halo exchange, with any kernel size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
-    x = lowering.gather(x, [-n - 1])
     if isinstance(padding, str):
         same = same_padding(x.shape[-n:], weight.shape[2:], value_per_axis(stride, n), value_per_axis(dilation, n))
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
+    if lowering.partitions_channels:
+        operands = partition_operands(lowering, x, weight, bias, groups)
+    else:
+        operands = ChannelOperands(lowering.gather(x, [-n - 1]), weight, bias, (Atom(weight.shape[0]),))
+    x, weight, bias, channels, summed_axes = operands
     is_view = not all(lowering.is_whole(x, dim) for dim in range(-n, 0))
     uneven = any(before != after for before, after in window.padding)
     # kernels cannot pad unevenly, and would copy a view again in order to pad it
     pad_whole = [(is_view or uneven) and any(sides) for sides in window.padding]
-    extents = lowering.fake_out.shape[-n:]
+    extents, dtype = lowering.fake_out.shape[-n:], lowering.fake_out.dtype
     view, remaining_padding, atoms = window_view(lowering, x, window, extents, pad_whole=pad_whole)
     run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
-    conv_args = window.stride, remaining_padding, window.dilation, groups
-    layout, dtype = image_layout(x, weight.shape[0], atoms), lowering.fake_out.dtype
-    return lowering.local(lambda a, w, b: run(a, w, b, *conv_args), [view, weight, bias], layout, dtype)
+    layout = replace_dim(image_layout(x, weight.shape[0], atoms), -n - 1, *channels)
+
+    def convolve(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        local_groups = 1 if groups == 1 else a.shape[-n - 1] // w.shape[1]
+        return run(a, w, b, window.stride, remaining_padding, window.dilation, local_groups)
+
+    if not summed_axes:
+        return lowering.local(convolve, [view, weight, bias], layout, dtype)
+    y = lowering.reduced(convolve, [view, weight], summed_axes, layout, dtype)
+    return y if bias is None else lowering.local(lambda a, b: a + b.view(-1, *[1] * n), [y, bias], layout, dtype)
 
 
 def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

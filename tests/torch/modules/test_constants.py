@@ -343,7 +343,7 @@ class ReadingModule(nn.Module):
 def test_all_kinds_of_reads_are_recorded(registered):
     for name in READS:
         recorded = capture_module(ReadingModule(registered, [name]), [((1, 4, 1, 1), torch.float32)]).reads
-        assert recorded.buffers if registered else recorded.others, name
+        assert recorded.buffer_names if registered else recorded.tensors, name
 
 
 @pytest.mark.parametrize("registered", [False, True])

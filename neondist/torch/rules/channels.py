@@ -1,0 +1,81 @@
+"""Convolutions and products whose channels are partitioned over the ranks that share an image."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...geometry import Atom
+from ..ir.graph import Value
+from ..ir.layout import Dim, axes_of, merge_atoms, replace_dim, replicated
+from ..lowering.lowering import Lowering
+
+MIN_INPUT_CHANNELS_PER_RESULT = 2
+"""Least ratio of input channels to results for which partial results are summed instead of gathering the inputs."""
+
+
+class ChannelOperands(NamedTuple):
+    """Operands of a convolution on this rank.
+
+    Attributes
+    ----------
+    channels : Dim
+        Layout of the results' channels.
+    summed_axes : frozenset of int
+        Axes of the mesh over which results are summed, before the bias is added.
+    """
+
+    x: Value
+    weight: Value
+    bias: Value | None
+    channels: Dim
+    summed_axes: frozenset[int] = frozenset()
+
+
+def partition_operands(
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1, sums: bool | None = None
+) -> ChannelOperands:
+    """Return operands of which each rank has the weights of its own channels.
+
+    Parameters
+    ----------
+    x : Value
+        (N, C, ...), all cells.
+    weight : Value
+        (outputs, C / groups, ...)
+    sums : bool, optional
+        Whether to sum partial results over the ranks if inputs are partitioned; default: if there are many inputs.
+    """
+    outputs, inputs = weight.shape[:2]
+    if sums is None:
+        sums = groups == 1 and inputs >= MIN_INPUT_CHANNELS_PER_RESULT * outputs
+    if sums and not lowering.is_whole(x, 1):
+        own = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
+        return ChannelOperands(x, own, bias, (Atom(outputs),), axes_of(x.layout[1:2]))
+    units = _split_units(lowering, outputs if groups == 1 else groups)
+    if units is None:
+        return ChannelOperands(lowering.gather(x, [1]), weight, bias, (Atom(outputs),))
+    if groups == 1:
+        x, channels = lowering.gather(x, [1]), units
+    else:
+        of_input = merge_atoms((*units, Atom(inputs)))
+        if not lowering.is_whole(x, 1) and x.layout[1] != of_input:
+            x = lowering.gather(x, [1])
+        x, channels = (
+            lowering.partition_as(x, replace_dim(x.layout, 1, *of_input)),
+            merge_atoms((*units, Atom(outputs // groups))),
+        )
+    weight = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 0, *channels))
+    return ChannelOperands(x, weight, None if bias is None else lowering.partition_as(bias, (channels,)), channels)
+
+
+def _split_units(lowering: Lowering, extent: int) -> Dim | None:
+    """Return a dimension split over all ranks that share an image, or None if it is too short or uneven."""
+    parts = lowering.mesh.parts
+    axes, atoms = [axis for axis in range(1, len(parts)) if parts[axis] > 1], list[Atom]()
+    for axis in axes:
+        size = extent if axis == axes[-1] else parts[axis]
+        if extent % size or size < parts[axis]:
+            return None
+        atoms.append(lowering.mesh.even_atom(size, axis))
+        extent //= size
+    return merge_atoms(atoms)

@@ -1,0 +1,23 @@
+"""Regions partitioned by channels, of arbitrary nodes, whatever they cost."""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+
+from neondist.torch.capture.channel_regions import estimate_node
+from neondist.torch.execution import options
+
+
+@contextmanager
+def partition_by_channels(share=1.0, seed=0):
+    """Context in which random nodes are partitioned by channels: this share of those that can be."""
+
+    def choose(program, mesh, excluded=()):
+        rng = random.Random(seed)
+        nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+        return {node for node in nodes if rng.random() < share and estimate_node(node, mesh) is not None}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "find_channel_regions", choose)
+        yield
