@@ -11,13 +11,19 @@ from neondist.torch.execution import options
 
 @contextmanager
 def partition_by_channels(share=1.0, seed=0):
-    """Context in which random nodes are partitioned by channels: this share of those that can be."""
+    """Context in which random nodes are partitioned by channels: this share of those that can be.
+
+    Yields a list that receives the number of nodes of each program that is lowered.
+    """
+    counts = []
 
     def choose(program, mesh, excluded=()):
         rng = random.Random(seed)
         nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-        return {node for node in nodes if rng.random() < share and estimate_node(node, mesh) is not None}
+        chosen = {node for node in nodes if rng.random() < share and estimate_node(node, mesh) is not None}
+        counts.append(len(chosen))
+        return chosen
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "find_channel_regions", choose)
-        yield
+        yield counts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.graph import GRADIENTS
+from ..ir.graph import GRADIENTS, DimPart
 from ..ir.once_differentiable import once_differentiable
 from .channel import Channel, memory_format_of
 from .mesh_comm import MeshComm
@@ -321,30 +321,44 @@ class RecordGradient(torch.autograd.Function):
 
 
 class SumParameterGradients(torch.autograd.Function):
-    """All parameters of a pass; their gradients are summed over all ranks, in one reduction per dtype."""
+    """All parameters of a pass; their gradients are summed over all ranks, in one reduction per dtype.
+
+    Of some parameters each rank uses a part. Their gradients are summed over replicas, and gathered.
+    """
 
     @staticmethod
-    def forward(ctx: Any, comm: MeshComm, *tensors: torch.Tensor) -> Any:
-        """Return the parameters."""
-        ctx.comm = comm
+    def forward(ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], *tensors: torch.Tensor) -> Any:
+        """Return the parameters, or this rank's parts of them."""
+        ctx.comm, ctx.parts, ctx.shapes = comm, parts, [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
-        return tensors  # as views of them
+        pairs = zip(tensors, parts, strict=True)
+        return tuple(tensor if part is None else part.select(tensor, comm.place) for tensor, part in pairs)  # views
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sums."""
         trigger_recompute(ctx)
-        sums = list(gradients)
+        comm, sums = ctx.comm, list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
-            indices = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            grads = [gradients[at] for at in indices]
-            flat = torch._C._nn.flatten_dense_tensors(grads)
-            flat = ctx.comm.reduce(GRADIENTS, "backward", flat, ctx.comm.mesh.axes, in_place=len(indices) > 1)
-            for at, part in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
-                sums[at] = part
-        return (None, *sums)
+            of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
+            for is_part in (False, True):
+                indices = [at for at in of_dtype if (ctx.parts[at] is not None) == is_part]
+                grads = [gradients[at] for at in indices]
+                if not grads:
+                    continue
+                flat = torch._C._nn.flatten_dense_tensors(grads)
+                axes = comm.mesh.axes & {0} if is_part else comm.mesh.axes
+                flat = comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(indices) > 1)
+                if is_part:
+                    whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
+                    comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
+                else:
+                    whole = torch._C._nn.unflatten_dense_tensors(flat, grads)
+                for at, tensor in zip(indices, whole, strict=True):
+                    sums[at] = tensor
+        return (None, None, *sums)
 
 
 class EmptyResult(torch.autograd.Function):

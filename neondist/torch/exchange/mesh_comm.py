@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from ...comm import DebugTransport, Message, ProcessGrid, Transport
 from ...halo.exchange import DEFAULT_PHASE
 from ...runtime.observers.ledger import Ledger, LedgerKey
-from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS
+from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, DimPart
 from ..ir.layout import Mesh
 
 _TRANSPORT_DTYPES = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
@@ -110,6 +110,32 @@ class MeshComm:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
         grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
+
+    def gather_parts(
+        self, step: str, direction: str, own: torch.Tensor, whole: Sequence[torch.Tensor], parts: Sequence[DimPart]
+    ) -> None:
+        """Fill tensors with the parts of all ranks that share an image. Collective over these ranks.
+
+        Parameters
+        ----------
+        own : torch.Tensor
+            This rank's parts of the tensors, flat.
+        """
+        group, first = self.message_group(self.mesh.axes - {0})
+        places = {rank: self.mesh.place(rank) for rank in range(first, first + group.size)}
+        targets = {
+            rank: [part.select(tensor, place) for tensor, part in zip(whole, parts, strict=True)]
+            for rank, place in places.items()
+        }
+        peers = [rank for rank in places if rank != self.grid.rank]
+        received = {rank: own.new_empty(sum(target.numel() for target in targets[rank])) for rank in peers}
+        with self.grid.observers.observe("sync", step, direction):
+            if own.numel():
+                self.record_traffic("sum", step, direction, "tiles", own.nbytes)
+            self.create_staged_exchange(group, dict.fromkeys(peers, own), received, first).run()
+        for rank, flat in {**received, self.grid.rank: own}.items():
+            for target, values in zip(targets[rank], flat.split([t.numel() for t in targets[rank]]), strict=True):
+                target.copy_(values.view(target.shape))
 
     def reduce(
         self,

@@ -170,6 +170,9 @@ class BlockLowering(Lowering):
         self.dependences += (Dependence(self._first_cut, result.id, *each) for each in moved)
         return result
 
+    def parts_of_tiles(self, layout: Layout) -> None:
+        """Return None: a block's part of a parameter is a view."""
+
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return new cuts for results, whose ranges may be smaller than those of all arguments."""
         layout = super().pointwise_layout(layouts)

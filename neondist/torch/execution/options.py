@@ -12,7 +12,7 @@ from ...halo import ExchangePolicy, Fusion
 from ..capture.capture import lower_program
 from ..capture.channel_regions import find_channel_regions
 from ..capture.checks import check_gather_at_paths
-from ..exchange.schemes import Schemes, parse_schemes
+from ..exchange.schemes import Schemes, parse_schemes, policy_of_module
 from ..ir.layout import Layout, Mesh
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
@@ -77,6 +77,6 @@ class ExecutionOptions:
             lowering = create_trunk_lowering(*args, self.recompute, self.memory, module)
         else:
             lowering = create_fused_lowering(*args, self.schemes, self.strips)
-        exact = lowering is None and not self.schemes
+        exact = lowering is None and all(policy_of_module(path, self.schemes) is None for path in self.schemes)
         by_channels = find_channel_regions(program, mesh, self.gather_at) if exact else ()
         return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering

@@ -16,7 +16,7 @@ from ..exchange.guard import run_guarded_step
 from ..exchange.mesh_comm import MeshComm
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
-from ..ir.graph import Segment, Step, Value, autocast_states, supports_gradients
+from ..ir.graph import DimPart, Segment, Step, Value, autocast_states, supports_gradients
 from ..lowering.plan import TorchPlan
 from ..lowering.traffic import message_kind
 from .saved_tensors import SavedTensors
@@ -50,6 +50,7 @@ class Runner:
         # for some the plan has the mean of many steps
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._recomputed_segments = plan.segments() if plan.recompute else []
+        self._parts = plan.partitioned_parameters()
         self._saved_tensors = SavedTensors(plan)
         self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
@@ -134,7 +135,11 @@ class Runner:
                 tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], parts)
         trained = [name for name in trained if id(parameters[name]) not in self.local_gradients]
         if trained:
-            tensors = functions.SumParameterGradients.apply(self.comm, *(parameters[name] for name in trained))
+            steps = [self._parts.get(ids[name]) for name in trained]
+            used_parts: list[DimPart | None] = [None if step is None else step.kind_args for step in steps]
+            tensors = functions.SumParameterGradients.apply(
+                self.comm, used_parts, *(parameters[name] for name in trained)
+            )
             tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return tensors_by_id
 
@@ -194,6 +199,14 @@ class Runner:
             return lambda x: (functions.SumOverRanks.apply(x, comm, name, axes),)
         if step.kind == "max":
             return lambda x: (comm.reduce(name, "forward", x.detach(), axes, "max"),)
+        if step.kind == "part":
+            local = self.plan.values[step.outputs[0]].local
+
+            def select_part(x: torch.Tensor) -> tuple[torch.Tensor]:
+                part: DimPart = step.kind_args
+                return (x if x.shape == local else part.select(x, comm.place),)
+
+            return select_part
         if step.kind == "spread":
             return lambda x: (functions.SumGradientOverRanks.apply(x, comm, name, axes) if x.requires_grad else x,)
         return lambda x: (functions.CountGradientOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)

@@ -15,7 +15,7 @@ import torch
 from ...geometry import Place, Transfer
 from ...halo import ExchangePolicy
 from ...plan.planner import recompute_cuts
-from .layout import Layout, Mesh, Shape, layout_of_block, local_shape, shape_of
+from .layout import Dim, Layout, Mesh, Shape, axes_of, is_range, layout_of_block, local_shape, range_at, shape_of
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
@@ -35,8 +35,8 @@ UNSHARED_GRADIENT_OPS = {
     "aten.conv3d.padding",
 }  # fmt: skip
 """Operators whose input gradient is in memory that is not shared."""
-IDENTITY_KINDS = ("spread", "counted")
-"""Kinds of steps that return their input unchanged and act on its gradient."""
+IDENTITY_KINDS = ("spread", "counted", "part")
+"""Kinds of steps that return their input, or a part of it, unchanged and act on its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -55,6 +55,24 @@ def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
+
+
+class DimPart(NamedTuple):
+    """A range of one dimension of a tensor, for each rank."""
+
+    dim: int
+    atoms: Dim
+
+    @classmethod
+    def of(cls, layout: Layout) -> DimPart | None:
+        """Return the parts of a tensor of this layout, or None if they are not ranges of one dimension."""
+        dims = [dim for dim, atoms in enumerate(layout) if axes_of((atoms,))]
+        return cls(dims[0], layout[dims[0]]) if len(dims) == 1 and is_range(layout[dims[0]]) else None
+
+    def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        """Return the part of the rank at a place, as a view."""
+        lo, hi = range_at(self.atoms, place)
+        return tensor.narrow(self.dim, lo, hi - lo)
 
 
 @dataclass(eq=False)
@@ -228,6 +246,12 @@ class TorchGraph:
             for at in range(first + 1, last.get(value, first) + 1):
                 live[at] += total if self._may_be_overwritten(value, last) else 1
         return self._split_into_segments(recompute_cuts(live))
+
+    def partitioned_parameters(self) -> dict[int, Step]:
+        """Return the parameters of which each rank reads one part, by id, with the steps that select them."""
+        readers = Counter(value for step in self.steps for value in step.inputs)
+        steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
+        return {value: step for value, step in steps.items() if readers[value] == 1 and value not in self.outputs}
 
     def recomputed_segments(self) -> list[Segment]:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute`."""

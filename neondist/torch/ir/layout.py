@@ -231,6 +231,21 @@ def local_indices(dim: Dim, place: Place) -> list[int]:
     return numbers
 
 
+def is_range(dim: Dim) -> bool:
+    """Return whether the indices along a dimension are one range on every rank."""
+    last = max((at for at, atom in enumerate(dim) if atom.axis is not None), default=0)
+    return all(hi - lo <= 1 for atom in dim[:last] for lo, hi in atom.ranges)
+
+
+def range_at(dim: Dim, place: Place) -> Range:
+    """Return the range of indices along a dimension on the rank at a place; see `is_range`."""
+    first, count = 0, 1
+    for atom in dim:
+        lo, hi = atom.range(place)
+        first, count = first * atom.extent + lo, count * (hi - lo)
+    return first, first + count
+
+
 def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
     """Split an atom into `major` groups of neighbours and the position within a group."""
     minor = atom.extent // major

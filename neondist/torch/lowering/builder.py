@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 
 from ...geometry import Atom, DimRequest, Transfer
-from ..ir.graph import Pads, Value
+from ..ir.graph import DimPart, Pads, Value
 from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, replicated_along, reshape_layout, shape_of
 from ..ir.reach import Reach, dim_request_of
 from .steps import StepList
@@ -151,8 +151,17 @@ class PlanBuilder(StepList):
 
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
+        if value.kind == "parameter" and value.shape == shape_of(layout):
+            part = self.parts_of_tiles(layout)
+            if part is not None:
+                return self.own_part(value, layout, part)
         seen = self.align_for_broadcast(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
+
+    def parts_of_tiles(self, layout: Layout) -> DimPart | None:
+        """Return the parts of a tensor of this layout if they are ranges of one dimension, another for each tile."""
+        axes = self.mesh.axes - {0}
+        return DimPart.of(layout) if axes and axes_of(layout) == axes else None
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
         """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.

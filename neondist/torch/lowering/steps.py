@@ -13,7 +13,7 @@ from ...geometry import Atom, Place
 from ..exchange.functions import Moments
 from ..exchange.ring import RingPlan
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import Step, Value, axes_of_values, supports_gradients
+from ..ir.graph import DimPart, Step, Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, replicated
 
 PlaceFunction = Callable[[Place], Any]
@@ -152,6 +152,13 @@ class StepList:
                 self._add_step("spread", [value], [entered], axes=missing)
             self._values_with_summed_gradient[key] = entered
         return self._values_with_summed_gradient[key]
+
+    def own_part(self, parameter: Value, layout: Layout, part: DimPart) -> Value:
+        """Return the part of a parameter that each rank uses, as partitioned in `layout`."""
+        shape, axes = local_shape(layout, self._place), axes_of(layout)
+        own = self._new_value(shape, axes, parameter.dtype, parameter.kind, layout)
+        self._add_step("part", [parameter], [own], kind_args=part)
+        return own
 
     def add_constant(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor known at planning time."""

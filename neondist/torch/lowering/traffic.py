@@ -100,8 +100,13 @@ class _TrafficCounter:
             if any(out in back.sources and out in back.grad_values for step in segment.steps for out in step.outputs):
                 add(segment.steps, "forward")
         named = (plan.parameters.get(name) for name in self.trained)
-        weights = [plan.values[value] for value in named if value is not None and value in back.sources]
-        accounts["sum", GRADIENTS, "backward"] = self._sum_bytes(plan.mesh.axes, weights)
+        read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
+        owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]
+        accounts["sum", GRADIENTS, "backward"] = (
+            self._sum_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
+            + self._sum_bytes(plan.mesh.axes & {0}, owned)
+            + self._sum_bytes(plan.mesh.axes - {0}, owned)  # gathered
+        )
         return accounts
 
     def _forward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:

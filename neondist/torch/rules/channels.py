@@ -69,7 +69,7 @@ def partition_operands(
 
 
 def _split_units(lowering: Lowering, extent: int) -> Dim | None:
-    """Return a dimension split over all ranks that share an image, or None if it is too short or uneven."""
+    """Return a dimension split over all ranks that share an image, or None if that is impossible."""
     parts = lowering.mesh.parts
     axes, atoms = [axis for axis in range(1, len(parts)) if parts[axis] > 1], list[Atom]()
     for axis in axes:
@@ -78,4 +78,4 @@ def _split_units(lowering: Lowering, extent: int) -> Dim | None:
             return None
         atoms.append(lowering.mesh.even_atom(size, axis))
         extent //= size
-    return merge_atoms(atoms)
+    return merge_atoms(atoms) if axes else None

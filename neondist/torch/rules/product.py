@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..exchange.ring import RingPlan
 from ..ir.graph import Value
-from ..ir.layout import Dim, Layout, axes_of, local_indices, replicated
+from ..ir.layout import Dim, Layout, axes_of, local_indices, replace_dim, replicated
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
 from .channels import partition_operands
@@ -28,7 +28,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
             x, weight, bias, channels, _ = partition_operands(lowering, x, weight, bias)
             layout = (*x.layout[:-1], channels)
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
-    columns = lowering.align_for_broadcast(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
+    columns = lowering.partition_as(weight, replace_dim(replicated(weight.shape), -1, *x.layout[-1]))
     product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
