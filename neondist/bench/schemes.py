@@ -147,7 +147,7 @@ def schemes_table(rows: Sequence[Row]) -> str:
     """Return the summaries as a Markdown table."""
     split = rows[0]["split"] if rows else "test"
     metrics = [f"{split} error, %", f"{split} loss"]
-    heads = ["tiles", "scheme", "exact", *metrics, "kB sent a step", "s an epoch", "runs", "front"]
+    heads = ["tiles", "scheme", "exact", *metrics, "kB per step", "s per epoch", "runs", "Pareto front"]
     cells = [
         [
             str(row["tiles"]),

@@ -71,7 +71,10 @@ class _Parser(argparse.ArgumentParser):
 
 def create_parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs the command."""
-    root = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
+    root = _Parser(
+        prog="neondist",
+        description="Train convolutional networks on images that are partitioned into tiles, one per MPI rank.",
+    )
     # stops: SIGTERM and SIGUSR1 request a stop instead of killing it, and it writes to `folder`; watched: monitored for
     # hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first generation
     root.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)

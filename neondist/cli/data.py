@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     """Register the commands."""
-    group = commands.add_parser("data", help="download a data set, or convert images to HDF5")
+    group = commands.add_parser("data", help="download MNIST, convert images to HDF5, or write records")
     parts = group.add_subparsers(required=True, metavar="WHAT")
 
     cmd = parts.add_parser("mnist", help="download the MNIST files")
@@ -34,16 +34,19 @@ def add_parser(commands: Any) -> None:
     cmd.set_defaults(command=download)
 
     cmd = parts.add_parser(
-        "convert", help="convert images to an HDF5 file from which each rank reads its tile", allow_abbrev=False
+        "convert", help="convert images to an HDF5 file, from which each rank reads its tile", allow_abbrev=False
     )
     cmd.add_argument(
         "source", type=options.parse_path, nargs="+", metavar="SOURCE",
-        help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
-        " folder, CIFAR-10 in binary form",
+        help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz file, IDX files or their"
+        " folder, or the binary version of CIFAR-10",
     )  # fmt: skip
-    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.h5", required=True, help="the file to write")
+    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.h5", required=True, help="output file")
     cmd.add_argument(
-        "--labels", type=options.parse_path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
+        "--labels",
+        type=options.parse_path,
+        metavar="FILE.csv",
+        help="labels of a folder of images, as rows of FILE,LABEL",
     )
     cmd.add_argument(
         "--maps", type=options.parse_path, metavar="DIR", help="folder of class maps with the same names as the images"

@@ -28,26 +28,30 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="a module or .py file that registers your own classes",
+        help=options.IMPORT_HELP,
     )
     cmd.add_argument(
-        "--tags", action="store_true", help="print the tags instead, for the editor setting yaml.customTags"
+        "--tags", action="store_true", help="print the YAML tags instead, for the editor setting yaml.customTags"
     )
     cmd.set_defaults(command=print_schema)
 
-    cmd = commands.add_parser("init", help="write an experiment for a folder of images")
+    cmd = commands.add_parser("init", help="write an experiment for a folder of images, volumes or fields")
     cmd.add_argument(
         "images",
         type=options.parse_path,
         metavar="DIR",
-        help="one subfolder per class, or images/ and masks/ with the same file names, or a labels.csv",
+        help="folder with one subfolder per class, or with images/ and masks/, or with images and a labels.csv",
     )
-    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.yaml", help="default: the folder's name, here")
+    cmd.add_argument(
+        "--to", type=options.parse_path, metavar="FILE.yaml", help="output file (default: NAME OF THE FOLDER.yaml)"
+    )
     cmd.set_defaults(command=write_experiment)
 
-    cmd = commands.add_parser("report", help="write report.html for a run, a self-contained page")
+    cmd = commands.add_parser("report", help="write a report of a run, as a self-contained HTML page")
     cmd.add_argument("run", type=options.parse_path, metavar="DIR", help="the folder of the run")
-    cmd.add_argument("--to", type=options.parse_path, metavar="FILE.html", help="default: report.html in the folder")
+    cmd.add_argument(
+        "--to", type=options.parse_path, metavar="FILE.html", help="output file (default: report.html in the folder)"
+    )
     cmd.set_defaults(command=write_report)
 
 

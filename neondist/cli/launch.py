@@ -14,7 +14,8 @@ from . import options, run
 def add_parser(commands: Any) -> None:
     """Add the command's arguments: a resource file, then those of `run`."""
     cmd = commands.add_parser(
-        "launch", help="check several machines, then run an experiment or a script on them", allow_abbrev=False,
+        "launch", help="check the machines of a resource file, and run an experiment or a script on them",
+        allow_abbrev=False,
         usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
     cmd.add_argument(

@@ -11,7 +11,8 @@ from typing import IO
 
 from ..terminal.console import escape_invisible, say
 
-RANKS_HELP = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
+RANKS_HELP = "number of ranks to start with mpirun (default 1); inside an MPI job, taken from the job"
+IMPORT_HELP = "a module or .py file that defines custom classes; may be repeated"
 
 
 def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP, required: bool = True) -> None:
@@ -22,19 +23,19 @@ def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS
     add_rank_options(cmd, ranks_help)
     cmd.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
-        help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
+        help="set fields of the file, such as --set epochs=2 model.layers.0.kernel_size=3",
     )  # fmt: skip
     cmd.add_argument(
         "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
-        help="memory limit for all processes on a machine, such as 8GiB; larger steps are computed strip by strip",
+        help="memory limit for all ranks on a machine together, such as 8GiB; larger steps are streamed in strips",
     )  # fmt: skip
     cmd.add_argument(
         "--strategy", dest="settings", action="append", type="strategy={}".format, metavar="NAME|FILE",
-        help="gradient synchronisation strategy, such as ShardedOptimizer, or the strategy.yaml of another run",
+        help="strategy for gradients and updates, such as ShardedOptimizer, or the strategy.yaml of another run",
     )  # fmt: skip
     cmd.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module or .py file that registers your own classes",
+        help=IMPORT_HELP,
     )  # fmt: skip
 
 
@@ -42,17 +43,26 @@ def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP)
     """Add -n and --force."""
     cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=ranks_help)
     cmd.add_argument(
-        "--force", action="store_true", help="allow more ranks than cores, or more than the image can be divided among"
-    )
+        "--force", action="store_true",
+        help="allow more than 16 ranks per core, more ranks than fit in memory, or more ranks than image cells",
+    )  # fmt: skip
 
 
 def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int) -> None:
     """Add --rounds and --steps of a benchmark; `timed_text`: its sides and a verb, for the help text."""
     cmd.add_argument(
-        "--rounds", type=positive_int, default=3, metavar="R", help=f"rounds in which {timed_text} timed (default 3)"
+        "--rounds",
+        type=positive_int,
+        default=3,
+        metavar="R",
+        help=f"number of rounds in which {timed_text} timed (default 3)",
     )
     cmd.add_argument(
-        "--steps", type=positive_int, default=steps, metavar="K", help=f"steps timed in each round (default {steps})"
+        "--steps",
+        type=positive_int,
+        default=steps,
+        metavar="K",
+        help=f"number of steps timed in each round (default {steps})",
     )
 
 
@@ -60,7 +70,8 @@ def add_virtual_option(cmd: argparse.ArgumentParser, as_list: bool = False) -> N
     """Add --virtual; `as_list`: a list of numbers, run in sequence."""
     cmd.add_argument(
         "--virtual", type=positive_ints if as_list else positive_int, metavar="1,4,16" if as_list else "P",
-        help=f"{'1, 4, 16' if as_list else 'P'} virtual ranks in this process: slow, but with the same results",
+        help=f"run {'1, 4, 16' if as_list else 'P'} virtual ranks in this process instead of -n: slow, with identical"
+             " results",
     )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ UNKNOWN_PREDICTION_ERROR_TEXT = (
 
 def add_parser(commands: Any) -> None:
     """Add the command's parser."""
-    cmd = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
+    cmd = commands.add_parser("plan", help="select a grid and a strategy by a cost model", allow_abbrev=False)
     options.add_experiment_options(
-        cmd, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started"
+        cmd, "number of ranks to plan for (default: the replicas of --resources, or 1); none is started"
     )
     cmd.add_argument(
         "--resources", type=options.parse_file, metavar="FILE", help="resource specification: nodes and their devices"

@@ -38,11 +38,13 @@ def add_parser(commands: Any) -> None:
     add_run_options(cmd)
     cmd.set_defaults(command=run, stops=True, watched=True)
 
-    cmd = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
-    options.add_experiment_options(cmd, "ranks to plan for (default 1); nothing is started")
+    cmd = commands.add_parser(
+        "check", help="validate an experiment and print the plan of each layer", allow_abbrev=False
+    )
+    options.add_experiment_options(cmd, "number of ranks to plan for (default 1); none is started")
     cmd.add_argument(
         "--measure-memory", action="store_true",
-        help="also run training steps of the rank with the most cells in this process, and print its peak memory",
+        help="also run training steps of the rank with the most cells in this process, and print the peak memory",
     )  # fmt: skip
     cmd.set_defaults(command=check)
 
@@ -56,9 +58,9 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     options.add_virtual_option(cmd)
     cmd.add_argument(
         "--resume", nargs="?", default=False, const=True, type=parse_resume_mode, metavar="auto",
-        help="resume from the checkpoint in the output directory; with auto, start from scratch if there is none",
+        help="resume from the checkpoint in the output folder; with auto, start from scratch if there is none",
     )  # fmt: skip
-    cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
+    cmd.add_argument("--overwrite", action="store_true", help="replace an existing run in the output folder")
     cmd.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
     cmd.add_argument(
         "--time-limit", type=parse_duration_seconds, metavar="TIME",
@@ -66,12 +68,12 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--stall-timeout", type=parse_duration_seconds, metavar="TIME",
-        help="abort the job if no batch completes for this long, and report what each rank is waiting for (default"
+        help="abort the job if there is no progress for this long, and report what each rank is waiting for (default"
              " 10m)",
     )  # fmt: skip
     cmd.add_argument(
         "--debug-halo", action="store_true",
-        help="debug your own layers and schemes (slow): views start as NaN, and messages are delayed",
+        help="detect invalid accesses of custom layers, rules and schemes: slow, with identical results",
     )  # fmt: skip
     cmd.add_argument(
         "--restarts", type=options.positive_int, metavar="K",
@@ -79,8 +81,8 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
-        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts with MAX"
-             " ranks, or -n",
+        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; start on MAX ranks, or"
+             " on -n",
     )  # fmt: skip
     cmd.add_argument(
         "--hosts-from", type=options.parse_path, metavar="FILE|SCRIPT",
@@ -89,20 +91,20 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--spares", type=options.nonnegative_int, default=0, metavar="K",
-        help="keep K slots idle to replace lost ranks, so that the next generation has the same grid",
+        help="with --hosts-from, or launch: keep K slots idle to replace lost ranks on the same grid",
     )  # fmt: skip
     cmd.add_argument(
         "--cool-down", type=parse_duration_seconds, metavar="TIME",
-        help="do not use a failed host for this long (default 1m)",
+        help="with --hosts-from: do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(
         "--wait", type=parse_duration_seconds, metavar="TIME",
-        help="give up after waiting this long for enough hosts (default 10m)",
+        help="with --hosts-from: give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
         "--snapshot", type=parse_snapshot_steps, metavar="auto|STEPS|off",
-        help="with --restarts: keep snapshots of the run in the memory of two nodes, every STEPS steps or using at"
-             " most 2 %% of the time (auto, the default)",
+        help="with --restarts: keep snapshots of the run in the shared memory of two nodes, every STEPS steps, or using"
+             " at most 2 %% of the time (auto, the default)",
     )  # fmt: skip
     cmd.add_argument(
         "--lease", type=parse_duration_seconds, metavar="TIME",

@@ -22,7 +22,8 @@ def add_parser(commands: Any) -> None:
     services = cmd.add_subparsers(required=True, metavar="SERVICE")
     ps = services.add_parser(
         "ps", help="a parameter server", allow_abbrev=False,
-        description="Run a parameter server. NEONDIST_TOKEN holds the job's secret, the same for all of its processes.",
+        description="Run a parameter server. NEONDIST_TOKEN must contain the secret of the job, the same for all"
+                    " processes.",
     )  # fmt: skip
     _add_address_option(ps)
     ps.add_argument(
@@ -31,10 +32,10 @@ def add_parser(commands: Any) -> None:
     ps.set_defaults(command=serve_parameters)
 
     master = services.add_parser(
-        "master", help="the master, which hands out the tasks of a job", allow_abbrev=False,
-        description="Hand out the tasks of a job, and restore its servers after one restarts. Restarted with the"
-                    " same folder, it resumes. NEONDIST_TOKEN holds the job's secret, the same for all of its"
-                    " processes.",
+        "master", help="the master, which dispatches the tasks of a job", allow_abbrev=False,
+        description="Dispatch the tasks of a job, and restore its servers after one of them restarts. A master that is"
+                    " restarted with the same folder resumes the job. NEONDIST_TOKEN must contain the secret of the"
+                    " job, the same for all processes.",
     )  # fmt: skip
     _add_address_option(master)
     master.add_argument(
@@ -46,7 +47,11 @@ def add_parser(commands: Any) -> None:
         help="folder of the servers' checkpoints and of tasks.sqlite",
     )  # fmt: skip
     master.add_argument(
-        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N", help="(default 8)"
+        "--num-minibatches-per-task",
+        type=options.positive_int,
+        default=8,
+        metavar="N",
+        help="number of minibatches in a task (default 8)",
     )
     master.add_argument(
         "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",

@@ -21,27 +21,25 @@ DEFAULT_IMAGE = f"neondist:{__version__}"
 
 def add_parser(commands: Any) -> None:
     """Add the command's parser."""
-    cmd = commands.add_parser(
-        "submit", help="write, and optionally submit, a job for Slurm or Kubernetes", allow_abbrev=False
-    )
+    cmd = commands.add_parser("submit", help="write or submit a job for Slurm or Kubernetes", allow_abbrev=False)
     kinds = cmd.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
         "--slurm", dest="kind", action="store_const", const="slurm",
-        help="a batch script that requeues itself until the run completes",
+        help="batch script that requeues itself until the run is complete",
     )  # fmt: skip
     kinds.add_argument(
         "--mpijob", dest="kind", action="store_const", const="mpijob",
-        help="an elastic MPIJob for Kubeflow's MPI operator",
+        help="elastic MPIJob for Kubeflow's MPI operator",
     )  # fmt: skip
     kinds.add_argument(
         "--trainjob", dest="kind", action="store_const", const="trainjob",
-        help="a TrainJob for Kubeflow Trainer, with its runtime",
+        help="TrainJob for Kubeflow Trainer, with its runtime",
     )  # fmt: skip
     options.add_experiment_options(cmd, "total number of ranks (default: one per node)")
     cmd.add_argument("--nodes", type=options.positive_int, metavar="N", help="number of machines or pods (default 1)")
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
-        help="range of ranks to continue on after a loss (--mpijob: default from one worker to all)",
+        help="numbers of ranks on which to continue after a loss (--mpijob: default from one worker to all)",
     )  # fmt: skip
     cmd.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
     cmd.add_argument(
@@ -49,12 +47,19 @@ def add_parser(commands: Any) -> None:
         metavar="IMAGE",
         help=f"container image, such as one built from the Dockerfile (default {DEFAULT_IMAGE})",
     )
-    cmd.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
-    cmd.add_argument("--output", type=options.parse_file, metavar="FILE", help="write the script or manifest there")
+    cmd.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim for the output folder of the run")
+    cmd.add_argument(
+        "--output",
+        type=options.parse_file,
+        metavar="FILE",
+        help="write the script or manifest to this file (default: print it)",
+    )
     cmd.add_argument(
         "--apply", action="store_true", help="submit the job; on Kubernetes, follow its state and log until it ends"
     )
-    cmd.add_argument("--delete", action="store_true", help="delete the job and what was created with it (Kubernetes)")
+    cmd.add_argument(
+        "--delete", action="store_true", help="delete the job and the objects created with it (Kubernetes)"
+    )
     cmd.set_defaults(command=submit)
 
 

@@ -53,27 +53,34 @@ _SPACE_SYNTAX = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, .
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    cmd = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
-    options.add_experiment_options(cmd, "ranks of each run (default 1)")
+    cmd = commands.add_parser("sweep", help="search the hyperparameters of an experiment", allow_abbrev=False)
+    options.add_experiment_options(cmd, "number of ranks of each trial (default 1)")
     cmd.add_argument(
         "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
-        help="search space: LOW..HIGH (integers stay integers), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
+        help="search space: LOW..HIGH (integers, if both are), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
     )  # fmt: skip
     cmd.add_argument(
         "--trials", type=options.positive_int, default=20, metavar="K",
-        help="total number of runs, including those of earlier calls (default 20, or all combinations if fewer)",
+        help="total number of trials, including those of earlier calls (default 20, or all combinations if fewer)",
     )  # fmt: skip
     cmd.add_argument(
         "--number", metavar="NAME",
-        help="what to optimise, at the best epoch of each run (default: that of best:, or the validation loss)",
+        help="metric to optimise, at the best epoch of each trial (default: that of the field best, or the validation"
+             " loss)",
     )  # fmt: skip
-    cmd.add_argument("--jobs", type=options.positive_int, default=1, metavar="K", help="runs in parallel (default 1)")
-    cmd.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
+    cmd.add_argument(
+        "--jobs",
+        type=options.positive_int,
+        default=1,
+        metavar="K",
+        help="number of trials to run in parallel (default 1)",
+    )
+    cmd.add_argument("--prune", choices=PRUNERS, help="stop unpromising trials early, with this pruner of Optuna")
     cmd.add_argument(
         "--output",
         type=options.parse_path,
         metavar="DIR",
-        help="output folder, from which the sweep also resumes (default runs/NAME-sweep)",
+        help="output folder, from which a repeated command resumes (default runs/NAME OF THE FILE-sweep)",
     )
     cmd.set_defaults(command=sweep, stops=True)
 

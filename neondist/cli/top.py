@@ -17,11 +17,11 @@ STALE_STATUS_SECONDS = 10.0
 def add_parser(commands: Any) -> None:
     """Add the command."""
     cmd = commands.add_parser(
-        "top", help="show the workers, tasks and servers of a run, live", allow_abbrev=False,
-        description="Show workers, tasks, servers and throughput of a run with parameter servers until it has ended.",
+        "top", help="monitor the workers, tasks and servers of a run", allow_abbrev=False,
+        description="Monitor the workers, tasks, servers and throughput of a run with parameter servers until it ends.",
     )  # fmt: skip
     cmd.add_argument("run", type=options.parse_path, metavar="RUN", help="the folder of the run")
-    cmd.add_argument("--once", action="store_true", help="print the state once")
+    cmd.add_argument("--once", action="store_true", help="print the state once and exit")
     cmd.set_defaults(command=top)
 
 

@@ -40,13 +40,14 @@ def add_parser(commands: Any) -> None:
     cmd = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
     _add_file_arguments(cmd)
     cmd.add_argument("--training-data", required=True, metavar="F", help=_DATA_HELP)
-    cmd.add_argument("--validation-data", metavar="F", help="records for validation after every epoch")
+    cmd.add_argument("--validation-data", metavar="F", help="records for validation after each epoch")
     _add_model_options(cmd)
-    cmd.add_argument("--num-epochs", type=options.positive_int, default=1, metavar="N")
+    cmd.add_argument(
+        "--num-epochs", type=options.positive_int, default=1, metavar="N", help="number of epochs (default 1)"
+    )
     cmd.add_argument(
         "--num-workers", type=parse_workers, default=1, metavar="N|MIN:MAX",
-        help="replicas (default 1); with servers, MIN:MAX lets the number vary with the slots that other jobs leave"
-             " free",
+        help="number of replicas (default 1); with servers, MIN:MAX adapts it to the slots that other jobs leave free",
     )  # fmt: skip
     cmd.add_argument(
         "--hosts-from", dest="slots_from", type=options.parse_path, metavar="FILE|SCRIPT",
@@ -57,12 +58,18 @@ def add_parser(commands: Any) -> None:
         "--wait", dest="slots_wait", type=parse_duration_seconds, metavar="TIME",
         help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
-    cmd.add_argument("--num-ps", type=options.nonnegative_int, default=0, metavar="N", help="parameter servers")
+    cmd.add_argument(
+        "--num-ps", type=options.nonnegative_int, default=0, metavar="N",
+        help="number of parameter servers (default: one per worker, at most 4; none if the workers own the parameters)",
+    )  # fmt: skip
     cmd.add_argument(
         "--tiles", type=parse_tiles, default=(1, 1), metavar="RxC",
         help="tiles of an image in each replica (default 1x1)",
     )  # fmt: skip
-    cmd.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
+    cmd.add_argument(
+        "--distribution-strategy", choices=STRATEGIES, default="Local",
+        help="one process, allreduce among the workers, or parameter servers (default Local)",
+    )  # fmt: skip
     cmd.add_argument(
         "--use-async", action="store_true", help="apply each gradient immediately, without synchronisation"
     )
@@ -80,8 +87,9 @@ def add_parser(commands: Any) -> None:
         help="divide the learning rate by the staleness of the gradient, with --use-async",
     )  # fmt: skip
     cmd.add_argument(
-        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N", help="(default 8)"
-    )
+        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N",
+        help="number of minibatches in a task (default 8)",
+    )  # fmt: skip
     cmd.add_argument(
         "--evaluation-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="also validate every N steps (default 0: only after each epoch)",
@@ -101,7 +109,7 @@ def add_parser(commands: Any) -> None:
         "--resume", nargs="?", default=False, const=True, type=parse_resume_mode, metavar="auto",
         help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
-    cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    cmd.add_argument("--overwrite", action="store_true", help="replace an existing run in the folder")
     options.add_rank_options(cmd, argparse.SUPPRESS)  # -n is for a worker in its own job
     cmd.set_defaults(
         command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
@@ -368,11 +376,13 @@ def _add_model_command(commands: Any, command: str) -> argparse.ArgumentParser:
 
 def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("file", type=options.parse_path, metavar="MODEL.py", help="the model-definition file")
-    group = cmd.add_argument_group("other names of objects in the file")
+    group = cmd.add_argument_group("names of objects in the file")
     for name in DEFINABLE_NAMES:
         option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
         word = option.get(name, name.replace("_", "-"))
-        group.add_argument(f"--{word}", dest=f"name_{name}", metavar="NAME", help=f"of {name}")
+        group.add_argument(
+            f"--{word}", dest=f"name_{name}", metavar="NAME", help=f"name of the object to use as {name}"
+        )
 
 
 def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
@@ -387,7 +397,11 @@ def _add_model_options(cmd: argparse.ArgumentParser) -> None:
         help="batch size of a worker (default 64)",
     )  # fmt: skip
     cmd.add_argument(
-        "--seed", type=options.nonnegative_int, default=0, metavar="N", help="random seed of weights and data order"
+        "--seed",
+        type=options.nonnegative_int,
+        default=0,
+        metavar="N",
+        help="random seed of weights and data order (default 0)",
     )
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 

@@ -29,11 +29,16 @@ _README = """\
 
 def add_parser(commands: Any) -> None:
     """Register the commands."""
-    group = commands.add_parser("zoo", help="write a model-definition project")
+    group = commands.add_parser("zoo", help="write an example of a model-definition file")
     parts = group.add_subparsers(required=True, metavar="WHAT")
     cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(
-        "project", type=options.parse_file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)"
+        "project",
+        type=options.parse_file,
+        nargs="?",
+        default=Path("."),
+        metavar="DIR",
+        help="output folder (default: the current folder)",
     )
     cmd.set_defaults(command=write_project)
 

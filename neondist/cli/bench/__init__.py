@@ -28,15 +28,21 @@ from . import modules, scaling, schemes, suite
 def add_parser(commands: Any) -> None:
     """Add the command and its subcommands."""
     group = commands.add_parser(
-        "bench", help="benchmark steps, halo exchanges, scaling and schemes; predict step times"
+        "bench", help="benchmark training steps, halo exchanges, scaling and border schemes; predict step times"
     )
     group.set_defaults(layers_only_feature=("bench", "use bench step, scaling or model"))
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
     cmd = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
     options.add_experiment_options(cmd)
-    cmd.add_argument("--against", choices=["torch"], help="also time the same network with this library, alternately")
-    cmd.add_argument("--steps", type=options.positive_int, default=10, metavar="K", help="steps to time (default 10)")
+    cmd.add_argument(
+        "--against",
+        choices=["torch"],
+        help="compare losses and gradients with this library, then time the same network in both, alternately",
+    )
+    cmd.add_argument(
+        "--steps", type=options.positive_int, default=10, metavar="K", help="number of steps to time (default 10)"
+    )
     cmd.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )

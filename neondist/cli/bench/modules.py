@@ -42,18 +42,20 @@ def add_parser(benches: Any) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--against", type=_parse_sides, default=list(BASELINES), metavar="eager,compile",
-        help="PyTorch in one process on all cores, or none (default: both)",
+        help="modes of PyTorch, in one process on all cores, to compare with, or none (default: both)",
     )  # fmt: skip
     cmd.add_argument(
         "-n", "--ranks", dest="ranks", type=options.positive_int, metavar="RANKS",
-        help="ranks that share this machine's cores (default: one per core)",
+        help="number of ranks that share this machine's cores (default: one per core)",
     )  # fmt: skip
-    cmd.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
+    cmd.add_argument("--force", action="store_true", help="allow more ranks than this machine has cores")
     cmd.add_argument(
         "--input", type=options.positive_ints, metavar="N,C,H,W",
         help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
-    cmd.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
+    cmd.add_argument(
+        "--compile", action="store_true", help="compile the computation on the ranks: ndt.distribute(..., compile=True)"
+    )
     options.add_round_options(cmd, "both sides are", steps=3)
     for kind in "json", "markdown":
         cmd.add_argument(
@@ -62,7 +64,7 @@ def add_parser(benches: Any) -> None:
     cmd.add_argument(
         "--side", choices=["ranks", *BASELINES], help="time one side of one model for one round, and write it to --json"
     )
-    cmd.add_argument("--profile", action="store_true", help="with --side: also profile the step")
+    cmd.add_argument("--profile", action="store_true", help="with --side: also profile a step")
     cmd.set_defaults(command=modules)
 
 

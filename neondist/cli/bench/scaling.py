@@ -34,11 +34,18 @@ if TYPE_CHECKING:
 def add_parser(benches: Any) -> None:
     """Register the commands."""
     cmd = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
-    options.add_experiment_options(cmd)
+    options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
-        "--ranks", dest="counts", type=options.positive_ints, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
+        "--ranks",
+        dest="counts",
+        type=options.positive_ints,
+        default=[1, 2, 4],
+        metavar="1,2,4",
+        help="numbers of ranks (default 1,2,4)",
     )
-    cmd.add_argument("--weak", action="store_true", help="weak scaling: the batch grows with the number of ranks")
+    cmd.add_argument(
+        "--weak", action="store_true", help="weak scaling: the batch size is proportional to the number of ranks"
+    )
     options.add_round_options(cmd, "each rank count is", steps=10)
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
@@ -48,8 +55,10 @@ def add_parser(benches: Any) -> None:
     group = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
     parts = group.add_subparsers(required=True, metavar="WHAT")
 
-    cmd = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
-    options.add_rank_options(cmd, "ranks to start with mpirun (default: two per core)")
+    cmd = parts.add_parser(
+        "calibrate", help="measure message times, cores and memory of this machine", allow_abbrev=False
+    )
+    options.add_rank_options(cmd, "number of ranks to start with mpirun (default: two per core)")
     cmd.add_argument(
         "--output",
         type=options.parse_path,
@@ -59,17 +68,22 @@ def add_parser(benches: Any) -> None:
     )
     cmd.set_defaults(command=calibrate)
 
-    cmd = parts.add_parser("predict", help="predict training steps", allow_abbrev=False)
-    options.add_experiment_options(cmd, "use --ranks")
+    cmd = parts.add_parser("predict", help="predict times, bytes and memory of training steps", allow_abbrev=False)
+    options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
         "--machine",
         type=options.parse_path,
         default="machine.yaml",
         metavar="FILE",
-        help="the machine (default machine.yaml)",
+        help="machine file of `bench model calibrate` (default machine.yaml)",
     )
     cmd.add_argument(
-        "--ranks", dest="counts", type=parse_rank_span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4"
+        "--ranks",
+        dest="counts",
+        type=parse_rank_span,
+        default=[1, 2, 4],
+        metavar="1..4096",
+        help="numbers of ranks, as a range of powers of two or a list (default 1,2,4)",
     )
     cmd.add_argument(
         "--measure", type=_parse_rank_counts, metavar="1,2",

@@ -32,10 +32,10 @@ def add_parser(benches: Any) -> None:
         help=f"schemes to compare (default {DEFAULT_SCHEMES})",
     )  # fmt: skip
     cmd.add_argument(
-        "--epochs", type=options.positive_int, metavar="E", help="epochs of each run (default: the file's)"
+        "--epochs", type=options.positive_int, metavar="E", help="number of epochs of each run (default: from the file)"
     )
     cmd.add_argument(
-        "--seeds", type=options.positive_int, default=1, metavar="S", help="runs of each scheme (default 1)"
+        "--seeds", type=options.positive_int, default=1, metavar="S", help="number of runs of each scheme (default 1)"
     )
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
@@ -43,7 +43,7 @@ def add_parser(benches: Any) -> None:
     cmd.set_defaults(command=schemes)
 
     cmd = benches.add_parser(
-        "seams", help="errors of schemes as a function of the distance to the seam", allow_abbrev=False
+        "seams", help="errors of border schemes as a function of the distance to the nearest seam", allow_abbrev=False
     )
     options.add_experiment_options(cmd)
     options.add_virtual_option(cmd)

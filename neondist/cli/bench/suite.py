@@ -29,15 +29,17 @@ NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separ
 
 def add_parser(benches: Any) -> None:
     """Register the command."""
-    about = "training steps of several networks, against PyTorch's best"
+    about = "training steps of several networks, compared with PyTorch's fastest mode"
     cmd = benches.add_parser("suite", help=about, allow_abbrev=False)
     cmd.add_argument(
         "--networks", metavar="A,B,FILE.yaml", default="main,others",
-        help=f"{NETWORK_NAMES_HELP}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
+        help=f"{NETWORK_NAMES_HELP}, a FILE.yaml, or the groups main (the first six) and others (default: both groups)",
     )  # fmt: skip
-    options.add_rank_options(cmd, "ranks that share this machine's cores (default: one per core)")
+    options.add_rank_options(cmd, "number of ranks that share this machine's cores (default: one per core)")
     options.add_round_options(cmd, "both sides are", steps=5)
-    cmd.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
+    cmd.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=options.IMPORT_HELP
+    )
     for kind in "json", "markdown", "plot":
         cmd.add_argument(
             f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
