@@ -84,17 +84,17 @@ def torch_operators():
     try:
         from neondist.torch.ir.registry import rule_table
     except ImportError:
-        return "Built without PyTorch: the table is left out."
+        return "The documentation was built without PyTorch; the table is omitted."
     return operator_table("Kind | Distribution", rule_table())
 
 
 def torch_layers():
-    """Return that of the operators that become layers."""
+    """Return the table of operators that are converted to layers, in Markdown."""
     try:
         from neondist.torch.convert.operators import conversion_table
     except ImportError:
-        return "Built without PyTorch: the table is left out."
-    return operator_table("Layer | What is translated", conversion_table())
+        return "The documentation was built without PyTorch; the table is omitted."
+    return operator_table("Layer | Conversion", conversion_table())
 
 
 def operator_table(titles, rows):

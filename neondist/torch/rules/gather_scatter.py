@@ -155,7 +155,7 @@ def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], va
 
 @rule("aten.masked_scatter.default")
 def masked_scatter(lowering: Lowering, **_: object) -> None:
-    """Refuse the operator: the source of each cell depends on the values of the mask."""
+    """Reject the operator: the source of each cell depends on the values of the mask."""
     lowering.refuse("the assignment of values to cells depends on the values of the mask; use torch.where")
 
 

@@ -169,7 +169,7 @@ def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
 def recurrent(
     lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: object
 ) -> tuple[Value, ...]:
-    """Decompose into the steps of the sequence; refuse dropout between layers."""
+    """Decompose into the steps of the sequence; reject dropout between layers."""
     if not lowering.mesh.axes:
         return lowering.compute_replicated()
     if train and dropout and num_layers > 1:

@@ -26,7 +26,7 @@ def reshape(lowering: Lowering, x: Value, **_: object) -> Value:
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
 def as_strided(lowering: Lowering, **_: object) -> NoReturn:
-    """Refuse the operator, which addresses elements by memory offsets."""
+    """Reject the operator, which addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
     raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 

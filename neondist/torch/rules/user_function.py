@@ -14,7 +14,7 @@ from ..lowering.steps import OperatorPosition
 
 @rule(FUNCTION_OPERATOR, always=True)
 def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
-    """Run an autograd.Function locally; refuse it unless its forward and backward are elementwise."""
+    """Run an autograd.Function locally; reject it unless its forward and backward are pointwise."""
     function, here, outs = lowering.autograd_functions[number], lowering.where, lowering.fake_out
     lowering.where = OperatorPosition(function.name, here.module, here.source)
     if lowering.has_partial_gradients:
