@@ -231,6 +231,24 @@ def find_prints(tree):
             yield node.lineno
 
 
+def find_unknown_parameters(tree):
+    """Yield the numbers of lines of functions and classes that document parameters that they do not have."""
+    owners = {id(part): node for node in select(tree, ast.ClassDef) for part in node.body}
+    for function in select(tree, ast.FunctionDef):
+        node = owners.get(id(function)) if function.name == "__init__" else function
+        _, heading, section = ((node and ast.get_docstring(node)) or "").partition("Parameters\n----------\n")
+        entries = re.findall(r"^(\w[^:\n]*)", re.split(r"\n\n\w+\n-{3}", section)[0], re.M)
+        arguments = function.args
+        known = {
+            each.arg
+            for each in (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs)
+            if each is not None
+        }
+        documented = {name.strip() for entry in entries for name in entry.split(",")}
+        if heading and not arguments.kwarg and documented - known:
+            yield node.lineno
+
+
 def find_forked_code(tree):
     """Return the numbers of lines that run code between fork and exec, which may crash or hang next to gRPC threads."""
     return [node.lineno for node in select(tree, ast.keyword) if node.arg == "preexec_fn"]
@@ -244,6 +262,7 @@ RULES = {
     "no checks of layer classes": lambda tree: find_layer_checks(tree, list_layer_classes()),
     "no access to stack frames": find_stack_frames,
     "no code between fork and exec": find_forked_code,
+    "documents parameters that exist": find_unknown_parameters,
     "no banned words": find_old_words,
 }
 
@@ -314,6 +333,10 @@ VIOLATIONS = {
     "no checks of layer classes": ["isinstance(x, ConvLayer)", "isinstance(x, (int, layers.FCLayerDist))"],
     "no access to stack frames": ["sys._current_frames()", "inspect.currentframe()", "frame.f_back", "inspect.stack()"],
     "no code between fork and exec": ["subprocess.Popen(words, preexec_fn=f)"],
+    "documents parameters that exist": [
+        "def f(a):\n    '''Return.\n\n    Parameters\n    ----------\n    a, b : int\n    '''",
+        "class A:\n    '''A.\n\n    Parameters\n    ----------\n    b\n    '''\n    def __init__(self, a): pass",
+    ],
     "no banned words": [
         "class Way: pass",
         "def courier(self): pass",

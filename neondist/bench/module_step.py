@@ -139,7 +139,7 @@ def measure_module(
         Minimum number of timed steps, after two that are not timed.
     profile : bool
         Add the breakdown of the time of one more step.
-    others : as of TimedModuleStep
+    side, factory, shape, world, compiled : as for TimedModuleStep
     """
     empty = memory.resident_bytes()
     memory.reset_peak()

@@ -84,7 +84,7 @@ class ParameterClient:
     addresses : sequence of str
         'HOST:PORT' of each server.
     layouts : sequence of ServerLayout
-        Contents of each server, as returned by `place`.
+        Contents of each server, as returned by `place_parameters`.
     token : str
     worker : str
         Name of the worker, unique within the job. Gradients of a round are summed in order of names.

@@ -23,7 +23,7 @@ class JobService(Service):
 
     Parameters
     ----------
-    lose : callable
+    on_worker_lost : callable
         Called with the name of a lost worker.
     clock : callable
         Replacement of time.monotonic in tests.

@@ -199,8 +199,8 @@ def place_parameters(
         Strategy of all dense parameters, each with owners.
     servers : int
     tables : sequence of TableSpec
-    has_weight_decay : iterable of str, optional
-        Parameters to which weight decay applies where biases are exempt. Default: those with several axes.
+    decayed_names : iterable of str, optional
+        Names of the parameters to which weight decay applies if biases are exempt. Default: those with several axes.
 
     Raises
     ------

@@ -50,7 +50,7 @@ class ClimateFiles(Dataset):
     lead : int
         Number of time steps from the last of these to the target; 0 for targets at the same time.
     normalise : 'training' or 'none'
-        'training': the network sees (x - mean) / std of each variable. 'none': unnormalised values.
+        'training': the network input is (x - mean) / std of each variable. 'none': unnormalised values.
     fill : float, optional
         Value substituted for missing cells, in the units of the file. Default: missing cells are an error.
     validation, test : float or int, optional
@@ -251,8 +251,8 @@ class FieldTiles:
     Parameters
     ----------
     series : FieldSeries
-    first : array of int
-        The first time of each sample.
+    first_times : array of int
+        Index of the first time of each sample.
     steps : int
         Number of times of a sample; their channels are concatenated.
     channels : indices in `series.channels`

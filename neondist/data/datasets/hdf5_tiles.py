@@ -30,7 +30,7 @@ class HDF5Array:
     tile : slices of the cells in a sample; later axes are not sliced
     sample_numbers : array
         Indices of the samples in the array.
-    state : `hdf5.size_and_mtime` of the file from before the array was inspected
+    file_size_and_mtime : `hdf5.size_and_mtime` of the file from before the array was inspected
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class TiledOutput(torch.Tensor):
     model : DistributedModule
         Model whose module has computed the tile.
     tile : torch.Tensor
-    tile_layout : Layout
+    layout : Layout
     """
 
     model: DistributedModule
