@@ -112,8 +112,15 @@ def escape_stars(app, what, name, obj, options, lines):
         lines[at] = re.sub(r"(?<![\\*`\w])\*(?=\w)", r"\\*", line)
 
 
+def keep_colons(app, what, name, obj, options, lines):
+    """Keep the first line of an attribute: napoleon would take the text before a colon as its type."""
+    if what in ("attribute", "property"):
+        lines.insert(0, "\\")  # removed with the following newline
+
+
 def setup(app):
     app.add_directive("public", Public)
     app.add_directive("torch-operators", TorchTable)
     app.add_directive("torch-layers", TorchTable)
-    app.connect("autodoc-process-docstring", escape_stars, priority=400)  # before napoleon
+    for process in (escape_stars, keep_colons):
+        app.connect("autodoc-process-docstring", process, priority=400)  # before napoleon
