@@ -38,8 +38,9 @@ class TileSource(ABC):
         Name for messages.
     axes : str
         A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
-    shape, dtype, chunks : of the stored array
-        chunks: unit of decoding; None if single cells can be read.
+    shape, dtype : of the stored array
+    chunks : sequence of int, optional
+        Unit of decoding of the stored array. None: single cells can be read.
     levels : int
         Number of resolution levels.
     metadata : dict, optional

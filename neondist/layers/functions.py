@@ -62,7 +62,7 @@ class Identity(Activation):
 
 
 class ReLU(Activation):
-    """Rectified linear unit max(z, 0); the gradient at 0 is 0. `RectLin` is its older name."""
+    """Rectified linear unit max(z, 0); the gradient at 0 is 0. `RectLin` is an alias."""
 
     _also_called = ("RectLin",)
 

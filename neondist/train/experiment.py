@@ -72,9 +72,12 @@ class RunResult:
 
     Attributes
     ----------
-    files : the files that it wrote
-    history : one record per epoch
-    stop : reason and exit code of an early end; None if the run is complete
+    files : list of Path
+        Written files.
+    history : list of Record
+        One record per epoch.
+    stop : Stop or None
+        Reason and exit code of an early end; None if the run is complete.
     """
 
     files: list[Path] = field(default_factory=list)

@@ -114,18 +114,29 @@ class TrainState:
 
     Attributes
     ----------
-    model, dataset : the model and the data set, built and opened
-    epochs : epochs after which the run ends
-    batch_size : samples of a whole batch, over all replicas
-    epoch : epochs that are complete
-    samples_seen : samples of the present epoch so far, those before a resume included
-    loss : mean loss of the last batch
-    history : one record per complete epoch, those before a resume included
-    stop : set on every rank in the same hook call to end the run there: a checkpoint is written, and `--resume`
-        continues from this step
-    totals : sums over the present epoch
-    start_messages : messages to print at the start
-    master_client : client of the master that assigns tasks to asynchronous workers; None: train whole epochs
+    model, dataset
+        Built model and opened data set.
+    epochs : int
+        Number of epochs after which the run ends.
+    batch_size : int
+        Samples of a whole batch, over all replicas.
+    epoch : int
+        Number of complete epochs.
+    samples_seen : int
+        Samples of the current epoch so far, including those before a resume.
+    loss : float
+        Mean loss of the last batch.
+    history : list of Record
+        One record per complete epoch, including those before a resume.
+    stop : Stop or None
+        Set by hooks, on every rank in the same hook call, to end the run: a checkpoint is written, and `--resume`
+        continues from this step.
+    totals : EpochTotals
+        Sums over the current epoch.
+    start_messages : list of str
+        Messages to print at the start.
+    master_client : MasterClient or None
+        Client of the master that assigns tasks to asynchronous workers. None: train whole epochs.
     """
 
     model: Trainable
@@ -148,7 +159,7 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Updates of the parameters so far."""
+        """Number of updates of the parameters so far."""
         return self.model.step
 
     @property
@@ -158,7 +169,7 @@ class TrainState:
 
     @property
     def epoch_size(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return len(self.dataset.train)
 
     def request_stop(self, reason: str) -> None:

@@ -47,7 +47,7 @@ class HDF5Dataset(Dataset):
     class_names : sequence of str, optional
         Names of the classes in reports, from class 0. Default: the attribute 'names' of the labels.
     mean, std : float or one per channel, optional
-        The network sees (x / scale - mean) / std. Default: the attributes of these names of the training images, or
+        The network input is (x / scale - mean) / std. Default: the attributes of these names of the training images, or
         0 and 1.
     scale : float, optional
         Raw value that maps to 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.

@@ -58,8 +58,8 @@ class ImageFiles(Dataset):
     ignore_index : int, optional
         Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
-        The network sees (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, per channel, computed once
-        from up to 64 boxes of 256 cells per side of the training images; checkpoints store these values.
+        The network input is (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, per channel, computed
+        once from up to 64 boxes of 256 cells per side of the training images; checkpoints store these values.
     percentiles : (float, float)
     mean, std : float or one per channel, optional
         Override the computed values.
