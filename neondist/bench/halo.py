@@ -18,7 +18,7 @@ from .sleeping_barrier import sleeping_barrier
 
 BATCH_SIZE, CHANNELS = 8, 64
 IMAGE_EXTENTS = (16, 32, 64, 128, 256)
-ROUNDS = 15
+CONTESTANTS, ROUNDS = 5, 15
 ROUND_SECONDS = 0.02
 """seconds of one round of one contestant"""
 
@@ -32,6 +32,8 @@ def bench_halo(
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
     sizes = []
+    if progress is not None:
+        progress.expect_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
     for n in extents:
         if progress is not None:
             progress.begin_part(f"{n} x {n} cells")

@@ -19,7 +19,7 @@ MAX_SAVED_PRODUCTS = 6.25
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """Speed of this process, quickly measured.
+    """Speed of one core, quickly measured.
 
     Attributes
     ----------
@@ -34,15 +34,26 @@ class HostSpeed:
 
     @classmethod
     def measure(cls) -> HostSpeed:
-        """Return the speed on the threads of this process."""
-        sizes = MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS
-        return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
+        """Return the speed of this process with one thread."""
+        from threadpoolctl import threadpool_limits
 
-    def least_step_seconds(self, experiment: Any, ranks: int) -> float:
-        """Return the least seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown."""
+        sizes = MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS
+        with threadpool_limits(1):
+            return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
+
+    def least_step_seconds(self, experiment: Any, ranks: int, cores: int | None = None) -> float:
+        """Return the least seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
+
+        The ranks share `cores` cores; default: one core each.
+        """
         model, dataset = experiment.model, experiment.dataset
         if get_backend(model.backend).name == "cupy":
             return 0.0
         shape = experiment_grid_shape(experiment, ranks)
         workload = model.plan(dataset.sample_shape, shape, experiment.batch_size).workload
-        return float(max(workload.flops / MAX_SAVED_PRODUCTS / self.flops, workload.memory_traffic / self.bandwidth))
+        share = 1.0 if cores is None else ranks / cores
+        return share * self.least_seconds(workload.flops, workload.memory_traffic)
+
+    def least_seconds(self, flops: float, moved_bytes: float = 0.0) -> float:
+        """Return the least seconds of a core for the work of a plan."""
+        return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, moved_bytes / self.bandwidth))

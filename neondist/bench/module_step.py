@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -13,13 +15,14 @@ from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError, NeondistError
+from ..terminal.progress_line import ProgressLine
 from ..torch.module.distributing import distribute
 from . import memory
 from .module_profile import TimeShares, measure_time_shares
 from .public_models import DEFAULT_EXTENTS
 from .sleeping_barrier import sleeping_barrier
+from .step import ROUND_SECONDS
 
-MIN_TURN_SECONDS = 0.3
 LEARNING_RATE = 1e-6
 """learning rate: with larger ones, the loss of random targets diverges to NaN"""
 
@@ -100,7 +103,7 @@ class TimedModuleStep:
     def _distributed_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         return self.run_module.loss(_mean_square, outputs, targets)
 
-    def time_steps(self, steps: int) -> list[float]:
+    def time_steps(self, steps: int, progress: ProgressLine | None = None) -> list[float]:
         """Return the seconds of each step, of the slowest rank. Collective."""
         taken = []
         sleeping_barrier(self.grid.world)
@@ -108,6 +111,8 @@ class TimedModuleStep:
             begin = time.perf_counter()
             self()
             taken.append(time.perf_counter() - begin)
+            if progress is not None:
+                progress.add_done_parts(1)
         return [max(times) for times in zip(*self.grid.world.allgather(taken), strict=True)]
 
     def time_shares(self) -> TimeShares:
@@ -130,6 +135,7 @@ def measure_module(
     steps: int,
     compiled: bool = False,
     profile: bool = False,
+    progress: ProgressLine | None = None,
 ) -> dict[str, Any]:
     """Return the measurement of a turn of `bench_suite`, the same on every rank. Collective.
 
@@ -139,13 +145,20 @@ def measure_module(
         Minimum number of timed steps, after two that are not timed.
     profile : bool
         Add the breakdown of the time of one more step.
+    progress : ProgressLine, optional
+        On rank 0: counts the steps after the first one, which may include compilation.
     side, factory, shape, world, compiled : as for TimedModuleStep
     """
     empty = memory.resident_bytes()
     memory.reset_peak()
     step = TimedModuleStep(side, factory, shape, world, compiled)
-    (last,) = step.time_steps(1)
-    taken = step.time_steps(max(steps, round(MIN_TURN_SECONDS / last)))
+    if progress is not None:
+        progress.expect_parts(1 + steps + profile)
+    (last,) = step.time_steps(1, progress)
+    count = max(steps, round(ROUND_SECONDS / last))
+    if progress is not None:
+        progress.change_parts(1 + count + profile)
+    taken = step.time_steps(count, progress)
     peaks = world.allgather(memory.peak_bytes() - empty)
     details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_step_seconds))}
     if profile:
@@ -154,6 +167,20 @@ def measure_module(
         "seconds": median(taken), "peak_bytes": max(peaks), "details": details, "batch_size": step.shape[0],
         "sample_shape": list(step.shape[1:]),
     }  # fmt: skip
+
+
+def forward_flops(factory: Callable[[], Any], shape: Sequence[int] | None) -> float:
+    """Return the floating-point operations of a module's outputs, counted without computing them; 0 if unknown."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with warnings.catch_warnings(), contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
+        warnings.simplefilter("ignore")
+        module = factory()
+        image = torch.empty(tuple(shape or default_shape(module)))
+        with FlopCounterMode(display=False) as counter:
+            module(image)
+        return float(counter.get_total_flops())
+    return 0.0
 
 
 def default_shape(module: nn.Module) -> tuple[int, ...]:

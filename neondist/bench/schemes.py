@@ -17,15 +17,46 @@ from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
 from ..terminal.console import counted, emit
-from ..terminal.progress_line import first_rank_progress
-from ..train import Record
+from ..terminal.progress_line import ProgressLine, first_rank_progress
+from ..train import Hook, Record, TrainState
+from .least_time import HostSpeed
 from .tables import markdown_table
 
 RESULTS_FILE = "results.jsonl"
 Row = dict[str, Any]
 
 
-def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Record]:
+class RunProgress(Hook):
+    """Progress of training runs, each of which is a part of the progress line of rank 0.
+
+    Parameters
+    ----------
+    progress : ProgressLine, optional
+        None on other ranks.
+    runs : int
+        Number of runs.
+    least_step_seconds : float
+        Of all runs, for the estimate before the first step ends.
+    """
+
+    def __init__(self, progress: ProgressLine | None, runs: int, least_step_seconds: float) -> None:
+        self.progress, self.runs, self.least_step_seconds = progress, runs, least_step_seconds
+
+    def before_run(self, run: TrainState) -> None:
+        """Plan all runs: the open data set has the number of steps."""
+        if self.progress is not None:
+            steps = run.epochs * -(-run.epoch_size // run.batch_size)
+            self.progress.change_parts(self.runs, [steps * self.least_step_seconds] * self.runs)
+
+    def after_step(self, run: TrainState) -> None:
+        """Set the completed fraction of the run."""
+        if self.progress is not None:
+            self.progress.set_part_fraction((run.epoch + run.samples_seen / run.epoch_size) / run.epochs)
+
+
+def bench_schemes(
+    world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]], cores: int | None = None
+) -> list[Record]:
     """Train all runs without a result in `folder`, and return all results. Collective.
 
     Parameters
@@ -33,9 +64,12 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
     runs : pairs of a description (with `scheme` and `seed`) and a function that loads its experiment
     folder : Path
         Receives results.jsonl, one line per completed run.
+    cores : int, optional
+        Shared by the ranks, for the estimate before the first step ends; default: one each.
     """
     rows: list[Record] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
+        speed = None if progress is None else HostSpeed.measure()
         for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
@@ -44,9 +78,9 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
             if row is None:
                 if progress is not None:
                     progress.begin_part(f"{description.scheme}, seed {description.seed}")
-                row = Record(
-                    key=key, scheme=description.scheme, seed=description.seed, **_train_and_summarise(experiment, world)
-                )
+                step = 0.0 if speed is None else speed.least_step_seconds(experiment, world.size, cores)
+                summary = _train_and_summarise(experiment, world, RunProgress(progress, len(runs), step))
+                row = Record(key=key, scheme=description.scheme, seed=description.seed, **summary)
                 if world.rank == 0:
                     make_folder(folder)
                     append_text(folder / RESULTS_FILE, json.dumps(row) + "\n")
@@ -73,9 +107,9 @@ def write_report(rows: Sequence[Record], folder: Path) -> str:
     return table
 
 
-def _train_and_summarise(experiment: Any, world: Transport) -> dict[str, Any]:
+def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgress) -> dict[str, Any]:
     grid = experiment.open_grid(world)
-    history = experiment.run(grid, hooks=[]).history
+    history = experiment.run(grid, hooks=[progress]).history
     last = history[-1]
     if last.selection_value("error") is None:
         raise ConfigError(

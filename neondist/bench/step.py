@@ -51,6 +51,7 @@ def bench_step(
     trace: Path | None = None,
     reading: bool = False,
     progress: ProgressLine | None = None,
+    least_step_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Measure training steps on one batch. Collective: every rank gets the same result.
 
@@ -73,6 +74,8 @@ def bench_step(
         Also time steps whose batches are read from the data set, as in training, alternating.
     progress : ProgressLine, optional
         On rank 0: counts the steps.
+    least_step_seconds : float
+        For its estimate before the first step ends; 0 if it is not known.
 
     Returns
     -------
@@ -92,7 +95,8 @@ def bench_step(
     turns = max(MIN_READ_STEPS, steps)
     later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # and those by layer
     if progress is not None:
-        progress.expect_parts(WARM_UP_STEPS + 1 + steps + later_steps + 1)
+        total = WARM_UP_STEPS + 1 + steps + later_steps + 1
+        progress.expect_parts(total, planned_seconds=[least_step_seconds] * total)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -110,7 +114,8 @@ def bench_step(
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
         if progress is not None:  # whole rounds, and one by layer
-            progress.total_parts = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
+            total = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
+            progress.change_parts(total, [least_step_seconds] * total)
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count

@@ -66,16 +66,25 @@ class ProgressLine:
     def expect_parts(self, total: int, resumed: int = 0, planned_seconds: Sequence[float] = ()) -> None:
         """Set the total number of parts and those done by an earlier process; restart the clock.
 
-        `planned_seconds` of each part, if known, are the least that it can take.
+        `planned_seconds` of each part, if known, are the least that it can take; ignored if one of them is 0.
         """
         with self._lock:
-            self.total_parts, self.done_parts, self.resumed_parts = total, resumed, resumed
-            self._planned_part_seconds, self.start_time = planned_seconds, time.monotonic()
-            self._part_start = self.start_time
-            if self.first_line_delay <= 0:
-                self.last_print_time = None  # print again for the first part
+            self.done_parts, self.resumed_parts = resumed, resumed
+            self.start_time = self._part_start = time.monotonic()
+            self._plan_parts(total, planned_seconds)
             if resumed:
                 say(f"resuming: {resumed} of {total} {self.unit}s were already done", self.file)
+
+    def change_parts(self, total: int, planned_seconds: Sequence[float] = ()) -> None:
+        """Change the total number of parts and their planned seconds, while the clock runs."""
+        with self._lock:
+            self._plan_parts(total, planned_seconds, again=not self._estimate_printed)
+
+    def _plan_parts(self, total: int, planned_seconds: Sequence[float], again: bool = True) -> None:
+        self.total_parts = total
+        self._planned_part_seconds = planned_seconds if min(planned_seconds, default=0) > 0 else ()
+        if again and self.first_line_delay <= 0:
+            self.last_print_time = None  # print a line with the new plan
 
     def begin_part(self, activity: str, seconds_left: Callable[[], float | None] | None = None) -> None:
         """Set the current activity, and a function that returns the seconds left of this part, or None if unknown."""

@@ -300,12 +300,14 @@ def test_calibrate(monkeypatch):
     output = io.StringIO()
 
     def measure(world):
-        parts = calibrate.count_progress_steps(world, 2)
-        with first_rank_progress(world.rank, output, parts, "measurement", delay=0) as progress:
+        with first_rank_progress(world.rank, output, unit="measurement", delay=0) as progress:
             return calibrate.calibrate(world, 2, progress)
 
     estimate, noise = loopback.run(4, measure)[0]
-    assert re.match(r"measurement 0 of 7, now messages and kernels, ", output.getvalue())
+    first, second, *_ = output.getvalue().splitlines()
+    # six predicted steps, 0.5 s and 0.3 s at least
+    assert re.match(r"measurement 0 of 7, now preparing messages and kernels, 0 s so far, at least [5-9] s left", first)
+    assert re.match(r"measurement 0 of 7, now messages and kernels, 0 s so far, at least [5-9] s left", second)
     assert noise == 0  # a single round
     assert (estimate.cores_per_node, estimate.nodes) == (2, 1)
     assert min(estimate.slowdown, estimate.memory_slowdown, estimate.shared_slowdown) >= 1
@@ -318,7 +320,9 @@ def test_calibrate(monkeypatch):
 
 def test_prediction_error(monkeypatch):
     monkeypatch.setattr(calibrate, "VALIDATION_NETWORKS", ("lcn",))
-    monkeypatch.setattr(calibrate, "bench_step", lambda make_experiment, grid: {"seconds_per_step": 2.0 * grid.size})
+    monkeypatch.setattr(
+        calibrate, "bench_step", lambda make_experiment, grid, steps: {"seconds_per_step": 2.0 * grid.size}
+    )
     monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
     monkeypatch.setattr(calibrate, "predict_step", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
     errors = loopback.run(2, lambda world: calibrate.measure_prediction_error(world, 2, machine.Machine.default()))

@@ -10,12 +10,14 @@ from bench_reports import make_report  # noqa: E402
 
 from neondist.bench.module_profile import classify_event  # noqa: E402
 from neondist.bench.module_report import TIME_KINDS, module_markdown, module_table  # noqa: E402
-from neondist.bench.module_step import default_shape  # noqa: E402
+from neondist.bench.module_step import default_shape, forward_flops, measure_module  # noqa: E402
 from neondist.bench.public_models import MODELS  # noqa: E402
 from neondist.bench.suite import bench_suite, geometric_means  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.cli.bench import modules as command  # noqa: E402
+from neondist.comm import SingleTransport  # noqa: E402
 from neondist.errors import ConfigError, LaunchError  # noqa: E402
+from neondist.terminal.progress_line import ProgressFile, read_seconds_left  # noqa: E402
 
 NETS = """\
 from torch import nn
@@ -116,7 +118,9 @@ def test_unsupported_modules_have_one_message(nets, tmp_path, capsys, monkeypatc
         "nets.py:Small", "nets.py:number",
     ]  # fmt: skip
     assert main(["bench", "torch", "--models", "nets.py:number", *words]) == 2
-    assert capsys.readouterr().err == "error: aten.nothing: has no rule\n"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "turn 0 of 4, now checking nets.py:number, 0 s so far, at least 1 s left  "
+    assert lines[-1] == "error: aten.nothing: has no rule"
 
 
 class Event:
@@ -136,6 +140,20 @@ def test_times_belong_to_the_operator_that_computes():
     assert classify_event(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
     assert classify_event(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
     assert classify_event(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
+
+
+def test_operations_of_a_module_before_it_is_timed():
+    nn = torch.nn
+    assert forward_flops(lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 10)) == 2 * 2 * 80 * 27 * 4
+    assert forward_flops(lambda: nn.Conv2d(3, 4, 3), (2, 4, 8, 10)) == 0  # the turn has the error
+
+
+def test_progress_of_a_turn(tmp_path):
+    """Count the steps after the first one, and the profiled one."""
+    file = ProgressFile(tmp_path / "end")
+    measure_module("eager", lambda: torch.nn.Conv2d(1, 1, 1), (1, 1, 4, 4), SingleTransport(), 2, progress=file)
+    assert file.done_parts == file.total_parts > 2
+    assert read_seconds_left(tmp_path / "end") == 0
 
 
 def test_default_input_shapes():

@@ -5,6 +5,7 @@ import pytest
 from neondist.bench.least_time import MAX_SAVED_PRODUCTS, HostSpeed
 from neondist.bench.model.predict import count_profiles
 from neondist.bench.model.progress import ProfileCounter
+from neondist.bench.schemes import RunProgress
 from neondist.config import load_experiment
 from neondist.geometry import GridShape
 
@@ -34,12 +35,29 @@ def test_least_time_is_that_of_products_or_of_memory(experiment):
     assert HostSpeed(1e6, 1e30).least_step_seconds(experiment, 1) == pytest.approx(flops / 1e6 / MAX_SAVED_PRODUCTS)
     by_memory = [HostSpeed(1e30, 1e6).least_step_seconds(experiment, ranks) for ranks in (1, 2)]
     assert by_memory[0] > by_memory[1] > 0
+    assert HostSpeed(1e30, 1e6).least_step_seconds(experiment, 2, cores=8) == by_memory[1] / 4
 
 
 def test_speed_of_this_process():
     speed = HostSpeed.measure()
     assert speed.flops > 1e8
     assert speed.bandwidth > 1e7
+
+
+def test_plan_and_fraction_of_a_training_run(experiment):
+    """Expect the fraction after each step of two epochs, and all runs planned by their steps."""
+    events = []
+
+    class Progress:
+        def change_parts(self, total, planned_seconds):
+            events.append((total, planned_seconds))
+
+        def set_part_fraction(self, fraction):
+            events.append(fraction)
+
+    experiment.batch_size, experiment.epochs = 2, 2
+    experiment.run(hooks=[RunProgress(Progress(), 3, 0.5)])
+    assert events == [(3, [2.0] * 3), 0.25, 0.5, 0.75, 1.0]
 
 
 def test_fraction_of_a_prediction(experiment):

@@ -172,7 +172,11 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     assert "÷ best" in page.read_text()
     output = capsys.readouterr()
     assert "torch.compile needs a C++ compiler" in output.out
-    assert re.match(r"checking the networks, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", output.err)
+    assert re.match(
+        r"turn 0 of [23], now checking the networks, 0 s so far, at least 1 s left\s+"
+        r"turn 0 of [23], now tiny: \w+, round 1 of 1, 0 s so far, at least \d+ s left",
+        output.err,
+    )
 
 
 def test_failed_job_is_reported(file, monkeypatch, capsys):

@@ -145,6 +145,27 @@ def test_estimate_weighs_parts_by_their_planned_times(clock):
     assert "part 1 of 3, 3 min 20 s left" in progress.format_line(clock.now)
 
 
+def test_planned_times_change_while_the_clock_runs(clock):
+    file = io.StringIO()
+    progress = ProgressLine(2, file, delay=0)
+    progress.begin_part("a run")
+    clock.now += 5
+    progress.change_parts(3, [10, 10, 0])  # one is unknown
+    progress.add_done_parts(0)
+    progress.change_parts(4, [10] * 4)
+    progress.add_done_parts(0)
+    assert [line.strip() for line in file.getvalue().splitlines()] == [
+        "part 0 of 2, now a run, 0 s so far; an estimate follows the first part",
+        "part 0 of 3, 5 s so far; an estimate follows the first part",
+        "part 0 of 4, 5 s so far, at least 40 s left",
+    ]
+    progress.add_done_parts(1)
+    assert file.getvalue().endswith("part 1 of 4, 15 s left  \n")
+    progress.change_parts(2, [10, 10])
+    progress.add_done_parts(0)
+    assert file.getvalue().endswith("part 1 of 4, 15 s left  \n")  # until the next line is due
+
+
 def test_progress_of_another_process(tmp_path):
     path = tmp_path / "end"
     assert read_seconds_left(path) is None

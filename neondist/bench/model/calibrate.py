@@ -23,24 +23,32 @@ from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
+from ..least_time import HostSpeed
 from ..networks import NETWORKS
 from ..noise import relative_noise
 from ..sleeping_barrier import sleeping_barrier
-from ..step import bench_step
+from ..step import ROUND_SECONDS, bench_step
 from .predict import predict_step
-from .rank_profile import profile_rank
+from .rank_profile import LEAST_STEPS, PREDICTION_SECONDS, profile_rank
 from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
-VALIDATION_NETWORKS = "mnist", "separable", "lcn"
+VALIDATION_NETWORKS, MEASURED_STEPS = ("mnist", "separable", "lcn"), 10
 SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
 """seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
 
 
-def count_progress_steps(world: Transport, cores: int) -> int:
-    """Return the number of progress steps of `calibrate` and `measure_prediction_error` together."""
-    return CALIBRATION_ROUNDS + len(_validation_cases(world, cores))
+def least_seconds_of_parts(world: Transport, cores: int) -> list[float]:
+    """Return the least seconds of each part of `calibrate` and `measure_prediction_error`, for their progress line."""
+    sharing = 6 * max(SYNC_INTERVAL_SECONDS) * (world.size >= 2 * cores)  # three intervals at half the speed
+    speed, parts = HostSpeed.measure(), [2 * TURN_SECONDS + sharing] * CALIBRATION_ROUNDS
+    for name, ranks in _validation_cases(world, cores):
+        experiment = NETWORKS[name].experiment()
+        experiment.dataset.check()
+        step = speed.least_step_seconds(experiment, ranks)
+        parts.append(max(PREDICTION_SECONDS, LEAST_STEPS * step) + max(ROUND_SECONDS, MEASURED_STEPS * step))
+    return parts
 
 
 def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None) -> tuple[Machine, float]:
@@ -48,14 +56,19 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
 
     The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
     """
+    planned = [] if progress is None else least_seconds_of_parts(world, cores)
     if progress is not None:
-        progress.begin_part("messages and kernels")
+        progress.expect_parts(len(planned), planned_seconds=planned)
+        progress.begin_part("preparing messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
     pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
+    if progress is not None:
+        progress.expect_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
+        progress.begin_part("messages and kernels")
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
             turns.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
@@ -106,7 +119,7 @@ def measure_prediction_error(
         group = world.split(int(world.rank >= ranks), world.rank)
         if world.rank < ranks:
             with ProcessGrid(group) as grid:
-                taken = bench_step(case.experiment(), grid)["seconds_per_step"]
+                taken = bench_step(case.experiment(), grid, MEASURED_STEPS)["seconds_per_step"]
         sleeping_barrier(world)
         predicted, taken = world.bcast((predicted, taken))
         errors.append(abs(predicted / taken - 1))

@@ -74,6 +74,7 @@ def step(arguments: argparse.Namespace) -> int:
     """Measure the training steps of an experiment; return 1 if PyTorch's gradients differ."""
 
     def work(world: Transport, experiment: Any) -> int:
+        from ...bench.least_time import HostSpeed
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
@@ -81,12 +82,15 @@ def step(arguments: argparse.Namespace) -> int:
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
         shown: AbstractContextManager[ProgressLine | None]
+        least_seconds = 0.0
         if arguments.progress is not None:
             shown = nullcontext(ProgressFile(arguments.progress) if world.rank == 0 else None)
         else:
             shown = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1)
+            if world.rank == 0:
+                least_seconds = HostSpeed.measure().least_step_seconds(experiment, world.size, max(world.size, cores))
         with shown as progress:
-            results = bench_step(experiment, experiment.open_grid(world), *settings, progress)
+            results = bench_step(experiment, experiment.open_grid(world), *settings, progress, least_seconds)
         _print_table_and_write_json(world, results, step_table, arguments.json, [arguments.trace])
         return int(not results.get("against", {}).get("agree", True))
 
@@ -112,7 +116,7 @@ def halo(arguments: argparse.Namespace) -> int:
         from ...bench.halo import IMAGE_EXTENTS, bench_halo
         from ...bench.tables import halo_table
 
-        with first_rank_progress(world.rank, sys.stderr, len(IMAGE_EXTENTS), "size", delay=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, unit="size", delay=0) as progress:
             results = bench_halo(world, IMAGE_EXTENTS, progress)
         _print_table_and_write_json(world, results, halo_table, arguments.json)
         return 0

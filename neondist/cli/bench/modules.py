@@ -8,21 +8,25 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...comm import Transport
 from ...errors import ConfigError, LaunchError, UserError
 from ...io.files import write_text
 from ...launcher.ranks import run_on_ranks
 from ...system import threads
-from ...terminal.progress_line import ProgressLine
+from ...terminal.progress_line import ProgressFile, ProgressLine
 from .. import options
 from ..experiment import load_factory
 from . import suite
-from .scaling import run_bench_for_json
+from .scaling import begin_bench_job, run_bench_for_json
+
+if TYPE_CHECKING:
+    from ...bench.least_time import HostSpeed
 
 BASELINES = ("eager", "compile")
 MODEL_NAMES_HELP = (
@@ -65,6 +69,10 @@ def add_parser(benches: Any) -> None:
         "--side", choices=["ranks", *BASELINES], help="time one side of one model for one round, and write it to --json"
     )
     cmd.add_argument("--profile", action="store_true", help="with --side: also profile a step")
+    cmd.add_argument(
+        "--progress", metavar="FILE", type=options.parse_path,
+        help="with --side: write the estimated time of the end to this file, in seconds since 1970",
+    )  # fmt: skip
     cmd.set_defaults(command=modules)
 
 
@@ -76,8 +84,10 @@ def modules(arguments: argparse.Namespace) -> int:
 
 
 def _bench_models(arguments: argparse.Namespace) -> int:
+    from ...bench.least_time import HostSpeed
     from ...bench.module_report import module_markdown, module_table
     from ...bench.public_models import MODELS
+    from ...bench.step import ROUND_SECONDS
     from ...bench.suite import bench_suite, geometric_means
     from ...terminal.rich_console import Console
 
@@ -94,14 +104,21 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder,
-        ProgressLine(len(names) * len(sides) * arguments.rounds, sys.stderr, "turn") as progress,
+        ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
+        turns = arguments.rounds * len(sides)
+        progress.expect_parts(len(names) * turns, planned_seconds=[ROUND_SECONDS] * (len(names) * turns))
+        speed, loading, planned = HostSpeed.measure(), 0.0, list[float]()
         for name in names:
-            if name not in MODELS:
-                progress.begin_part(f"importing {name}")
-                get_factory_and_shape(name)
+            progress.begin_part(f"checking {name}")
+            start_time = time.monotonic()
+            least = _least_step_seconds(name, arguments.input, speed) / cores
+            loading = max(loading, time.monotonic() - start_time)  # every turn imports PyTorch and the model anew
+            planned += [loading + max(ROUND_SECONDS, arguments.steps * least)] * turns
+        progress.expect_parts(len(planned), planned_seconds=planned)
         measure = _SideMeasurement(arguments, cores, Path(folder), progress)
-        for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin_part):
+        begin = partial(begin_bench_job, progress, file=measure.progress_file)
+        for row in bench_suite(names, sides, measure, arguments.rounds, begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**_models_by_family(names), "all": names})
             if arguments.json:  # after each model: an interrupted run keeps its results
@@ -133,7 +150,8 @@ def _measure_side(arguments: argparse.Namespace) -> int:
         from ...bench.module_step import measure_module
 
         factory, shape = model
-        settings = arguments.steps, arguments.compile, arguments.profile
+        progress = None if arguments.progress is None or world.rank else ProgressFile(arguments.progress)
+        settings = arguments.steps, arguments.compile, arguments.profile, progress
         result = measure_module(arguments.side, factory, arguments.input or shape, world, *settings)
         if world.rank == 0 and arguments.json is not None:
             write_text(arguments.json, json.dumps(result) + "\n")
@@ -155,11 +173,26 @@ def get_factory_and_shape(name: str) -> tuple[Callable[[], Any], tuple[int, ...]
     return partial(load_factory(model.factory, "--models "), **model.arguments), model.shape
 
 
+def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpeed) -> float:
+    """Return the least seconds of a training step of a model on one core; 0 if its operations cannot be counted."""
+    from ...bench.module_step import forward_flops
+    from ...bench.public_models import MODELS
+
+    try:
+        factory, default = get_factory_and_shape(name)
+    except UserError:
+        if name in MODELS:
+            return 0.0  # the report has the reason
+        raise
+    return speed.least_seconds(3 * forward_flops(factory, shape or default))  # a backward pass is two forward passes
+
+
 class _SideMeasurement:
     """Measurement of one side of one model in a new process."""
 
     def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
         self.arguments, self.cores, self.folder, self.progress = arguments, cores, folder, progress
+        self.progress_file = folder / "end"
         self._errors: dict[str, UserError] = {}
 
     def __call__(self, model: str, side: str, first: bool) -> dict[str, Any]:
@@ -182,6 +215,7 @@ class _SideMeasurement:
 
         arguments = self.arguments
         words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *extra]
+        words += ["--progress", str(self.progress_file)]
         words += ["--input", ",".join(map(str, arguments.input))] if arguments.input else []
         thread_count = self.cores
         if side == "ranks":

@@ -28,6 +28,7 @@ from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
+    from ...bench.least_time import HostSpeed
     from ...system.machine import Machine
 
 
@@ -116,19 +117,16 @@ def scaling(arguments: argparse.Namespace) -> int:
     ):
         progress.begin_part("checking the experiment")
         speed, cores, least_seconds = HostSpeed.measure(), threads.count_cores(), list[float]()
+        file = Path(progress_folder, "end")
         for count in arguments.counts:
-            begin = time.monotonic()
-            experiment = load_and_validate(arguments, SingleTransport(), count)
-            loading, batch = time.monotonic() - begin, experiment.batch_size
             growth = count / arguments.counts[0] if arguments.weak else 1
-            step = growth * speed.least_step_seconds(experiment, count) * count / cores  # ranks share the cores
-            # the experiment is loaded before mpirun starts, too
-            least_seconds.append(loading * (1 + (count > 1)) + arguments.steps * step)
+            batch, least = validate_step_bench(arguments, count, arguments.steps * growth, speed, cores)
+            least_seconds.append(least)
         prepare_run_folder(SingleTransport(), folder)
         progress.expect_parts(len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds)
 
         def measure(count: int) -> dict[str, Any]:
-            file = begin_step_bench(progress, counted(count, "rank"), progress_folder)
+            begin_bench_job(progress, counted(count, "rank"), file)
             batch_size = batch * count // arguments.counts[0] if arguments.weak else batch
             result = run_step_bench(arguments, count, [f"batch_size={batch_size}"], arguments.steps, progress_file=file)
             progress.add_done_parts(1)
@@ -141,13 +139,24 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def begin_step_bench(progress: ProgressLine, activity: str, folder: str) -> Path:
-    """Begin a part that is a job of `run_step_bench`, and return the file for its progress."""
+def validate_step_bench(
+    arguments: argparse.Namespace, ranks: int, steps: float, speed: HostSpeed, cores: int
+) -> tuple[int, float]:
+    """Return the batch size of an experiment, and the least seconds of its job of `run_step_bench`."""
+    from ...bench.step import ROUND_SECONDS
+    from ...comm import SingleTransport
 
-    file = Path(folder, "end")
+    begin = time.monotonic()
+    experiment = load_and_validate(arguments, SingleTransport(), ranks)
+    loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # the experiment is loaded before mpirun starts, too
+    step = speed.least_step_seconds(experiment, ranks, cores)
+    return experiment.batch_size, loading + max(ROUND_SECONDS, steps * step)
+
+
+def begin_bench_job(progress: ProgressLine, activity: str, file: Path) -> None:
+    """Begin a part that is a job of `run_bench_for_json`, which writes its estimated end to a file."""
     file.unlink(missing_ok=True)  # of the last job
     progress.begin_part(activity, partial(read_seconds_left, file))
-    return file
 
 
 def run_step_bench(
@@ -212,8 +221,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         from ...system.machine import write_machine
 
         cores = max(2, threads.count_cores(os.getppid()))
-        parts = model.count_progress_steps(world, cores)
-        with first_rank_progress(world.rank, sys.stderr, parts, "measurement", delay=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, unit="measurement", delay=0) as progress:
             machine, noise = model.calibrate(world, cores, progress)
             machine = replace(machine, error=model.measure_prediction_error(world, cores, machine, progress))
         if world.rank == 0:
@@ -259,8 +267,7 @@ def predict(arguments: argparse.Namespace) -> int:
     ):
         progress.begin_part("checking the experiment")
         profiles, least_seconds = {}, {}
-        with threadpool_limits(1):  # one rank per core
-            speed = HostSpeed.measure()
+        speed, file = HostSpeed.measure(), Path(progress_folder, "end")
         for count in counts:  # a fixed grid suits only one of them
             experiment = load_and_validate(arguments, SingleTransport(), count)
             profiles[count] = model.count_profiles(count, experiment)
@@ -274,7 +281,7 @@ def predict(arguments: argparse.Namespace) -> int:
         progress.expect_parts(len(planned), planned_seconds=planned)
         for count in counts:
             progress.begin_part(counted(count, "rank"))
-            with threadpool_limits(1):
+            with threadpool_limits(1):  # one rank per core
                 profile = ProfileCounter(progress, profiles[count])
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
             progress.add_done_parts(1)
@@ -286,7 +293,7 @@ def predict(arguments: argparse.Namespace) -> int:
             )
         for at, row in enumerate(rows):
             if row["ranks"] in measured:
-                file = begin_step_bench(progress, f"measuring {counted(row['ranks'], 'rank')}", progress_folder)
+                begin_bench_job(progress, f"measuring {counted(row['ranks'], 'rank')}", file)
                 rows[at] = _measure_row(arguments, machine, row, file)
                 progress.add_done_parts(1)
     emit(table.prediction_table(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from functools import partial
@@ -13,12 +14,15 @@ import numpy as np
 from ...comm import SingleTransport, Transport
 from ...errors import ConfigError
 from ...launcher.ranks import run_on_ranks
+from ...system import threads
 from ...terminal.console import emit
 from ...terminal.progress_line import first_rank_progress
 from .. import options
 from ..experiment import load_and_validate
 
 DEFAULT_SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
+PASSES_PER_SCHEME = 4
+"""forward and backward passes: two batches of the exact exchange, and of the scheme"""
 DEFAULT_SEAM_SCHEMES = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
@@ -81,7 +85,8 @@ def _measure_and_report(
     from ...bench.schemes import bench_schemes, write_report
 
     folder = options.output_folder(arguments, "schemes")
-    measured = bench_schemes(world, folder, [(run, partial(load_and_validate, run, world, world.size)) for run in runs])
+    jobs = [(run, partial(load_and_validate, run, world, world.size)) for run in runs]
+    measured = bench_schemes(world, folder, jobs, _count_shared_cores(arguments, world))
     if world.rank == 0:
         rows += measured
         table = write_report(rows, folder)
@@ -103,10 +108,16 @@ def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
+        from ...bench.least_time import HostSpeed
         from ...bench.seams import seam_table, write_seam_report
 
         folder, errors = options.output_folder(arguments, "seams"), {}
-        with first_rank_progress(world.rank, sys.stderr, len(runs), "scheme", delay=0) as progress:
+        with first_rank_progress(world.rank, sys.stderr, unit="scheme", delay=0) as progress:
+            experiment = load_and_validate(next(iter(runs.values())), world, world.size)
+            if progress is not None:
+                cores = _count_shared_cores(arguments, world)
+                step = HostSpeed.measure().least_step_seconds(experiment, world.size, cores)
+                progress.expect_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step] * len(runs))
             for text, run in runs.items():
                 if progress is not None:
                     progress.begin_part(text)
@@ -120,6 +131,12 @@ def seams(arguments: argparse.Namespace) -> int:
         return 0
 
     return run_on_ranks(arguments, partial(_validate_seam_runs, arguments), work)
+
+
+def _count_shared_cores(arguments: argparse.Namespace, world: Transport) -> int:
+    """Return the cores that the ranks share; those of a job on several machines have at least one each."""
+    cores = threads.count_cores(os.getppid())
+    return cores if arguments.virtual else max(world.size, cores)
 
 
 def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argparse.Namespace) -> dict[str, Any]:

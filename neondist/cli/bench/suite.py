@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from ...system import threads
 from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
 from .. import options
-from ..experiment import load_and_validate, load_from_arguments
-from .scaling import run_step_bench
+from ..experiment import load_from_arguments
+from .scaling import begin_bench_job, run_step_bench, validate_step_bench
 
 NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
 
@@ -49,7 +49,9 @@ def add_parser(benches: Any) -> None:
 
 def suite(arguments: argparse.Namespace) -> int:
     """Measure every network; 1 if a side of neondist could not be measured."""
+    from ...bench.least_time import HostSpeed
     from ...bench.networks import NETWORK_GROUPS
+    from ...bench.step import ROUND_SECONDS
     from ...bench.suite import NEONDIST_SIDES, TORCH_SIDES, bench_suite, geometric_means
     from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
@@ -71,10 +73,18 @@ def suite(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
+        files, speed = _network_files(arguments, Path(folder)), HostSpeed.measure()
+        turns = [(network, side) for network in files for _ in range(arguments.rounds) for side in _interleave(sides)]
+        progress.expect_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
         progress.begin_part("checking the networks")
-        files = _validated_network_files(arguments, Path(folder), sorted({1, ranks}))
+        least_seconds: dict[tuple[str, int], float] = {}
+        for network, file in files.items():
+            for count in sorted({1, ranks}):
+                job = _arguments_for(arguments, file), count, arguments.steps, speed, cores
+                _, least_seconds[network, count] = validate_step_bench(*job)
+        planned = [least_seconds[network, ranks if side == "ranks" else 1] for network, side in turns]
+        progress.expect_parts(len(turns), planned_seconds=planned)
         measure = _SideMeasurement(arguments, files, ranks, cores, Path(folder))
-        progress.expect_parts(len(files) * len(sides) * arguments.rounds)
 
         def measure_and_count(network: str, side: str, first: bool) -> dict[str, Any]:
             try:
@@ -85,9 +95,8 @@ def suite(arguments: argparse.Namespace) -> int:
             progress.add_done_parts(1)
             return result
 
-        for row in bench_suite(
-            list(files), _interleave(sides), measure_and_count, arguments.rounds, progress.begin_part
-        ):
+        begin = partial(begin_bench_job, progress, file=measure.progress_file)
+        for row in bench_suite(list(files), _interleave(sides), measure_and_count, arguments.rounds, begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last
@@ -135,10 +144,9 @@ def _interleave(sides: list[str]) -> list[str]:
     return interleaved + [side for side in (*own, *other) if side not in interleaved]
 
 
-def _validated_network_files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
-    """Return the file of each network by name, after validating all for each number of ranks."""
+def _network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Return the file of each network by name."""
     from ...bench.networks import NETWORK_GROUPS, NETWORKS
-    from ...comm import SingleTransport
     from ...config import dump
 
     words = [word.strip() for word in arguments.networks.split(",") if word.strip()]
@@ -157,8 +165,6 @@ def _validated_network_files(arguments: argparse.Namespace, folder: Path, counts
         if name in paths:
             raise ConfigError(f"--networks {file}: two networks are named {name}; rename the file")
         paths[name] = file
-        for count in counts:
-            load_and_validate(_arguments_for(arguments, file), SingleTransport(), count)
     if not paths:
         raise ConfigError(f"--networks: no network named; choose from {', '.join(NETWORKS)}, or FILE.yaml")
     return paths
@@ -175,6 +181,7 @@ class _SideMeasurement:
         self, arguments: argparse.Namespace, files: dict[str, Path], ranks: int, cores: int, folder: Path
     ) -> None:
         self.arguments, self.files, self.ranks, self.cores, self.folder = arguments, files, ranks, cores, folder
+        self.progress_file = folder / "end"
         self.torch_side = cache(self._torch_side)
 
     def __call__(self, network: str, side: str, first: bool) -> dict[str, Any]:
@@ -184,7 +191,8 @@ class _SideMeasurement:
             return self.torch_side(network).measure(side, steps)
         count, cores = (self.ranks, None) if side == "ranks" else (1, self.cores)
         extra = ["--roofline"] if first else []
-        step = run_step_bench(_arguments_for(self.arguments, self.files[network]), count, [], steps, cores, extra)
+        file = _arguments_for(self.arguments, self.files[network])
+        step = run_step_bench(file, count, [], steps, cores, extra, self.progress_file)
         result = {"seconds": step["seconds_per_step"], "peak_bytes": max(step["process_bytes"])}
         result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
         return result
