@@ -150,7 +150,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import read_class_names
+        from ..train.class_names import read_checkpoint_class_names, read_run_class_names
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
@@ -161,7 +161,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
             )
 
         def read_names() -> Sequence[str]:
-            return experiment.dataset.class_names or read_class_names(Path(arguments.checkpoint).parent)
+            path = Path(arguments.checkpoint)
+            trained = read_checkpoint_class_names(path) or experiment.dataset.class_names
+            return trained or read_run_class_names(path.parent)  # of checkpoints without names
 
         _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_names)
 

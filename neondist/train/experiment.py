@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -54,6 +53,7 @@ from .callbacks.progress_bar import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
+from .class_names import format_class_names
 from .consistency import check_same_data_on_ranks, check_same_lines_on_ranks, format_settings_to_compare
 from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
@@ -384,8 +384,8 @@ def _write_initial_files(
             texts = {"environment.json": to_json(env)} | ({} if yaml_text is None else {"experiment.yaml": yaml_text})
             chosen = model.compiled.parameters.strategy if model.remote_update is None else model.remote_update.strategy
             texts["strategy.yaml"] = chosen.to_yaml()
-            if experiment.dataset.class_names:
-                texts[CLASS_NAMES] = json.dumps([*experiment.dataset.class_names])
+            if names := format_class_names(experiment.dataset):
+                texts[CLASS_NAMES] = names
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:

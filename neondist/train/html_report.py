@@ -15,10 +15,10 @@ from ..errors import DataError
 from ..formats.base import convert_read_errors
 from ..formats.class_colours import class_colours
 from ..io.files import short_reason
-from ..io.output import CLASS_NAMES
 from ..io.regular_file import open_regular, read_bytes
 from ..io.run_event_log import read_events
 from ..terminal.console import counted
+from .class_names import read_run_class_names
 from .html_elements import (
     SPLIT_COLOURS,
     encode_png,
@@ -60,7 +60,7 @@ def run_report_html(folder: Path) -> str:
     numbers = {name for record in records for name, value in record.items() if is_plottable(value)}
     metrics = sorted(numbers - {"epoch", "step", *_TIME_AND_BYTES_TITLES})[:_MAX_TABLE_COLUMNS]
     last_rows, plots = records[-_MAX_TABLE_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
-    class_names, worst = read_class_names(folder), folder / "worst.npz"
+    class_names, worst = read_run_class_names(folder), folder / "worst.npz"
     pictures = [folder / name for name in _PICTURE_FILES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
@@ -160,20 +160,6 @@ def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> lis
     if not records and not tolerate_incomplete_end:
         raise DataError(f"{path}: no epoch is complete yet; wait until the first one ends")
     return records
-
-
-def read_class_names(folder: Path) -> list[str]:
-    """Return the names of the classes of a run; [] if it has none; DataError if they cannot be read."""
-    path = folder / CLASS_NAMES
-    if not path.is_file():
-        return []
-    try:
-        names = json.loads(read_bytes(path, root=folder))
-    except (OSError, ValueError, RecursionError):
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{path}: is not a JSON list of class names; remove it")
-    return names
 
 
 def _is_epoch(value: object) -> bool:

@@ -17,6 +17,7 @@ from ..models import Trainable
 from ..parallel import ControlFlag
 from ..terminal.console import counted
 from .checkpoint_field_metadata import field_metadata_texts, restore_field_normalisation
+from .class_names import class_name_texts
 
 if TYPE_CHECKING:
     from ..services.master_client import MasterClient
@@ -195,11 +196,12 @@ class TrainState:
             )
 
     def checkpoint_texts(self) -> dict[str, str]:
-        """Return the texts of a checkpoint: normalisation and fields. Collective."""
+        """Return the texts of a checkpoint: normalisation, fields and names of classes. Collective."""
         train = self.dataset.train
         factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
-        return {"images": json.dumps(images), **field_metadata_texts(getattr(train, "fields", None))}
+        texts = {"images": json.dumps(images), **class_name_texts(self.dataset)}
+        return texts | field_metadata_texts(getattr(train, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Check that the texts of a checkpoint match the data set; ValueError otherwise."""

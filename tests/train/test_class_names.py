@@ -1,6 +1,7 @@
 """Names of classes in reports: from folders, tables, YAML, attributes of labels and of PyTorch modules."""
 
 import json
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import neondist as nd
 from neondist.cli import main
+from neondist.train import state
 from neondist.train.html_report import evaluation_page_html
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
@@ -94,8 +96,25 @@ def test_reports_show_class_names(tmp_path, monkeypatch, source):
             assert "target dog, prediction" in page or "target a &lt;cat&gt;, prediction" in page
 
 
-def test_evaluation_of_files_shows_class_names_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+MODULE_YAML = """!FitExperiment
+dataset: {dataset}
+model: !TorchModel {{factory: 'nets_of_cells:Net'}}
+batch_size: 4
+epochs: 1
+metrics: [!ConfusionMatrix {{}}]
+"""
+NETS = """from torch import nn
+
+
+class Net(nn.Conv2d):
+    def __init__(self):
+        super().__init__(1, 2, 3, padding=1)
+"""
+EVALUATE_FILES = "--input", "image.npy", "--labels", "labels.npy", "--report", "e.html"
+
+
+def write_cells_with_names(template):
+    """Write an experiment, its data set with names of classes, and an image with labels."""
     with h5py.File("cells.h5", "w") as file:
         cells = np.random.default_rng(2).integers(0, 255, (8, 12, 12, 1), "u1")
         for split in ("train", "test"):
@@ -103,13 +122,42 @@ def test_evaluation_of_files_shows_class_names_of_the_run(tmp_path, monkeypatch)
             file[f"{split}/labels"].attrs["names"] = ["ground", "vessel"]
     np.save("image.npy", cells[0])
     np.save("labels.npy", (cells[0, ..., 0] > 128).astype("u1"))
-    (tmp_path / "run.yaml").write_text(SEGMENTER_YAML.format(dataset="!HDF5Dataset {path: cells.h5}"))
-    assert main(["run", "run.yaml", "--output", "run"]) == 0
-    files = "--input", "image.npy", "--labels", "labels.npy", "--report", "e.html"
-    assert main(["evaluate", "run.yaml", "--checkpoint", "run/checkpoint.h5", *files]) == 0
-    page = (tmp_path / "e.html").read_text()
+    Path("nets_of_cells.py").write_text(NETS)
+    Path("run.yaml").write_text(template.format(dataset="!HDF5Dataset {path: cells.h5}"))
+
+
+@pytest.mark.parametrize("kind", ["layers", pytest.param("module", marks=pytest.mark.long)])
+def test_evaluation_shows_class_names_of_a_moved_checkpoint(tmp_path, monkeypatch, kind):
+    if kind == "module":
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    write_cells_with_names(MODULE_YAML if kind == "module" else SEGMENTER_YAML)
+    imports = ["--import", "nets_of_cells.py"] if kind == "module" else []
+    assert main(["run", "run.yaml", "--output", "run", *imports]) == 0
+    Path("run/checkpoint.h5").rename("moved.h5")
+    assert main(["evaluate", "run.yaml", "--checkpoint", "moved.h5", *EVALUATE_FILES, *imports]) == 0
+    page = Path("e.html").read_text()
     assert "<th>ground</th><th>vessel</th>" in page
     assert "</svg> vessel</span>" in page
+
+
+def test_checkpoints_without_class_names(tmp_path, monkeypatch, capsys):
+    """Expect the names of the run folder, if the checkpoint is in it, and else numbers."""
+    monkeypatch.chdir(tmp_path)
+    write_cells_with_names(SEGMENTER_YAML)
+    monkeypatch.setattr(state, "class_name_texts", lambda dataset: {})
+    assert main(["run", "run.yaml", "--output", "run"]) == 0
+    assert main(["evaluate", "run.yaml", "--checkpoint", "run/checkpoint.h5", *EVALUATE_FILES]) == 0
+    assert "<th>ground</th><th>vessel</th>" in Path("e.html").read_text()
+    Path("run/checkpoint.h5").rename("moved.h5")
+    assert main(["evaluate", "run.yaml", "--checkpoint", "moved.h5", *EVALUATE_FILES]) == 0
+    assert "<th>0</th><th>1</th>" in Path("e.html").read_text()
+    monkeypatch.setattr(state, "class_name_texts", lambda dataset: {"classes": "[1, 2]"})
+    assert main(["run", "run.yaml", "--output", "invalid"]) == 0
+    assert main(["evaluate", "run.yaml", "--checkpoint", "invalid/checkpoint.h5", *EVALUATE_FILES]) == 2
+    assert "invalid/checkpoint.h5: its class names are invalid (a class name is not of type str)" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.long

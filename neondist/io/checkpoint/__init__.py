@@ -9,7 +9,7 @@
 
 from .keep import checkpoints_by_step
 from .pieces import ArrayPart
-from .read import CheckpointContents, open_checkpoint
+from .read import CheckpointContents, open_checkpoint, read_checkpoint_texts
 from .scheme_memory import SCHEME_MEMORY_TEXT_NAME, collect_scheme_memory, restore_scheme_memory
 from .settings import from_plain, to_plain
 from .snapshots import SnapshotStore
@@ -21,6 +21,6 @@ from .write import write_checkpoint
 __all__ = [
     "SCHEME_MEMORY_TEXT_NAME", "ArrayPart", "CheckpointContents", "SnapshotStore", "WeightMatch",
     "checkpoints_by_step", "collect_scheme_memory", "from_plain", "gather_to_root", "load_weights",
-    "open_checkpoint", "restore_scheme_memory", "restore_sync_state", "scatter_from_root", "sync_state_parts",
-    "to_plain", "write_checkpoint",
+    "open_checkpoint", "read_checkpoint_texts", "restore_scheme_memory", "restore_sync_state", "scatter_from_root",
+    "sync_state_parts", "to_plain", "write_checkpoint",
 ]  # fmt: skip

@@ -86,6 +86,13 @@ def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[Che
             file.close()
 
 
+def read_checkpoint_texts(path: Path) -> dict[str, str]:
+    """Return the texts of a checkpoint by name, without verifying its checksum."""
+    file, contents = _open_and_scan(path)
+    file.close()
+    return contents.texts
+
+
 def _open_and_scan(path: Path) -> tuple[Any, CheckpointContents]:
     import h5py
 
