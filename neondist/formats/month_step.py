@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 
 import numpy as np
 
@@ -11,13 +12,16 @@ from .cf_time import month_containing, start_of_month
 
 _DAY = 86400.0
 _TOLERANCE = 3600.0  # seconds; float32 coordinates are inexact
-_ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float]]] = {
-    "end": (lambda length: length, (-_DAY, 0)),
-    "middle": (lambda length: length / 2, (0, 0)),
-    "start": (lambda length: 0.0, (0, 31 * _DAY)),
-    "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY)),
+_ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]] = {
+    "end": (lambda length: length, (-_DAY, 0), _TOLERANCE),
+    "middle": (lambda length: length / 2, (0, 0), _TOLERANCE),
+    "start": (lambda length: 0.0, (0, 31 * _DAY), _TOLERANCE),
+    "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY), _TOLERANCE),
+    "near middle": (lambda length: length / 2, (-2 * _DAY, 2 * _DAY), inf),
 }
-"""For each place in a month, the most specific first: the origin for a month's length, and the offsets from it"""
+"""For each place in a month, the most specific first: the origin for a month's length, the offsets from it, and the
+largest difference between offsets"""
+_SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before that of March
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,19 @@ class MonthStep:
     Attributes
     ----------
     months : at least 1
-    place : 'start', 'middle', 'middle day' (rounded down to days) or 'end', from which times have a constant offset
+    place : 'start', 'middle', 'middle day' (rounded down to days) or 'end', from which times have a constant offset; or
+        'near middle', within two days of which times are irregular
+    stamps : for irregular times, the calendar month (1 to 12), its length in days, and the seconds since its start
     """
 
     months: int
     place: str
+    stamps: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        for month, days, seconds in self.stamps:
+            if not (1 <= month <= 12 and 28 <= days <= 31 and isfinite(seconds) and 0 <= seconds <= days * _DAY):
+                raise ValueError(f"{month}, {days}, {seconds}: not a calendar month, its days, and seconds in it")
         if self.months < 1 or self.place not in _ORIGINS:
             places = ", ".join(sorted(_ORIGINS))
             raise ValueError(
@@ -42,7 +52,7 @@ class MonthStep:
 
     def matches(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
-        origin, (least, greatest) = _ORIGINS[self.place]
+        origin, (least, greatest), max_difference = _ORIGINS[self.place]
         numbers, offsets = [], []
         for time in times.tolist():
             month = month_containing(time, calendar)
@@ -50,17 +60,37 @@ class MonthStep:
             offsets.append(time - start_of_month(month, calendar) - origin(_length(month, calendar)))
         return (
             bool((np.diff(numbers) == self.months).all())
-            and max(offsets) - min(offsets) <= _TOLERANCE
+            and max(offsets) - min(offsets) <= max_difference
             and min(offsets) >= least - _TOLERANCE
             and max(offsets) <= greatest + _TOLERANCE
         )
 
+    def with_stamps(self, times: np.ndarray, calendar: str) -> MonthStep:
+        """Return the step with the stamps of irregular times, which replace those of the same months."""
+        if self.place != "near middle":
+            return self
+        stamps = {(month, days): seconds for month, days, seconds in self.stamps}
+        for time in times.tolist():
+            month = month_containing(time, calendar)
+            key = month % 12 + 1, round(_length(month, calendar) / _DAY)
+            stamps.pop(key, None)  # the latest is the last
+            stamps[key] = time - start_of_month(month, calendar)
+        return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
+
     def advance(self, time: float, steps: int, calendar: str) -> float:
-        """Return the time some steps after another, in seconds; the last day of a month that is too short."""
-        origin, _ = _ORIGINS[self.place]
+        """Return the time some steps after another, in seconds; the last day of a month that is too short.
+
+        Irregular times have the stamp of the same calendar month, else that of the last month of the most similar
+        length.
+        """
+        origin, *_ = _ORIGINS[self.place]
         month = month_containing(time, calendar)
         later = month + steps * self.months
         length = _length(later, calendar)
+        if self.stamps:
+            number, days = later % 12 + 1, length / _DAY
+            nearest = min(reversed(self.stamps), key=lambda s: (s[0] != number, abs(s[1] - days), -s[1]))
+            return start_of_month(later, calendar) + nearest[2]
         offset = time - start_of_month(month, calendar) - origin(_length(month, calendar)) + origin(length)
         if self.place == "start" and offset >= length:
             offset = length - _DAY + offset % _DAY
@@ -69,11 +99,14 @@ class MonthStep:
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
     """Return the step of times in seconds in calendar months; None for a single time, or another step."""
-    if len(times) < 2 or np.diff(times).min() < 28 * _DAY - _TOLERANCE:
+    if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())
-    steps = (MonthStep(second - first, place) for place in _ORIGINS) if second > first else ()
-    return next((step for step in steps if step.matches(times, calendar)), None)
+    # times at a constant distance may be near the middle of some months by chance
+    places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE]
+    steps = (MonthStep(second - first, place) for place in places) if second > first else ()
+    step = next((step for step in steps if step.matches(times, calendar)), None)
+    return None if step is None else step.with_stamps(times, calendar)
 
 
 def _length(month: int, calendar: str) -> float:

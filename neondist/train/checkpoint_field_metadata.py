@@ -68,7 +68,8 @@ class CheckpointFieldMetadata:
         month_step = None
         if months:
             count = require_json_integer("'months'", months.get("months"))
-            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str))
+            stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps", []), list))
+            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps)
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]), month_step)
 
     def to_physical_units(self, y: np.ndarray) -> np.ndarray:
@@ -174,6 +175,15 @@ def _require_same_channels(kind: str, trained: Sequence[str], actual: Sequence[s
 def _parse_names(json_object: dict[str, Any], key: str) -> list[str]:
     names = require_json_type(f"'{key}'", json_object.get(key), list)
     return [require_json_type(f"a name of '{key}'", item, str) for item in names]
+
+
+def _parse_stamps(rows: list[Any]) -> tuple[tuple[int, int, float], ...]:
+    """Return the stamps of a `MonthStep`."""
+    stamps = []
+    for row in rows:
+        month, days, seconds = _parse_numbers({"stamps": row}, "stamps", 3).tolist()
+        stamps.append((int(month), int(days), seconds))
+    return tuple(stamps)
 
 
 def _parse_numbers(json_object: dict[str, Any], key: str, count: int) -> np.ndarray:

@@ -1,12 +1,16 @@
 """Forecasts and roll-outs against outputs of the network combined with xarray, on any number of ranks."""
 
+import json
+
 import numpy as np
 import pytest
 
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.checkpoint_field_metadata import CheckpointFieldMetadata
+from neondist.formats.fields import Channel, FieldMetadata
+from neondist.formats.month_step import MonthStep
+from neondist.train.checkpoint_field_metadata import CheckpointFieldMetadata, field_metadata_texts
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
@@ -170,11 +174,13 @@ def test_times_keep_the_calendar(trained, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stamp", ["start", "middle", "end"])
+@pytest.mark.parametrize("stamp", ["start", "middle", "end", "near middle"])
 def test_monthly_series_step_by_calendar_months(tmp_path, stamp):
     starts = xarray.date_range("2001-01-01", periods=39, freq="MS", calendar="noleap", use_cftime=True)
     days = np.array([(start - starts[0]).days for start in starts], "f8")
-    values = {"start": days[:-1], "middle": (days[1:] + days[:-1]) / 2, "end": days[1:] - 1}[stamp]
+    values = {"start": days[:-1], "middle": (days[1:] + days[:-1]) / 2, "end": days[1:] - 1}
+    values["near middle"] = days[:-1] + [14 - (start.month == 2) for start in starts[:-1]]
+    values = values[stamp]
     attributes = {"units": "days since 2001-01-01", "calendar": "noleap", "standard_name": "time"}
     data = make_weather(0, 30).assign_coords(time=("time", values[:30], attributes))
     data.to_netcdf(tmp_path / "all.nc")
@@ -265,3 +271,19 @@ def test_checkpoint_of_other_variables_is_rejected(trained, capsys):
     options = ["--checkpoint", str(path / "run" / "checkpoint.h5"), "--set", "dataset.levels=[850, 250]"]
     assert main(["evaluate", str(path / "run.yaml"), *options]) == 2
     assert "channel 2 of its inputs is 'z500@t-1', but the experiment has 'z250@t-1'" in capsys.readouterr().err
+
+
+def test_irregular_stamps_in_checkpoints():
+    step = MonthStep(1, "near middle", ((1, 31, 1209600.0), (2, 28, 1123200.0)))
+    channel = Channel("t2m", "t2m", units="K")
+    fields = FieldMetadata("a.nc:t2m", [channel], (4, 4), input_names=["t2m"], input_units=["K"], month_step=step)
+    texts = field_metadata_texts(fields)
+    assert CheckpointFieldMetadata.from_checkpoint_texts(texts).month_step == step
+    values = json.loads(texts["fields"])
+    del values["month_step"]["stamps"]  # older checkpoints
+    old = CheckpointFieldMetadata.from_checkpoint_texts({"fields": json.dumps(values)})
+    assert old.month_step == MonthStep(1, "near middle")
+    for stamps in ([[1, 31]], [[0, 31, 0]], [1], {}, [["1", 31, 0]]):
+        values["month_step"]["stamps"] = stamps
+        with pytest.raises(ValueError, match=r"stamps|not a calendar month"):
+            CheckpointFieldMetadata.from_checkpoint_texts({"fields": json.dumps(values)})

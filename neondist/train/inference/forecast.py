@@ -196,9 +196,11 @@ def _forecast_times_in_seconds(
     starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
     leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
     pairs = zip(starts.tolist(), leads, strict=True)
-    for months in (fields.month_step, series.month_step):
-        if months is not None and months.matches(series.times, series.calendar):
-            return [months.advance(start, lead, series.calendar) for start, lead in pairs]
+    month_steps = [step for step in (fields.month_step, series.month_step) if step is not None]
+    for months in sorted(month_steps, key=lambda step: bool(step.stamps)):  # irregular times last
+        if months.matches(series.times, series.calendar):
+            own = months.with_stamps(series.times, series.calendar)
+            return [own.advance(start, lead, series.calendar) for start, lead in pairs]
     return [start + lead * (series.step_seconds or fields.time_step_seconds) for start, lead in pairs]
 
 
