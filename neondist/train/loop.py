@@ -125,13 +125,14 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     for split.epoch, batches in _epoch_minibatches(run, seed):
         own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
         with closing(_read_batches(model, split, own_batches)) as read:
-            for (first, upto, batch), (x, targets) in zip(batches, read, strict=True):
+            for first, upto, batch in batches:
                 if run.stop is not None:
                     return
                 set_scheduled_rate_and_momentum(run, losses)
                 if master is not None:
                     master.begin_minibatch(first, upto, len(batch))
-                run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
+                # no name refers to the images, whose memory is free while the next batch is read
+                run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
                 credited = master is None or master.finish_minibatch()
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
@@ -271,8 +272,8 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
     with closing(_read_batches(model, split, parts)) as read:
-        for part, count, (x, targets) in zip(parts, counts, read, strict=True):
-            yield part, *model.evaluate_batch(x, targets, count)
+        for part, count in zip(parts, counts, strict=True):
+            yield part, *model.evaluate_batch(*next(read), count)
 
 
 def _output_layout(model: Trainable, split: Split) -> OutputLayout:

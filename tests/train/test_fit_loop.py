@@ -1,12 +1,16 @@
 """Training loop on a toy model: order of samples, batches, hooks, records and schedules."""
 
+import weakref
 from itertools import chain
 
 import numpy as np
 import pytest
-from toy_training import Recorder, ToyData, ToyModel
+from toy_training import Recorder, ToyData, ToyModel, make_experiment
 
+from neondist.comm import ProcessGrid
 from neondist.costs import CrossEntropy
+from neondist.data import Split
+from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.metrics import LogLoss, Misclassification
 from neondist.optim import SGD, StepDecay
 from neondist.train import evaluate, fit
@@ -127,3 +131,19 @@ def test_schedule_receives_fractional_epochs():
     fit(model, ToyData(train=8), 2, 4)
     assert times == [0, 0.5, 1, 1.5]
     assert model.scales == [1, 1, 0.5, 0.5]
+
+
+def test_images_are_freed_before_the_next_batch_is_read(monkeypatch):
+    experiment = make_experiment(layers=lambda: [ConvLayerDist(2, 3, padding=1), FCLayerDist(4)])
+    read, alive = [], []
+    images = Split.images
+
+    def record(*arguments):
+        alive.append(sum(batch() is not None for batch in read))
+        x = images(*arguments)
+        read.append(weakref.ref(x))
+        return x
+
+    monkeypatch.setattr(Split, "images", record)
+    experiment.run(ProcessGrid.serial(), hooks=[])
+    assert alive == [0] * 2 * (5 + 2)  # batches of training and of evaluation, in two epochs
