@@ -32,7 +32,7 @@ def keep_freed_memory() -> Callable[[], None]:
     return restore
 
 
-def release_cached_memory(byte_limit: int) -> None:
+def release_cached_memory(byte_limit: int = 0) -> None:
     """Return freed memory to the system if this process holds more than `byte_limit` bytes.
 
     PyTorch's aligned blocks leave gaps too small for the next block of their size, so that cached memory grows beyond

@@ -132,9 +132,10 @@ def has_matplotlib() -> bool:
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
-    """Write a matplotlib figure in the format of the suffix; OutputError if that fails."""
+    """Write a matplotlib figure in the format of the suffix, and clear it; OutputError if that fails."""
     with atomic_replacement(path) as file:
         figure.savefig(file, dpi=dpi, format=path.suffix[1:])
+    figure.clear()  # reference cycles would keep its images
 
 
 def append_text(path: Path, text: str) -> None:

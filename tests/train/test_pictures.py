@@ -1,5 +1,8 @@
 """Pictures of a run: existence, completeness and layout."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from toy_training import make_experiment
@@ -7,6 +10,7 @@ from toy_training import make_experiment
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.geometry import Box
+from neondist.io.files import write_figure
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.train import Hook
 from neondist.train.callbacks import tiles_picture
@@ -135,3 +139,19 @@ def test_resumed_run_draws_after_its_first_epoch(tmp_path, plotting):
     make_experiment(3).run(output=tmp_path, resume=True, hooks=[PictureCheck()])
     assert exists == [False] * 5 + [True] * 5
     assert is_png(tmp_path / "tiles.png")
+
+
+def test_written_figure_holds_no_images(tmp_path):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    figure = figure_module.Figure()
+    image = figure.subfigures(1, 2)[0].subplots().imshow(np.ones((5, 4)))
+    pixels = weakref.ref(image.get_array())
+    del image
+    gc.collect()
+    gc.disable()
+    try:
+        write_figure(tmp_path / "a.png", figure)
+        assert pixels() is None
+    finally:
+        gc.enable()
+    assert is_png(tmp_path / "a.png")

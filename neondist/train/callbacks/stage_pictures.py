@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.namespace import to_host
+from ...backends.allocator import release_cached_memory
 from ...comm import ProcessGrid, all_or_none
 from ...data import Split
 from ...io.files import has_matplotlib, write_figure
@@ -52,6 +53,7 @@ class StagePictures(Hook):
             with all_or_none(run.grid.world):
                 if run.first_rank and has_matplotlib():
                     self._draw(stage, pictures, filters, list(optimal.reshape(3, -1, *optimal.shape[1:])))
+                    release_cached_memory()  # of matplotlib, before the next stage
 
     def _draw(
         self, stage: Autoencoder, reconstructions: PictureRows, filters: FiltersByPosition, stimuli: PictureRows

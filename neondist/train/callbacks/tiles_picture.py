@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...backends.allocator import release_cached_memory
 from ...comm import ProcessGrid, all_or_none
 from ...data import Dataset
 from ...geometry import Box
@@ -63,6 +64,7 @@ class TilesPicture(Hook):
                 views = tiles if layer is None else layer.views
                 title = _figure_title(shape, partition.parts, grid.replicas, layer)
                 write_tiles_picture(self.path, image, shape[:2], partition.parts, tiles, views, title)
+                release_cached_memory()  # of matplotlib, before the training
 
 
 ROWS_PER_READ = 256  # rows per read
