@@ -164,6 +164,14 @@ class TileSource(ABC):
                     out[into] = cached[within]
         return out
 
+    def chunks_of_box(self, box: BoxLike) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield the first cell and the decoded bytes of each chunk that contains cells of a box."""
+        cells = box_to_slices(box, self.shape, self.path)
+        chunks = self.chunks or self.shape
+        spans = [_chunk_overlaps(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
+        for chunk in product(*([whole for whole, *_ in span] for span in spans)):
+            yield tuple(cut.start for cut in chunk), prod(cut.stop - cut.start for cut in chunk) * self.dtype.itemsize
+
     @abstractmethod
     def _read(self, cells: Cells) -> np.ndarray:
         """Return cells in stored order."""

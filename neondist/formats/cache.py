@@ -21,6 +21,11 @@ class ChunkCache:
         self.capacity_bytes, self._cached_bytes = capacity_bytes, 0
         self._chunks = OrderedDict[Hashable, np.ndarray]()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached chunks."""
+        return self._cached_bytes
+
     def get(self, key: Hashable) -> np.ndarray | None:
         """Return a chunk, or None if it is not cached."""
         if (chunk := self._chunks.get(key)) is not None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -384,3 +385,25 @@ def test_palette_masks_are_read_as_indices(tmp_path):
     fields = {"images": f"{tmp_path}/x/*.png", "labels": f"{tmp_path}/y/*.png", "validation": 1, "classes": 3}
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields))[0]
     assert set(np.unique(data.train.targets([0]))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("cache", ["1MiB", 3000])
+def test_predicted_bytes_in_caches_of_chunks(tmp_path, cache):
+    for n in range(3):
+        for name, array in zip(("images", "masks"), make_sample(n), strict=True):
+            (tmp_path / name).mkdir(exist_ok=True)
+            array = array.reshape(*SIZES[n], -1)
+            with h5py.File(tmp_path / name / f"{n}.h5", "w") as file:
+                file.create_dataset("cells", data=array, chunks=(8, 10, array.shape[-1]))
+    fields = {"images": f"{tmp_path}/images/*.h5", "labels": f"{tmp_path}/masks/*.h5", "validation": 1}
+    split = open_dataset(nd.ProcessGrid.serial(), fields, crops_per_image=2, cache=cache).train
+    caches = [split.tiles._cache, split.labels._cache]
+    split.images([0])
+    missing, before = split.unfilled_cache_bytes(3), sum(part.nbytes for part in caches)
+    assert split.epoch == 0
+    for split.epoch in range(3):
+        split.images(np.arange(4)), split.targets(np.arange(4))
+    added = sum(part.nbytes for part in caches) - before
+    assert added > 1000
+    assert 0 <= missing - added < (8 * 10 * 3 + 8 * 10 if cache == 3000 else 1)  # no room for another chunk
+    assert split.unfilled_cache_bytes(3) == missing - added

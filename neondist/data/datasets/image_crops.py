@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
 from ..raw_values import fill_missing
 from .hdf5_tiles import PrefetchingSplit
-from .image_lists import ImageEntry
+from .image_lists import ImageEntry, is_picture
 
 _MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files; those stored as one chunk are held in memory
 
@@ -96,26 +96,60 @@ class CropTiles:
         return len(self.images)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        return self.read_cells(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
+        return self.read_cells(np.asarray(indices), self._own_cells)
 
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         extents = tuple(cut.stop - cut.start for cut in cells)
         out = np.empty((len(indices), *extents, *self.shape[1 + len(extents) :]), self.dtype)
         for index, number in enumerate(indices) if out.size else ():
-            item, origin = self.images[number], self.crops.first_cell(number)
-            box = [
-                slice(lo + own.start + cut.start, lo + own.start + cut.stop)
-                for lo, own, cut in zip(origin, self.tile, cells, strict=True)
-            ]
-            values = self._open_image_file(item.name).read((*item.leading_index, *box, slice(0, item.shape[-1])))
+            item = self.images[number]
+            values = self._open_image_file(item.name).read(self._crop_box(number, cells))
             out[index] = self._fill_and_check(item, values).reshape(out.shape[1:])
         return out
+
+    def unfilled_cache_bytes(self, epochs: int) -> int:
+        """Return the bytes of decoded chunks that reading all crops of these epochs adds to the cache."""
+        current, chunks, total = self.crops.epoch, set[Hashable](), 0
+        try:
+            for chunk, nbytes in self._chunks_of_epochs(epochs):
+                total += nbytes * (chunk not in chunks)
+                chunks.add(chunk)
+                if total >= self._cache.capacity_bytes:
+                    break
+        finally:
+            self.crops.epoch = current
+        return max(0, min(self._cache.capacity_bytes, total) - self._cache.nbytes)
+
+    def _chunks_of_epochs(self, epochs: int) -> Iterator[tuple[Hashable, int]]:
+        """Yield the chunks that are cached when all crops of these epochs are read, and their bytes."""
+        names = dict.fromkeys(item.name for item in self.images if not is_picture(item.name))
+        sources = {name: self._open_image_file(name) for name in names}
+        sources = {name: source for name, source in sources.items() if source.cache is not None}
+        for self.crops.epoch in range(epochs if sources else 0):
+            for number, item in enumerate(self.images):
+                if item.name in sources:
+                    for first, nbytes in sources[item.name].chunks_of_box(self._crop_box(number, self._own_cells)):
+                        yield (item.name, first), nbytes
 
     def close(self) -> None:
         """Close the files; a later read reopens them."""
         while self._sources:
             self._sources.popitem()[1].close()
+
+    @property
+    def _own_cells(self) -> tuple[slice, ...]:
+        """All cells of the tile."""
+        return tuple(slice(0, cut.stop - cut.start) for cut in self.tile)
+
+    def _crop_box(self, number: int, cells: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return cells of the tile of a crop as a box of the file."""
+        item, origin = self.images[number], self.crops.first_cell(number)
+        box = (
+            slice(lo + own.start + cut.start, lo + own.start + cut.stop)
+            for lo, own, cut in zip(origin, self.tile, cells, strict=True)
+        )
+        return (*item.leading_index, *box, slice(0, item.shape[-1]))
 
     def _open_image_file(self, name: str) -> TileSource:
         if name not in self._sources:
@@ -153,6 +187,7 @@ class CropSplit(PrefetchingSplit):
         self, crops: RandomCropPositions, tiles: CropTiles, labels: Any, prefetch: bool, **normalisation: Any
     ) -> None:
         self._positions, self.fill = crops, tiles.fill
+        self._crop_tiles = [part for part in (tiles, labels) if isinstance(part, CropTiles)]
         super().__init__(tiles, labels, prefetch, **normalisation)
 
     @property
@@ -163,3 +198,7 @@ class CropSplit(PrefetchingSplit):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._positions.epoch = epoch
+
+    def unfilled_cache_bytes(self, epochs: int) -> int:
+        """Return the bytes that reading all crops of these epochs adds to the caches of decoded chunks."""
+        return sum(part.unfilled_cache_bytes(epochs) for part in self._crop_tiles)

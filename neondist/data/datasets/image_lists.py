@@ -59,9 +59,14 @@ def match_files(field: str, pattern: str) -> list[str]:
     return [path + suffix for path in paths]
 
 
+def is_picture(name: str) -> bool:
+    """Return whether a file is a picture, which is decoded as a whole; TIFF files may be read in parts."""
+    return Path(name).suffix.lower() in _PICTURE_SUFFIXES
+
+
 def open_mask(name: str) -> TileSource:
     """Open a mask; a picture with a palette is read as palette indices."""
-    if Path(name).suffix.lower() in _PICTURE_SUFFIXES:
+    if is_picture(name):
         return ClassMapSource(Path(name), "", 0, None)
     return open_source(name)
 
