@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     options.add_experiment_options(cmd, "number of ranks to plan for (default 1); none is started")
     cmd.add_argument(
         "--measure-memory", action="store_true",
-        help="also run training steps of the rank with the most cells in this process, and print the peak memory",
+        help="also run a few batches as rank 0 in this process, with evaluation and files, and print its peak memory",
     )  # fmt: skip
     cmd.set_defaults(command=check)
 
@@ -179,14 +179,14 @@ def check(arguments: argparse.Namespace) -> int:
         description = describe_experiment(experiment, ranks)
     Console(soft_wrap=True).print(description)
     if arguments.measure_memory:
-        from ..bench.model.rank_profile import measure_peak_memory_of_run
+        from ..bench.model.rank_profile import measure_peak_memory
         from ..plan.report import format_size
         from ..terminal.console import emit
         from ..train.validate import experiment_grid_shape
 
-        emit("measuring training steps of the rank with the most cells ...")
-        peak = measure_peak_memory_of_run(experiment, experiment_grid_shape(experiment, ranks))
-        emit(f"measured peak: {format_size(peak)} for the whole process of the rank with the most cells")
+        emit("measuring a short run of rank 0 ...")
+        peak = measure_peak_memory(experiment, experiment_grid_shape(experiment, ranks))
+        emit(f"measured peak: {format_size(peak)} for the whole process of rank 0, which also writes files and draws")
     return 0
 
 

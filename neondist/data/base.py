@@ -60,6 +60,7 @@ class Dataset(Registered, ABC):
     """Whether `open` refuses data without a validation and a test split."""
     _validation_share: float | int | None = None  # for subclasses that do not call this constructor
     _shard_and_count: tuple[int, int] | None = None
+    _batch_limit: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
     #: number of shards of the training samples, and number of samples in the smallest
@@ -155,6 +156,8 @@ class Dataset(Registered, ABC):
             self._grid = grid
             if self._shard_and_count is not None:
                 self._restrict_to_shard(*self._shard_and_count, grid)
+            if self._batch_limit is not None:
+                self._restrict_to_batches(*self._batch_limit)
             if augment:
                 self._augment_splits(tile)
         except MemoryError as caught:
@@ -222,6 +225,19 @@ class Dataset(Registered, ABC):
             )
         self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
         self.train = self.train.every_nth(num_shards, index)
+
+    def limit_batches(self, batch_size: int, count: int) -> None:
+        """Restrict every split to samples for `count` batches when the data set is opened, for a short run.
+
+        The samples are evenly spaced, so that they come from all files. A last batch of another size is kept.
+        """
+        self._batch_limit = batch_size, count
+
+    def _restrict_to_batches(self, batch_size: int, count: int) -> None:
+        for name, split in self.splits.items():
+            kept = batch_size * count + len(split) % batch_size
+            if len(split) > kept:
+                setattr(self, name, split.every_nth(len(split) // kept, 0).select_range(0, kept))
 
     def _augment_splits(self, tile: AugmentedTile) -> None:
         """Augment the training split; cut the tiles of the other splits from the cells read for augmentation."""

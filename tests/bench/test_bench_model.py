@@ -191,7 +191,7 @@ def test_dry_run_records_the_messages_of_a_rank(shape):
 
 def replicated_parameters(experiment):
     """Return all parameters but the weights of the FC layer, whose rows are sharded."""
-    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, MessageLog()))
+    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, GridShape(), MessageLog()))
     *convolutions, fc = experiment.model.leaves
     return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 

@@ -98,6 +98,7 @@ def test_measured_peak_memory_contains_the_planned_arrays():
     data = nd.Synthetic([400, 320, 2], classes=3, train=2, test=1)
     layers = nn.Conv2d(2, 64, 1), nn.Sigmoid(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     experiment = nd.FitExperiment(data, ndt.TorchModel(lambda: nn.Sequential(*layers)), batch_size=2)
+    memory.reset_peak()
     before = memory.resident_bytes()
     added = rank_profile.measure_peak_memory(experiment, GridShape(1, 2, 1)) - before
     planned = experiment.model.compiled.memory(0)

@@ -3,7 +3,7 @@ import pytest
 from small_datasets import make_grids
 
 from neondist.comm import ProcessGrid, loopback
-from neondist.data import Dataset, Split
+from neondist.data import Dataset, Split, Synthetic
 from neondist.errors import DataError, RemoteError, ShapeError
 
 PIXELS = np.random.RandomState(0).randint(0, 256, (7, 3, 4, 2)).astype(np.uint8)
@@ -88,3 +88,14 @@ def test_open_loads_both_splits():
     data.open(make_grids(1, 1, 1)[0])
     assert len(data.train) == len(data.test) == 7
     assert data.arguments() == {"error": None}
+
+
+@pytest.mark.parametrize(("train", "kept"), [(7, range(7)), (30, range(20)), (95, range(0, 75, 3))])
+def test_limited_number_of_batches(train, kept):
+    whole, data = (Synthetic((4, 3, 1), classes=2, train=train, test=12) for _ in range(2))
+    data.limit_batches(10, 2)
+    for dataset in (whole, data):
+        dataset.open(ProcessGrid.serial())
+    assert [len(split) for split in data.splits.values()] == [len(kept), 12]
+    np.testing.assert_array_equal(data.train.images(np.arange(len(kept))), whole.train.images(list(kept)))
+    np.testing.assert_array_equal(data.train.targets(np.arange(len(kept))), whole.train.targets(list(kept)))

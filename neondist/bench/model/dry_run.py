@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import CompletedRequest, Exchange, Message, ProcessGrid, ReduceOp, Request, Transport
+from ...geometry import GridShape
 
 
 @dataclass
@@ -87,9 +88,10 @@ class _RecordedExchange(Exchange):
             message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
 
 
-def dry_run_grid(rank: int, grid_factors: dict[str, int], size: int, message_log: MessageLog) -> ProcessGrid:
-    """Return the grid of `size` ranks as rank `rank` sees it."""
-    grid = ProcessGrid(DryRunTransport(rank, size, message_log), **grid_factors)
+def dry_run_grid(rank: int, shape: GridShape, message_log: MessageLog) -> ProcessGrid:
+    """Return the grid of this shape as rank `rank` sees it."""
+    factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
+    grid = ProcessGrid(DryRunTransport(rank, shape.size, message_log), **factors)
     grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, message_log)
     grid.replica_comm = DryRunTransport(grid.replica, grid.replicas, message_log)
     return grid

@@ -1,26 +1,24 @@
-"""Profile of the fullest rank of many, run alone in this process: compute time, messages and memory."""
+"""Profile of a rank of many, run alone in this process: compute time, messages and memory."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import prod
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
+from ...comm.mpi import world_transport
+from ...errors import LaunchError
 from ...geometry import GridShape
-from ...io.files import has_matplotlib
 from ...models import TrainableModel
 from ...plan import Plan
 from ...runtime.observers.clock import Clock
-from ...train.callbacks.curves_picture import write_curves_picture
-from ...train.state import Record
+from ...system.job import detect_job
 from .. import memory
 from ..noise import relative_noise
 from ..roofline import count_products
@@ -31,7 +29,7 @@ COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
 """minimum seconds of computing to time: to compare grids, and to predict"""
 LEAST_STEPS = 5
 """steps of `profile_rank`, at least: two to warm up, two turns, and one by layer"""
-_MEMORY_STEPS = 4  # freed memory is kept and split: the first steps may need more each
+_MEMORY_BATCHES = 4  # freed memory is kept and split: the first batches may need more each
 
 
 @dataclass
@@ -106,37 +104,29 @@ def profile_rank(
 
 
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
-    """Return the peak resident bytes of this process in training steps of the rank with most cells.
+    """Return the peak resident bytes of rank 0, which also writes files and draws, after a short run in this process.
 
-    Measured in a process that has done little else, this is the memory of a rank's process in training, without the
-    images of other batches and MPI's own buffers.
+    The run has one epoch of a few batches, and one of each stage of pretraining, with the files in a temporary folder.
+    Other ranks are absent: their messages are zeros. The bytes of image chunks that the whole run would cache are
+    added. The experiment cannot be used afterwards.
     """
-    memory.reset_peak()
-    step, _, _ = prepare_step(experiment, shape)
-    for _ in range(_MEMORY_STEPS):
-        step()
-    return memory.peak_bytes()
-
-
-def measure_peak_memory_of_run(experiment: Any, shape: GridShape) -> int:
-    """Return the peak resident bytes of this process in steps and in what rank 0 does besides.
-
-    These are the images of its tile, MPI, HDF5, and the pictures at the end.
-    """
-    measure_peak_memory(experiment, shape)
-    experiment.dataset.open(experiment.model.grid)
-    for split in experiment.dataset.splits.values():
-        if len(split):
-            split.images(np.arange(min(len(split), experiment.batch_size)), experiment.model.dtype)
-    import_module("h5py")  # for checkpoints
-    if shape.size > 1:
-        import_module("mpi4py.MPI")
-    if has_matplotlib():
-        names = "train_loss", "test_loss", "test_error", *(metric.name for metric in experiment.metrics)
-        record = {"epoch": 1, **dict.fromkeys(names, 0.5)}
-        with TemporaryDirectory(prefix="neondist-memory-") as folder:
-            write_curves_picture([Record(record), Record(record | {"epoch": 2})], Path(folder, "curves.png"))
-    return memory.peak_bytes()
+    if shape.size > 1 and detect_job(os.environ) is None:  # in a job, all ranks would have to start MPI
+        with suppress(LaunchError):
+            world_transport()
+    model, epochs = experiment.model, experiment.epochs
+    experiment.epochs, model.num_pretrain_epochs = 1, min(1, model.num_pretrain_epochs)
+    experiment.server_strategy = None
+    for logger in experiment.loggers:
+        logger.folder = None  # they write to the temporary folder
+    experiment.dataset.limit_batches(experiment.batch_size, _MEMORY_BATCHES)
+    model.nonfinite = "skip"  # gradients are incomplete
+    grid = dry_run_grid(0, shape, MessageLog())
+    with TemporaryDirectory(prefix="neondist-memory-") as folder:
+        experiment.run(grid, output=folder, hooks=[])
+    peak, splits = memory.peak_bytes(), experiment.dataset.splits
+    cached_bytes = sum(split.unfilled_cache_bytes(epochs if name == "train" else 1) for name, split in splits.items())
+    experiment.dataset.close()
+    return peak + cached_bytes
 
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
@@ -168,8 +158,7 @@ def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None],
     """Return a training step of the fullest rank, its record of messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     message_log = MessageLog()
-    factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
-    grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), factors, shape.size, message_log)
+    grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), shape, message_log)
     model.build(sample_shape, whole, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, whole)))
     model.restrict_cost_to_local_cells(experiment.dataset.fields)
     x, targets = model.timing_batch(experiment.dataset)
