@@ -18,27 +18,26 @@ from torch.fx import Node
 from ..ir.layout import Mesh
 from ..ir.registry import POINTWISE_OPS
 from ..lowering.lowering import bind_arguments
+from ..rules.channels import sums_partial_results
 
-FLOPS_PER_SECOND = 5e10
-BYTES_PER_SECOND = 8e9
-SECONDS_PER_MESSAGE = 1e-4
-BORDER_SECONDS = 2 * SECONDS_PER_MESSAGE
-"""Time to convert the inputs of a region to channels, and its results to tiles."""
-WEIGHT_PASSES = 6
-"""Times that a training step reads or writes the weights of a convolution, including their gradients."""
-INPUT_PASSES = 3
-"""Times that a training step moves the inputs of a convolution, or their gradients, between ranks or in memory."""
+FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
+"""Speed of one core, and latency with waiting: typical values, since all ranks must find the same regions."""
+BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
+"""Time to gather the inputs of a region, to partition its results into tiles, and for both gradients."""
+WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
+"""Passes over the memory of weights and their gradients in a convolution, and of what is summed or gathered."""
 _PRODUCTS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
 _BATCH_NORMS = {
     "aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default",
     "aten._batch_norm_with_update_functional.default", "aten._native_batch_norm_legit_no_training.default",
 }  # fmt: skip
+_GLOBAL_MEANS = {"aten.mean.dim", *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3))}
 _OTHERS = {
-    *(f"aten.{name}{n}d{end}.default" for n in (1, 2, 3) for name, end in (
-        ("max_pool", ""), ("max_pool", "_with_indices"), ("avg_pool", ""), ("adaptive_avg_pool", ""))),
-    "aten.mean.dim", "aten.flatten.using_ints", "aten.view.default", "aten.dropout.default",
+    *(f"aten.{name}.default" for n in (1, 2, 3) for name in (
+        f"max_pool{n}d", f"max_pool{n}d_with_indices", f"avg_pool{n}d")),
+    "aten.flatten.using_ints", "aten.view.default", "aten.dropout.default",
 }  # fmt: skip
-"""Operators whose rules need no messages for partitioned channels."""
+"""Further operators that need no messages for partitioned channels."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,17 @@ class _NodeEstimate:
     ----------
     saved : float
         Seconds of a training step that this saves; negative: it takes longer.
-    elements : int
-        Elements of the input and the results.
+    is_partitioned : bool
+        Whether ranks have different channels of the results; otherwise all of them.
+    moved : int
+        Elements that are gathered or summed over ranks.
     weights : int
-        Elements of the weights of a dense convolution or product; 0: of another operator.
+        Elements of the weights of a convolution or product with all channels; 0: of another operator.
     """
 
     saved: float
-    elements: int
+    is_partitioned: bool
+    moved: int = 0
     weights: int = 0
 
 
@@ -74,68 +76,88 @@ def find_channel_regions(program: Any, mesh: Mesh, excluded: Collection[str] = (
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     chosen: set[Node] = set()
-    region: list[Node] = []
-    saved = best = 0.0
-    best_length = largest = 0
+    region = _Region()
     for node in program.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
             continue  # or computed from parameters alone
         read_inputs.add(node)
-        estimate = estimate_node(node, mesh) if node.op == "call_function" else None
-        if estimate is not None and (region or estimate.weights):
-            largest = max(largest, estimate.weights)
-            if estimate.elements <= largest:
-                region.append(node)
-                saved += estimate.saved
-                if saved > best:
-                    best, best_length = saved, len(region)
-                elif saved < 0:  # a region that begins later saves more
-                    region, saved, best, best_length, largest = [], 0.0, 0.0, 0, 0
-                continue
-        chosen.update(region[:best_length] if best > BORDER_SECONDS else ())
-        region, saved, best, best_length, largest = [], 0.0, 0.0, 0, 0
+        estimate = estimate_node(node, mesh, region.partitioned) if node.op == "call_function" else None
+        if estimate is not None and estimate.moved <= estimate.weights and (region.nodes or estimate.weights):
+            region.append(node, estimate)
+            if region.saved < 0 and not region.best:  # a region that begins later saves more
+                region = _Region()
+        else:
+            chosen.update(region.nodes[: region.best_length] if region.best > BORDER_SECONDS else ())
+            region = _Region()
     return chosen
 
 
-def estimate_node(node: Node, mesh: Mesh) -> _NodeEstimate | None:
-    """Return the estimate for a node, or None if it cannot be partitioned by channels."""
+class _Region:
+    """Consecutive nodes that are partitioned by channels, and those of them up to which this saves most."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.partitioned: set[Node] = set()
+        self.saved = self.best = 0.0
+        self.best_length = 0
+
+    def append(self, node: Node, estimate: _NodeEstimate) -> None:
+        """Add the next node."""
+        self.nodes.append(node)
+        if estimate.is_partitioned:
+            self.partitioned.add(node)
+        self.saved += estimate.saved
+        if self.saved > self.best:
+            self.best, self.best_length = self.saved, len(self.nodes)
+
+
+def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) -> _NodeEstimate | None:
+    """Return the estimate for a node, or None if it cannot be partitioned by channels.
+
+    Parameters
+    ----------
+    partitioned : collection of torch.fx.Node
+        Nodes of whose results ranks have different channels.
+    """
     target, out = node.meta.get("out_of_place", node.target), node.meta.get("val")
+    has_own_channels, name = any(arg in partitioned for arg in node.all_input_nodes), str(target)
     if target is operator.getitem:
-        return _NodeEstimate(0.0, 0)
+        return _NodeEstimate(0.0, has_own_channels)
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    name = str(target)
     if name in _PRODUCTS:
-        return _estimate_product(bind_arguments(target, node.args, node.kwargs), out, mesh)
+        return _estimate_product(bind_arguments(target, node.args, node.kwargs), out, mesh, has_own_channels)
     if name in _BATCH_NORMS:
         trains = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
-        return _NodeEstimate(SECONDS_PER_MESSAGE if trains else 0.0, 0)
+        messages = (2 - has_own_channels) * bool(trains)  # running statistics are gathered
+        return _NodeEstimate(messages * SECONDS_PER_MESSAGE, has_own_channels)
+    if name in _GLOBAL_MEANS:
+        return _NodeEstimate(SECONDS_PER_MESSAGE, has_own_channels)
     is_pointwise = torch.Tag.pointwise in target.tags or name in POINTWISE_OPS
-    return _NodeEstimate(0.0, 0) if is_pointwise or name in _OTHERS else None
+    return _NodeEstimate(0.0, has_own_channels) if is_pointwise or name in _OTHERS else None
 
 
-def _estimate_product(given: Mapping[str, Any], out: Any, mesh: Mesh) -> _NodeEstimate | None:
+def _estimate_product(
+    given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool
+) -> _NodeEstimate | None:
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
     x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
     kernel, cells, parts = weight.shape[2:], out.shape[2:], mesh.parts[1:]
     if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial):
         return None
-    units, ranks = weight.shape[0] if groups == 1 else groups, prod(parts)
+    (outputs, inner), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
+    sums = groups == 1 and has_own_channels and sums_partial_results(inner, outputs)
+    units = inner if sums else outputs if groups == 1 else groups
     share = ceil(units / ranks) / units if units >= ranks else 1.0
     tile = prod(ceil(n / p) for n, p in zip(cells, parts, strict=False))
-    seconds_per_cell = 6 * ceil(x.shape[0] / mesh.parts[0]) * weight.numel() / FLOPS_PER_SECOND
-    weight_pass = x.element_size() * weight.numel() / BYTES_PER_SECOND
+    seconds_per_cell = 6 * samples * weight.numel() / FLOPS_PER_SECOND
+    seconds_per_pass = x.element_size() * weight.numel() / BYTES_PER_SECOND
     halo = 2 * SECONDS_PER_MESSAGE if max(kernel, default=1) > 1 else 0.0
-    by_cells = seconds_per_cell * tile + weight_pass * WEIGHT_PASSES + halo
-    # gradients of other ranks' weights are zeros, written and added
-    by_channels = seconds_per_cell * prod(cells) * share + weight_pass * (WEIGHT_PASSES * share + 2 * (1 - share))
-    inputs, results = _elements(x, mesh), _elements(out, mesh)
+    by_cells = seconds_per_cell * tile + seconds_per_pass * (WEIGHT_PASSES + SUM_PASSES) + halo
+    by_channels = seconds_per_cell * prod(cells) * share + seconds_per_pass * (WEIGHT_PASSES * share + GATHER_PASSES)
     if groups > 1:
-        return _NodeEstimate(by_cells - by_channels, inputs + results)
-    by_channels += 2 * SECONDS_PER_MESSAGE + INPUT_PASSES * x.element_size() * inputs / BYTES_PER_SECOND
-    return _NodeEstimate(by_cells - by_channels, inputs + results, weight.numel())
-
-
-def _elements(tensor: torch.Tensor, mesh: Mesh) -> int:
-    """Return the number of elements for the samples of one replica."""
-    return prod(tensor.shape[1:]) * ceil(tensor.shape[0] / mesh.parts[0])
+        return _NodeEstimate(by_cells - by_channels, share < 1)
+    moved = samples * (2 * prod(out.shape[1:]) if sums else prod(x.shape[1:]))
+    messages = 2 if has_own_channels and not sums else 1  # if all ranks have all inputs, only their gradient is summed
+    by_channels += messages * SECONDS_PER_MESSAGE + GATHER_PASSES * x.element_size() * moved / BYTES_PER_SECOND
+    return _NodeEstimate(by_cells - by_channels, share < 1 and not sums, moved, weight.numel())

@@ -9,9 +9,6 @@ from ..ir.graph import Value
 from ..ir.layout import Dim, axes_of, merge_atoms, replace_dim, replicated
 from ..lowering.lowering import Lowering
 
-MIN_INPUT_CHANNELS_PER_RESULT = 2
-"""Least ratio of input channels to results for which partial results are summed instead of gathering the inputs."""
-
 
 class ChannelOperands(NamedTuple):
     """Operands of a convolution on this rank.
@@ -31,8 +28,13 @@ class ChannelOperands(NamedTuple):
     summed_axes: frozenset[int] = frozenset()
 
 
+def sums_partial_results(inputs: int, outputs: int) -> bool:
+    """Return whether to sum partial results over ranks instead of gathering the inputs: if these are many."""
+    return inputs >= 2 * outputs
+
+
 def partition_operands(
-    lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1, sums: bool | None = None
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1
 ) -> ChannelOperands:
     """Return operands of which each rank has the weights of its own channels.
 
@@ -42,13 +44,9 @@ def partition_operands(
         (N, C, ...), all cells.
     weight : Value
         (outputs, C / groups, ...)
-    sums : bool, optional
-        Whether to sum partial results over the ranks if inputs are partitioned; default: if there are many inputs.
     """
     outputs, inputs = weight.shape[:2]
-    if sums is None:
-        sums = groups == 1 and inputs >= MIN_INPUT_CHANNELS_PER_RESULT * outputs
-    if sums and not lowering.is_whole(x, 1):
+    if groups == 1 and sums_partial_results(inputs, outputs) and not lowering.is_whole(x, 1):
         own = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
         return ChannelOperands(x, own, bias, (Atom(outputs),), axes_of(x.layout[1:2]))
     units = _split_units(lowering, outputs if groups == 1 else groups)

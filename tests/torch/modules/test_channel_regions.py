@@ -122,7 +122,7 @@ def count_partitioned_nodes(module, shape, parts=(1, 2, 1)):
 
 def test_regions_have_more_weights_than_cells():
     deep = nn.Sequential(nn.Conv2d(3, 256, 3), nn.ReLU(), *(nn.Conv2d(256, 256, 3) for _ in range(3)))
-    assert count_partitioned_nodes(deep, (1, 3, 14, 14)) == (3, 0)
+    assert count_partitioned_nodes(deep, (1, 3, 14, 14)) == (4, 1)
     assert count_partitioned_nodes(deep, (1, 3, 64, 64)) == (0, 0)
     assert count_partitioned_nodes(deep, (1, 3, 14, 14), (2, 1, 1)) == (0, 0)
 
