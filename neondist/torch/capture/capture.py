@@ -194,16 +194,17 @@ def lower_program(
             overwritten = store_result(env, node, result)
             changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
             regions.record(result, node)
-    mutated = {name: lowering.gather(regions.convert(lowering.read(env, old))).id for name, old in changed.items()}
+    mutated = {name: lowering.read(env, old) for name, old in changed.items()}
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
-            mutated[spec.target] = lowering.gather(out).id
+            mutated[spec.target] = out
         else:
             lowering.where = node_location(output_node)
             lowering.refuse("an input, or a parameter, is changed in place")
+    buffers_after = {name: value.id for name, value in zip(mutated, regions.gather(mutated.values()), strict=True)}
     ids = [out.id if isinstance(out, Value) else _NonTensorOutput(out) for out in results]
     plan = TorchPlan(
         mesh,
@@ -214,7 +215,7 @@ def lower_program(
         buffers,
         inputs,
         ids,
-        mutated,
+        buffers_after,
         None if lowering.seed is None else lowering.seed.id,
         recompute,
     )

@@ -137,9 +137,7 @@ def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) ->
     return _NodeEstimate(0.0, has_own_channels) if is_pointwise or name in _OTHERS else None
 
 
-def _estimate_product(
-    given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool
-) -> _NodeEstimate | None:
+def _estimate_product(given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool) -> _NodeEstimate | None:
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
     x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
     kernel, cells, parts = weight.shape[2:], out.shape[2:], mesh.parts[1:]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from functools import partial
+from math import prod
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import axes_of
+from ..ir.layout import axes_of, replicated
 from ..lowering.lowering import Lowering
+
+
+def _flatten_columns(first: int, count: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, first : first + count].reshape(-1)
 
 
 class Partitioning(Enum):
@@ -62,6 +70,27 @@ class RegionConversion:
         if key not in self._converted:
             self._converted[key] = self._convert(value, wanted)
         return self._converted[key]
+
+    def gather(self, values: Iterable[Value]) -> list[Value]:
+        """Return the values after the program with all indices on every rank; statistics of channels in one message."""
+        lowering, mesh, values = self.lowering, self.lowering.mesh, list(values)
+        tiles = prod(mesh.parts[1:])
+        evenly = [
+            v for v in values
+            if tiles > 1 and len(v.shape) == 1 and axes_of(v.layout) == mesh.axes - {0} and not v.shape[0] % tiles
+        ]  # fmt: skip
+        gathered: dict[int, Value] = {}
+        for dtype in dict.fromkeys(value.dtype for value in evenly):
+            rows = [lowering.reshape(v, (tiles, v.shape[0] // tiles)) for v in evenly if v.dtype == dtype]
+            width = sum(row.shape[1] for row in rows)
+            joined = lowering.local(lambda *ts: torch.cat(ts, 1), rows, (rows[0].layout[0], (Atom(width),)))
+            whole, first = lowering.gather(joined), 0
+            for value in (v for v in evenly if v.dtype == dtype):
+                count = value.shape[0] // tiles
+                run = partial(_flatten_columns, first, count)
+                gathered[value.id] = lowering.local(run, [whole], replicated(value.shape))
+                first += count
+        return [gathered.get(v.id) or lowering.gather(self.convert(v)) for v in values]
 
     def _of_node(self, node: Node) -> Partitioning:
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

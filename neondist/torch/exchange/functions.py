@@ -262,6 +262,8 @@ def _merge_moments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the global mean and variance from those of this rank and its share of the elements."""
     dtype = mean.dtype
+    if not axes & comm.mesh.axes:
+        return mean, variance
     if dtype == torch.float64:  # no wider type: squares would cancel
         mean, own_mean = comm.reduce(name, "forward", mean * share, axes, in_place=True), mean
         deviations = (own_mean - mean).square_().add_(variance).mul_(share)

@@ -151,7 +151,7 @@ class PlanBuilder(StepList):
 
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
-        if value.kind == "parameter" and value.shape == shape_of(layout):
+        if value.kind in ("parameter", "constant") and not value.axes and value.shape == shape_of(layout):
             part = self.parts_of_tiles(layout)
             if part is not None:
                 return self.own_part(value, layout, part)

@@ -153,11 +153,11 @@ class StepList:
             self._values_with_summed_gradient[key] = entered
         return self._values_with_summed_gradient[key]
 
-    def own_part(self, parameter: Value, layout: Layout, part: DimPart) -> Value:
-        """Return the part of a parameter that each rank uses, as partitioned in `layout`."""
+    def own_part(self, value: Value, layout: Layout, part: DimPart) -> Value:
+        """Return the part of a parameter or constant that each rank uses, as partitioned in `layout`."""
         shape, axes = local_shape(layout, self._place), axes_of(layout)
-        own = self._new_value(shape, axes, parameter.dtype, parameter.kind, layout)
-        self._add_step("part", [parameter], [own], kind_args=part)
+        own = self._new_value(shape, axes, value.dtype, value.kind, layout)
+        self._add_step("part", [value], [own], kind_args=part)
         return own
 
     def add_constant(self, tensor: torch.Tensor) -> Value:
