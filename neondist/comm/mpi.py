@@ -31,6 +31,10 @@ TORCHRUN_REMEDY = (
 )
 
 
+MAX_REDUCED_BYTES = 1 << 22
+"""Size of the parts of an array that are reduced one by one: larger ones would leave the caches."""
+
+
 def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been. Collective.
 
@@ -196,8 +200,8 @@ class MPITransport(Transport):
             return []
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
-        flat = array.reshape(-1, order="A")
-        return [flat[chunk] for chunk in chunk_slices(array.size, self.max_count)]
+        flat, count = array.reshape(-1, order="A"), min(self.max_count, MAX_REDUCED_BYTES // array.itemsize)
+        return [flat[chunk] for chunk in chunk_slices(array.size, count)]
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, stacked."""

@@ -46,8 +46,11 @@ def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor],
     tensors = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() and not p.is_meta}
     if world.size == 1 or not tensors:
         return
-    sums = [torch.stack([p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)]) for p in tensors.values()]
-    totals, sizes = torch.stack([pair.cpu() for pair in sums]).numpy().T
+    wide = [p.float() if p.dtype.itemsize < 4 else p for p in tensors.values()]
+    totals, sizes = (
+        torch.stack([value.double().cpu() for value in values]).numpy()
+        for values in ([p.sum() for p in wide], torch._foreach_norm(wide, 1))
+    )
     sizes = np.maximum(sizes, np.finfo(float).tiny)
     factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that differences of two tensors do not cancel
     number = factors @ (totals / sizes + np.log(sizes))

@@ -323,7 +323,7 @@ class RecordGradient(torch.autograd.Function):
 
 
 class SumParameterGradients(torch.autograd.Function):
-    """All parameters of a pass; their gradients are summed over all ranks, in one reduction per dtype.
+    """All parameters of a pass; their gradients are summed over all ranks, a few of one dtype at once.
 
     Of some parameters each rank uses a part. Their gradients are summed over replicas, and gathered.
     """
@@ -345,22 +345,39 @@ class SumParameterGradients(torch.autograd.Function):
         comm, sums = ctx.comm, list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            for is_part in (False, True):
-                indices = [at for at in of_dtype if (ctx.parts[at] is not None) == is_part]
+            are_parts = [at for at in of_dtype if ctx.parts[at] is not None]
+            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is None], gradients):
                 grads = [gradients[at] for at in indices]
-                if not grads:
-                    continue
                 flat = torch._C._nn.flatten_dense_tensors(grads)
-                axes = comm.mesh.axes & {0} if is_part else comm.mesh.axes
-                flat = comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(indices) > 1)
-                if is_part:
-                    whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
-                    comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
-                else:
-                    whole = torch._C._nn.unflatten_dense_tensors(flat, grads)
-                for at, tensor in zip(indices, whole, strict=True):
+                flat = comm.reduce(GRADIENTS, "backward", flat, comm.mesh.axes, in_place=len(indices) > 1)
+                for at, tensor in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
                     sums[at] = tensor
+            for indices in _buckets(are_parts, gradients):
+                flat = torch._C._nn.flatten_dense_tensors([gradients[at] for at in indices])
+                flat = comm.reduce(GRADIENTS, "backward", flat, comm.mesh.axes & {0}, in_place=len(indices) > 1)
+                for at in indices:
+                    sums[at] = torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device)
+                comm.gather_parts(
+                    GRADIENTS, "backward", flat, [sums[at] for at in indices], [ctx.parts[at] for at in indices]
+                )
         return (None, None, *sums)
+
+
+MAX_BUCKET_BYTES = 1 << 22
+"""Size of gradients that are summed at once: larger arrays would be new memory in each step, not the allocator's."""
+
+
+def _buckets(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return groups of the gradients with these indices, of MAX_BUCKET_BYTES at most unless it is a single one."""
+    buckets, filled = list[list[int]](), 0
+    for at in indices:
+        size = gradients[at].nbytes
+        if not buckets or filled + size > MAX_BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(at)
+        filled += size
+    return buckets
 
 
 class EmptyResult(torch.autograd.Function):
