@@ -329,9 +329,11 @@ class SumParameterGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], *tensors: torch.Tensor) -> Any:
-        """Return the parameters, or this rank's parts of them."""
-        ctx.comm, ctx.parts, ctx.shapes = comm, parts, [tensor.shape for tensor in tensors]
+    def forward(
+        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], unshared: Sequence[bool], *tensors: torch.Tensor
+    ) -> Any:
+        """Return the parameters, or this rank's parts of them; `unshared` gradients may be modified."""
+        ctx.comm, ctx.parts, ctx.unshared, ctx.shapes = comm, parts, unshared, [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
         pairs = zip(tensors, parts, strict=True)
@@ -345,39 +347,46 @@ class SumParameterGradients(torch.autograd.Function):
         comm, sums = ctx.comm, list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            are_parts = [at for at in of_dtype if ctx.parts[at] is not None]
             for indices in _buckets([at for at in of_dtype if ctx.parts[at] is None], gradients):
                 grads = [gradients[at] for at in indices]
-                flat = torch._C._nn.flatten_dense_tensors(grads)
-                flat = comm.reduce(GRADIENTS, "backward", flat, comm.mesh.axes, in_place=len(indices) > 1)
+                flat = _sum_bucket(ctx, indices, grads, comm.mesh.axes)
                 for at, tensor in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
                     sums[at] = tensor
-            for indices in _buckets(are_parts, gradients):
-                flat = torch._C._nn.flatten_dense_tensors([gradients[at] for at in indices])
-                flat = comm.reduce(GRADIENTS, "backward", flat, comm.mesh.axes & {0}, in_place=len(indices) > 1)
-                for at in indices:
-                    sums[at] = torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device)
-                comm.gather_parts(
-                    GRADIENTS, "backward", flat, [sums[at] for at in indices], [ctx.parts[at] for at in indices]
-                )
-        return (None, None, *sums)
+            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is not None], gradients):
+                flat = _sum_bucket(ctx, indices, [gradients[at] for at in indices], comm.mesh.axes & {0})
+                whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
+                comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
+                for at, tensor in zip(indices, whole, strict=True):
+                    sums[at] = tensor
+        return (None, None, None, *sums)
 
 
 MAX_BUCKET_BYTES = 1 << 22
 """Size of gradients that are summed at once: larger arrays would be new memory in each step, not the allocator's."""
+MIN_SINGLE_BYTES = 1 << 18
+"""Size of gradients that are summed in place, if possible, instead of being joined with others."""
 
 
 def _buckets(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return groups of the gradients with these indices, of MAX_BUCKET_BYTES at most unless it is a single one."""
-    buckets, filled = list[list[int]](), 0
-    for at in indices:
-        size = gradients[at].nbytes
-        if not buckets or filled + size > MAX_BUCKET_BYTES:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(at)
-        filled += size
-    return buckets
+    """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES."""
+    buckets = [[at] for at in indices if gradients[at].nbytes >= MIN_SINGLE_BYTES]
+    joined, filled = list[int](), 0
+    for at in (at for at in indices if gradients[at].nbytes < MIN_SINGLE_BYTES):
+        if filled > MAX_BUCKET_BYTES:
+            buckets.append(joined)
+            joined, filled = [], 0
+        joined.append(at)
+        filled += gradients[at].nbytes
+    return [*buckets, joined] if joined else buckets
+
+
+def _sum_bucket(ctx: Any, indices: Sequence[int], grads: Sequence[torch.Tensor], axes: frozenset[int]) -> torch.Tensor:
+    """Return the sums of gradients over axes, flat."""
+    first = grads[0]
+    if len(grads) == 1 and ctx.unshared[indices[0]] and first.is_contiguous():
+        return ctx.comm.reduce(GRADIENTS, "backward", first.view(-1), axes, in_place=True)
+    flat = torch._C._nn.flatten_dense_tensors(list(grads))
+    return ctx.comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(grads) > 1)
 
 
 class EmptyResult(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Runner:
         # for some the plan has the mean of many steps
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._recomputed_segments = plan.segments() if plan.recompute else []
-        self._parts = plan.partitioned_parameters()
+        self._parts, self._unshared = plan.partitioned_parameters(), plan.parameters_with_unshared_gradient()
         self._saved_tensors = SavedTensors(plan)
         self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
@@ -131,14 +131,16 @@ class Runner:
             return tensors_by_id
         trained = [name for name in ids if parameters[name].requires_grad]
         for name in trained:
-            if (parts := self.local_gradients.get(id(parameters[name]))) is not None:
-                tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], parts)
+            if (recorded := self.local_gradients.get(id(parameters[name]))) is not None:
+                tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], recorded)
         trained = [name for name in trained if id(parameters[name]) not in self.local_gradients]
         if trained:
-            steps = [self._parts.get(ids[name]) for name in trained]
-            used_parts: list[DimPart | None] = [None if step is None else step.kind_args for step in steps]
+            parts: dict[str, DimPart | None] = {
+                name: step.kind_args if (step := self._parts.get(ids[name])) else None for name in trained
+            }
+            unshared = [ids[name] in self._unshared for name in trained]
             tensors = functions.SumParameterGradients.apply(
-                self.comm, used_parts, *(parameters[name] for name in trained)
+                self.comm, [*parts.values()], unshared, *(parameters[name] for name in trained)
             )
             tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return tensors_by_id

@@ -35,6 +35,8 @@ UNSHARED_GRADIENT_OPS = {
     "aten.conv3d.padding",
 }  # fmt: skip
 """Operators whose input gradient is in memory that is not shared."""
+UNSHARED_WEIGHT_GRADIENT_OPS = UNSHARED_GRADIENT_OPS | {"aten.linear.default"}
+"""Operators whose weight gradient is in memory that is not shared."""
 IDENTITY_KINDS = ("spread", "counted", "part")
 """Kinds of steps that return their input, or a part of it, unchanged and act on its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
@@ -252,6 +254,23 @@ class TorchGraph:
         readers = Counter(value for step in self.steps for value in step.inputs)
         steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
         return {value: step for value, step in steps.items() if readers[value] == 1 and value not in self.outputs}
+
+    def parameters_with_unshared_gradient(self) -> set[int]:
+        """Return the parameters, by id, whose gradients in a pass are in memory of their own, which may be reused."""
+        readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
+        for step in self.steps:
+            for value in step.inputs:
+                readers.setdefault(value, []).append(step)
+        unshared = set[int]()
+        for parameter in self.parameters.values():
+            value, steps = parameter, readers[parameter]
+            while len(steps) == 1 and steps[0].kind in IDENTITY_KINDS:
+                (value,) = steps[0].outputs
+                steps = readers.get(value, [])
+            weights = [step.inputs[1:2] for step in steps if step.op_name in UNSHARED_WEIGHT_GRADIENT_OPS]
+            if weights == [(value,)] and len(steps) == 1 and parameter not in self.outputs:
+                unshared.add(parameter)
+        return unshared
 
     def recomputed_segments(self) -> list[Segment]:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute`."""
