@@ -17,7 +17,7 @@ def partition_by_channels(share=1.0, seed=0):
     """
     counts = []
 
-    def choose(program, mesh, excluded=()):
+    def choose(program, mesh):
         rng = random.Random(seed)
         nodes = [node for node in program.graph.nodes if node.op == "call_function"]
         chosen = {node for node in nodes if rng.random() < share and estimate_node(node, mesh) is not None}

@@ -62,17 +62,9 @@ class _NodeEstimate:
     weights: int = 0
 
 
-def find_channel_regions(program: Any, mesh: Mesh, excluded: Collection[str] = ()) -> set[Node]:
-    """Return the nodes of a program that are partitioned by channels; the same ones on all ranks.
-
-    Parameters
-    ----------
-    program
-        Result of `capture_module`.
-    excluded : collection of str
-        Paths of modules whose nodes are not partitioned by channels.
-    """
-    if prod(mesh.parts[1:]) == 1 or excluded:
+def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
+    """Return the nodes of a result of `capture_module` that are partitioned by channels; the same ones on all ranks."""
+    if prod(mesh.parts[1:]) == 1:
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     chosen: set[Node] = set()

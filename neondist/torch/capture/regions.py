@@ -18,10 +18,6 @@ from ..ir.layout import axes_of, replicated
 from ..lowering.lowering import Lowering
 
 
-def _flatten_columns(first: int, count: int, rows: torch.Tensor) -> torch.Tensor:
-    return rows[:, first : first + count].reshape(-1)
-
-
 class Partitioning(Enum):
     """Partition of the values of a node over the ranks that share an image."""
 
@@ -107,9 +103,10 @@ class RegionConversion:
             return lowering.gather(value, range(2, len(value.shape))) if is_image else value
         if self._partitionings[value.id] is Partitioning.WHOLE:
             return lowering.reshard(value, mesh.image_layout(value.shape)) if is_image else value
-        tiles = is_image and all(n >= parts for n, parts in zip(value.shape[2:], mesh.parts[1:], strict=True))
-        return (
-            lowering.partition_as(value, mesh.image_layout(value.shape))
-            if tiles
-            else lowering.gather(value, range(1, len(value.shape)))
-        )
+        if is_image and all(n >= parts for n, parts in zip(value.shape[2:], mesh.parts[1:], strict=True)):
+            return lowering.partition_as(value, mesh.image_layout(value.shape))
+        return lowering.gather(value, range(1, len(value.shape)))
+
+
+def _flatten_columns(first: int, count: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, first : first + count].reshape(-1)

@@ -346,13 +346,14 @@ class SumParameterGradients(torch.autograd.Function):
         trigger_recompute(ctx)
         comm, sums = ctx.comm, list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
+            sizes = [shape.numel() * dtype.itemsize for shape in ctx.shapes]
             of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is None], gradients):
+            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is None], sizes):
                 grads = [gradients[at] for at in indices]
                 flat = _sum_bucket(ctx, indices, grads, comm.mesh.axes)
                 for at, tensor in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
                     sums[at] = tensor
-            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is not None], gradients):
+            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is not None], sizes):
                 flat = _sum_bucket(ctx, indices, [gradients[at] for at in indices], comm.mesh.axes & {0})
                 whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
                 comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
@@ -367,16 +368,19 @@ MIN_SINGLE_BYTES = 1 << 18
 """Size of gradients that are summed in place, if possible, instead of being joined with others."""
 
 
-def _buckets(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES."""
-    buckets = [[at] for at in indices if gradients[at].nbytes >= MIN_SINGLE_BYTES]
+def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES.
+
+    Sizes are those of whole gradients, since all ranks need the same groups, and their parts may differ.
+    """
+    buckets = [[at] for at in indices if sizes[at] >= MIN_SINGLE_BYTES]
     joined, filled = list[int](), 0
-    for at in (at for at in indices if gradients[at].nbytes < MIN_SINGLE_BYTES):
+    for at in (at for at in indices if sizes[at] < MIN_SINGLE_BYTES):
         if filled > MAX_BUCKET_BYTES:
             buckets.append(joined)
             joined, filled = [], 0
         joined.append(at)
-        filled += gradients[at].nbytes
+        filled += sizes[at]
     return [*buckets, joined] if joined else buckets
 
 

@@ -78,5 +78,5 @@ class ExecutionOptions:
         else:
             lowering = create_fused_lowering(*args, self.schemes, self.strips)
         exact = lowering is None and all(policy_of_module(path, self.schemes) is None for path in self.schemes)
-        by_channels = find_channel_regions(program, mesh, self.gather_at) if exact else ()
+        by_channels = find_channel_regions(program, mesh) if exact and not self.gather_at else ()
         return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering

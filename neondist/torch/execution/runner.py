@@ -50,7 +50,7 @@ class Runner:
         # for some the plan has the mean of many steps
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._recomputed_segments = plan.segments() if plan.recompute else []
-        self._parts, self._unshared = plan.partitioned_parameters(), plan.parameters_with_unshared_gradient()
+        self._parts = plan.partitioned_parameters()
         self._saved_tensors = SavedTensors(plan)
         self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
 
@@ -138,7 +138,7 @@ class Runner:
             parts: dict[str, DimPart | None] = {
                 name: step.kind_args if (step := self._parts.get(ids[name])) else None for name in trained
             }
-            unshared = [ids[name] in self._unshared for name in trained]
+            unshared = [ids[name] in self.plan.unshared_gradients for name in trained]
             tensors = functions.SumParameterGradients.apply(
                 self.comm, [*parts.values()], unshared, *(parameters[name] for name in trained)
             )

@@ -205,6 +205,8 @@ class TorchGraph:
         Id of the random seed.
     recompute : bool
         Whether the backward pass recomputes segments instead of keeping their values.
+    unshared_gradients : set of int
+        Parameters whose gradients in a pass are in memory of their own, which may be reused.
     """
 
     mesh: Mesh
@@ -220,7 +222,7 @@ class TorchGraph:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        """Drop steps whose values are never read, and determine when each value can be freed."""
+        """Drop steps whose values are never read, and determine which memory can be freed or reused."""
         needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
@@ -234,6 +236,7 @@ class TorchGraph:
             step.freed_ids = tuple(dict.fromkeys(last))
             seen.update(last)
         self._overwrite_unread_values()
+        self.unshared_gradients = self._find_unshared_gradients()
 
     def segments(self) -> list[Segment]:
         """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
@@ -254,23 +257,6 @@ class TorchGraph:
         readers = Counter(value for step in self.steps for value in step.inputs)
         steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
         return {value: step for value, step in steps.items() if readers[value] == 1 and value not in self.outputs}
-
-    def parameters_with_unshared_gradient(self) -> set[int]:
-        """Return the parameters, by id, whose gradients in a pass are in memory of their own, which may be reused."""
-        readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
-        for step in self.steps:
-            for value in step.inputs:
-                readers.setdefault(value, []).append(step)
-        unshared = set[int]()
-        for parameter in self.parameters.values():
-            value, steps = parameter, readers[parameter]
-            while len(steps) == 1 and steps[0].kind in IDENTITY_KINDS:
-                (value,) = steps[0].outputs
-                steps = readers.get(value, [])
-            weights = [step.inputs[1:2] for step in steps if step.op_name in UNSHARED_WEIGHT_GRADIENT_OPS]
-            if weights == [(value,)] and len(steps) == 1 and parameter not in self.outputs:
-                unshared.add(parameter)
-        return unshared
 
     def recomputed_segments(self) -> list[Segment]:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute`."""
@@ -309,6 +295,27 @@ class TorchGraph:
         """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
         at = last.get(value, len(self.steps))
         return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
+
+    def _find_unshared_gradients(self) -> set[int]:
+        """Return the weights of single operators that compute their gradient in new memory."""
+        readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
+        for step in self.steps:
+            for value in step.inputs:
+                readers.setdefault(value, []).append(step)
+        unshared = set[int]()
+        for parameter in self.parameters.values():
+            value, steps = parameter, readers[parameter]
+            while len(steps) == 1 and steps[0].kind in IDENTITY_KINDS:
+                (value,) = steps[0].outputs
+                steps = readers.get(value, [])
+            computes_gradient = [
+                step.op_name in UNSHARED_WEIGHT_GRADIENT_OPS and step.blocks is None and step.inputs[1:2] == (value,)
+                for step in steps
+            ]
+            is_matrix = len(self.values[parameter].local) > 1  # a bias may have the gradient of a single result
+            if computes_gradient == [True] and is_matrix and parameter not in self.outputs:
+                unshared.add(parameter)
+        return unshared
 
     def _overwrite_unread_values(self) -> None:
         """Make steps and gradients of views overwrite values without other readers."""

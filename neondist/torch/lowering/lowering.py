@@ -83,7 +83,7 @@ class Lowering(PlanBuilder):
         name = str(target)
         self.target, self._current_call = target, (target, args, kwargs)
         rule = RULES.get(name)
-        always = rule is not None and (rule.always or self.partitions_channels)  # these partition whole values
+        always = rule is not None and (rule.always or self.partitions_channels)  # also of values that all have
         random = _is_random(target, bound)  # each rank would draw different numbers
         if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient for it")

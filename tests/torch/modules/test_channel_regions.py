@@ -10,6 +10,7 @@ from torch_runs import check_module  # noqa: E402
 
 from neondist.torch.capture.capture import capture_module  # noqa: E402
 from neondist.torch.capture.channel_regions import find_channel_regions  # noqa: E402
+from neondist.torch.exchange import functions  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
 
 
@@ -130,6 +131,14 @@ def test_regions_have_more_weights_than_cells():
 def test_regions_end_before_operators_that_need_all_channels():
     norms = nn.Sequential(nn.Conv2d(256, 256, 3), nn.BatchNorm2d(256), nn.GroupNorm(4, 256), nn.Conv2d(256, 256, 3))
     assert count_partitioned_nodes(norms, (1, 256, 9, 9)) == (2, 1)
+
+
+def test_buckets_of_gradients_do_not_depend_on_the_part_of_a_rank(monkeypatch):
+    """The larger of two uneven parts of the weights exceeds the bucket's limit, the smaller does not."""
+    module = nn.Sequential(nn.Conv2d(8, 5, 3), nn.Conv2d(5, 5, 3), nn.Conv2d(5, 5, 3))
+    monkeypatch.setattr(functions, "MIN_SINGLE_BYTES", 5 // 2 * 5 * 9 * 8 + 1)
+    with partition_by_channels():
+        check_module(module, (1, 8, 8, 8), grids=[(1, 2, 1)])
 
 
 def test_regions_are_recomputed():
