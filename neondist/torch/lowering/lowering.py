@@ -65,14 +65,16 @@ class Lowering(PlanBuilder):
             return args[0][args[1]]
         if isinstance(target, type):  # a named tuple of results
             return tuple(args)
+        count = len(self.steps)
         result = self._lower_operator(target, args, kwargs)
-        self._record_name(str(target), result)
+        if len(self.steps) > count:  # operators without effect, such as dropout at rate 0, return their argument
+            self._record_name(str(target), result)
         return result
 
     def _record_name(self, name: str, result: Any) -> None:
         """Record the operator that the last step computes."""
         first = result[0] if isinstance(result, tuple) and result else result
-        if self.steps and isinstance(first, Value) and first.id in self.steps[-1].outputs[:1]:
+        if isinstance(first, Value) and first.id in self.steps[-1].outputs[:1]:
             self.steps[-1].op_name = name
 
     def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

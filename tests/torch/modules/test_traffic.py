@@ -235,3 +235,24 @@ def test_unplanned_traffic_raises():
                 model(model.scatter(torch.ones(1, 1, 8, 8)))
 
     loopback.run(2, body)
+
+
+def test_large_gradients_of_weights_are_summed_in_place():
+    """Biases may share the memory of a gradient that the user holds, weights of several operators that of a sum."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.twice = nn.Conv2d(2, 3, 3), nn.Linear(4, 4)
+            self.body = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Dropout(0.0), nn.Linear(5, 4), nn.Dropout(0.0))
+
+        def forward(self, x):
+            y = self.twice(self.conv(x))
+            return y + self.body(self.twice(y))
+
+    def body(world):
+        with ProcessGrid(world, rows=2, cols=1) as ranks:
+            plan = ndt.distribute(Network(), (1, 2, 8, 6), ranks).plan
+            return {name for name, value in plan.parameters.items() if value in plan.unshared_gradients}
+
+    assert loopback.run(2, body)[0] == {"conv.weight", "body.0.weight", "body.3.weight"}
