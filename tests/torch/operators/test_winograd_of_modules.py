@@ -78,3 +78,9 @@ def test_large_dilations_with_few_outputs_use_pytorch():
     for outputs, dilation, faster in ((3, 36, False), (49, 36, False), (72, 36, True), (46, 12, True), (49, 12, False)):
         x = torch.randn(1, 128, outputs + 2 * dilation, outputs + 2 * dilation)
         assert winograd._is_faster(x, weight, (1, 1), (0, 0), (dilation, dilation), 1) is faster, (outputs, dilation)
+
+
+def test_many_channels_need_fewer_outputs():
+    for channels, extents, faster in ((512, (24, 32), True), (512, (16, 32), False), (500, (24, 32), False)):
+        x, weight = torch.randn(1, channels, *extents), torch.randn(512, channels, 3, 3)
+        assert winograd._is_faster(x, weight, (1, 1), (1, 1), (1, 1), 1) is faster, (channels, extents)
