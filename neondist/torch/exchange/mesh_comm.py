@@ -127,15 +127,15 @@ class MeshComm:
             rank: [part.select(tensor, place) for tensor, part in zip(whole, parts, strict=True)]
             for rank, place in places.items()
         }
-        peers = [rank for rank in places if rank != self.grid.rank]
-        received = {rank: own.new_empty(sum(target.numel() for target in targets[rank])) for rank in peers}
+        received = {rank: _receive_buffer(own, targets[rank]) for rank in places if rank != self.grid.rank}
         with self.grid.observers.observe("sync", step, direction):
             if own.numel():
                 self.record_traffic("sum", step, direction, "tiles", own.nbytes)
-            self.create_staged_exchange(group, dict.fromkeys(peers, own), received, first).run()
+            self.create_staged_exchange(group, dict.fromkeys(received, own), received, first).run()
         for rank, flat in {**received, self.grid.rank: own}.items():
             for target, values in zip(targets[rank], flat.split([t.numel() for t in targets[rank]]), strict=True):
-                target.copy_(values.view(target.shape))
+                if values.data_ptr() != target.data_ptr():
+                    target.copy_(values.view(target.shape))
 
     def reduce(
         self,
@@ -166,6 +166,13 @@ class MeshComm:
                 with observers.observe("wait", "", direction, name):
                     group.allreduce(array, op)
         return wide if wide.dtype == tensor.dtype and wide.device == tensor.device else wide.to(tensor)
+
+
+def _receive_buffer(own: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return flat memory for values like `own`: that of the only target if it is contiguous."""
+    if len(targets) == 1 and targets[0].is_contiguous():
+        return targets[0].view(-1)
+    return own.new_empty(sum(target.numel() for target in targets))
 
 
 Flats = dict[int, torch.Tensor]
