@@ -128,14 +128,14 @@ def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgres
 
 
 def read_results(file: Path) -> list[Record]:
-    """Return the existing results, of any version; incomplete lines are skipped."""
+    """Return the existing results; incomplete lines are skipped."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return [Record.upgrade(row) for row in rows if isinstance(row, dict) and "key" in row]
+    return [Record(row) for row in rows if isinstance(row, dict) and "key" in row]
 
 
 def count_tiles(row: Record) -> int:

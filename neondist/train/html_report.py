@@ -156,7 +156,7 @@ def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> lis
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
             raise DataError(f"{path}:{at}: is not a record (a JSON object with an integer 'epoch'); remove the line")
-        records.append(Record.upgrade(values))
+        records.append(Record(values))
     if not records and not tolerate_incomplete_end:
         raise DataError(f"{path}: no epoch is complete yet; wait until the first one ends")
     return records

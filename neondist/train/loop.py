@@ -57,7 +57,7 @@ def fit(
     epoch, history
         Completed epochs and their records, to continue an earlier run.
     """
-    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.upgrade(record) for record in history])
+    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record(record) for record in history])
     hooks = list(hooks)
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")

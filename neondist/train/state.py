@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,18 +31,6 @@ class Record(dict[str, Any]):
     float16, the current loss_scale and skipped_steps, the number of steps whose gradients overflowed.
     """
 
-    @classmethod
-    def upgrade(cls, record: Mapping[str, Any]) -> Record:
-        """Return a record written by any version; in 0.1 numbers of the test split were named valid_*."""
-        return cls({_upgrade_metric_name(name): value for name, value in record.items()})
-
-    def __missing__(self, name: str) -> Any:
-        """Return a number by its name of version 0.1, with a warning."""
-        if (new := _upgrade_metric_name(name)) not in self:
-            raise KeyError(name)
-        warnings.warn(f"'{name}' of a record is now called '{new}'", DeprecationWarning, stacklevel=2)
-        return self[new]
-
     @property
     def selection_split(self) -> str:
         """Split for model selection: 'validation', or 'test' if there is no validation split."""
@@ -68,10 +55,6 @@ def format_evaluation_results(sample_count: int, results: Mapping[str, Any]) -> 
     """
     rest = {name: nonfinite_to_none(value) for name, value in results.items()}
     return {"samples": sample_count, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
-
-
-def _upgrade_metric_name(name: str) -> str:
-    return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
 
 
 @dataclass

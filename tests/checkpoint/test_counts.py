@@ -83,15 +83,3 @@ def test_counts_cannot_exceed_their_totals(tmp_path, part, total):
     forge_checkpoint(tmp_path / "checkpoint.h5", increase_count).replace(tmp_path / "checkpoint.h5")
     with pytest.raises(DataError, match=rf"'{part}' \([0-9]+\) exceeds '{total}' \([0-9]+\)"):
         record_counts(tmp_path, 8, 2, resume=True)
-
-
-@pytest.mark.parametrize("gb", [False, True])
-def test_files_of_version_0_1_have_no_count(tmp_path, gb):
-    def remove_count(file):
-        position = json.loads(file["position"][()])
-        del position["uncounted"], file["position"]
-        file["position"] = np.bytes_(json.dumps(position))
-
-    record_counts(tmp_path, 8, 2, gb=gb)
-    forge_checkpoint(tmp_path / "checkpoint.h5", remove_count).replace(tmp_path / "checkpoint.h5")
-    assert record_counts(tmp_path, 4, 3, resume=True, gb=gb) == list(range(2 if gb else 4, 6 if gb else 8))

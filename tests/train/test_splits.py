@@ -1,29 +1,19 @@
-"""Training, validation and test splits in records, selection and evaluation; records of version 0.1."""
-
-import json
+"""Training, validation and test splits in records, selection and evaluation."""
 
 import pytest
 from toy_training import ToyData, ToyModel, make_experiment
-from training_records import read_metrics
 
 import neondist as nd
-from neondist.bench.schemes import read_results
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
 from neondist.train import Record, evaluate, evaluate_checkpoint, fit
-from neondist.train.callbacks.checkpoint import RunProgress
 from neondist.train.callbacks.curves_picture import write_curves_picture
 
 
 def make_data():
     return Synthetic((13, 11, 2), classes=4, train=45, test=13, validation=9)
-
-
-def convert_to_version_0_1(record):
-    """Return a record as version 0.1 wrote it."""
-    return {name.replace("test_", "valid_"): value for name, value in record.items()}
 
 
 def test_record_has_metrics_of_both_splits():
@@ -57,16 +47,6 @@ def test_selection_prefers_the_validation_split():
         2,
         0.25,
     )
-
-
-def test_names_of_version_0_1_map_to_the_test_split():
-    record = Record(test_loss=2.0, test_error=0.25, validation_loss=1.0)
-    with pytest.warns(DeprecationWarning, match="'valid_error' of a record is now called 'test_error'"):
-        assert record["valid_error"] == 0.25
-    for name in ("valid_accuracy", "nothing"):
-        with pytest.raises(KeyError, match=name):
-            record[name]
-    assert Record.upgrade(convert_to_version_0_1(record)) == record
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, {}), (4, {}), (6, {"replicas": 2})])
@@ -131,39 +111,10 @@ def test_default_split_of_evaluation(tmp_path):
         assert results["split"] == split
 
 
-def test_run_folder_of_version_0_1_resumes(tmp_path, monkeypatch):
-    expected = make_experiment(3).run(hooks=[]).history
-    with monkeypatch.context() as patch:
-        to_json = RunProgress.to_json
-        patch.setattr(RunProgress, "to_json", lambda self: to_json(self).replace('"test_', '"valid_'))
-        first = make_experiment(1).run(output=tmp_path, hooks=[]).history
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(convert_to_version_0_1(record)) + "\n" for record in first)
-    )
-    history = make_experiment(3).run(output=tmp_path, resume=True, hooks=[]).history
-    lines = read_metrics(tmp_path)
-    assert lines == history
-    for actual, record in zip(lines, expected, strict=True):
-        assert list(actual) == list(record)
-        assert (actual["test_loss"], actual["test_error"]) == (record["test_loss"], record["test_error"])
-
-
-def test_history_of_version_0_1_resumes():
-    history = fit(ToyModel(), ToyData(), 1, 4)
-    assert fit(ToyModel(), ToyData(), 2, 4, epoch=1, history=[convert_to_version_0_1(history[0])])[0] == history[0]
-
-
-def test_results_of_version_0_1_are_read(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"key": "k", "valid_loss": 1.5, "valid_error": 0.25}\n{"key"')
-    (row,) = read_results(tmp_path / "results.jsonl")
-    assert (row.selection_split, row["test_loss"], row.selection_value("error")) == ("test", 1.5, 0.25)
-
-
 @pytest.mark.parametrize("validation", [None, 5])
 def test_curves_have_a_line_for_each_split(tmp_path, plotting, validation, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     history = fit(ToyModel(), ToyData(validation=validation), 3, 4)
-    history = history if validation else [convert_to_version_0_1(record) for record in history]
     figures = []
     monkeypatch.setattr("neondist.train.callbacks.curves_picture.write_figure", lambda path, fig: figures.append(fig))
     write_curves_picture(history, tmp_path / "curves.png")
@@ -173,5 +124,5 @@ def test_curves_have_a_line_for_each_split(tmp_path, plotting, validation, monke
     assert [line.get_label() for line in loss.lines] == ["train", *names]
     assert [line.get_label() for line in error.lines] == names
     assert error.get_title().startswith(f"{names[0].capitalize()} error: ")
-    shown = Record.upgrade(history[-1])[f"{names[0]}_error"]
+    shown = history[-1][f"{names[0]}_error"]
     assert error.lines[0].get_ydata()[-1] == pytest.approx(100 * shown)

@@ -47,7 +47,7 @@ class RunProgress:
     seed : of the order of the samples and of all random numbers
     totals : sums over the current epoch; `sent_before` and `summed_before` count all ranks' bytes
     history : one record per complete epoch
-    steps_without_optimizer : updates that the optimiser does not count; None in the files of version 0.1
+    steps_without_optimizer : updates that the optimiser does not count
     loss_scale : state of a LossScaler; None where there is none
     """
 
@@ -58,7 +58,7 @@ class RunProgress:
     seed: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
     history: list[Record] = field(default_factory=list)
-    steps_without_optimizer: int | None = None
+    steps_without_optimizer: int = 0
     loss_scale: dict[str, Any] | None = None
 
     @classmethod
@@ -90,9 +90,7 @@ class RunProgress:
         run.model.seed = self.seed
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.samples_seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
-        ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
-        uncounted = (ends or [0])[-1] if self.steps_without_optimizer is None else self.steps_without_optimizer
-        run.model.steps_without_optimizer = min(uncounted, self.step)
+        run.model.steps_without_optimizer = self.steps_without_optimizer
         scaler = run.model.whole_model.loss_scaler
         if scaler is not None and self.loss_scale is not None:
             scaler.load_state(self.loss_scale)
@@ -106,20 +104,19 @@ class RunProgress:
         """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
         names = {_JSON_KEY_BY_FIELD.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
-        if not names.keys() - {"uncounted", "loss_scale"} <= values.keys() <= names.keys():
+        if not names.keys() - {"loss_scale"} <= values.keys() <= names.keys():
             raise ValueError("'position' has missing or unexpected fields")
         totals = require_json_type("'totals'", values["totals"], dict)
         if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
             raise ValueError("'totals' has unexpected fields")
         for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
-            if name != "uncounted" or values.get(name) is not None:
-                require_json_integer(f"'{name}'", values[name])
+            require_json_integer(f"'{name}'", values[name])
         for name, value in totals.items():
             if name not in ("loss", "seconds"):
                 require_json_integer(f"'totals.{name}'", value)
             elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"'totals.{name}' is not a finite number")
-        if (values.get("uncounted") or 0) > values["step"]:
+        if values["uncounted"] > values["step"]:
             raise ValueError(f"'uncounted' ({values['uncounted']}) exceeds 'step' ({values['step']})")
         if values.get("loss_scale") is not None:
             LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
@@ -141,7 +138,7 @@ def _parse_record(record: Any) -> Record:
             require_json_type("'stage' of an epoch's record", value, str)
         else:
             _require_record_numbers(name, value)
-    return Record.upgrade(record)
+    return Record(record)
 
 
 def _require_record_numbers(name: str, value: Any, depth: int = 0) -> None:

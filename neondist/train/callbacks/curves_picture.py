@@ -43,10 +43,9 @@ class Curves(Hook):
 
 
 def write_curves_picture(history: Sequence[Record], path: Path) -> None:
-    """Plot the losses of `history`, of any version, and the errors and metrics, if any."""
+    """Plot the losses of `history`, and the errors and metrics, if any."""
     from matplotlib.figure import Figure
 
-    history = [Record.upgrade(record) for record in history]
     last, error = history[-1], history[-1].selection_value("error")
     classes = error is not None
     names = (name for record in history for name, value in record.items() if is_metric(name, value))
