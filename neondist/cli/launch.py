@@ -24,21 +24,15 @@ def add_parser(commands: Any) -> None:
         metavar="RESOURCES.yaml",
         help="resource specification: nodes, devices, SSH settings",
     )
-    run.add_run_options(cmd)
-    cmd.set_defaults(command=launch, stops=True, watched=True)
+    run.add_run_options(cmd, launch=True)
+    cmd.set_defaults(command=launch, virtual=None, stops=True, watched=True)
 
 
 def launch(arguments: argparse.Namespace) -> int:
     """Check all nodes, then run the same command on them under one mpirun."""
     if arguments.words[1] != arguments.resource_file:
         raise LaunchError(f"launch: give the resource file first, as in neondist launch {arguments.resource_file} ...")
-    if arguments.virtual is not None:
-        raise LaunchError("--virtual runs all ranks in this process; use neondist run, or leave it out")
     arguments.resources = ResourceSpec(arguments.resource_file)
-    if arguments.hosts_from is not None:
-        raise LaunchError(
-            "--hosts-from: launch takes the hosts from its resource file; leave it out, or use neondist run"
-        )
     if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:

@@ -49,13 +49,16 @@ def add_parser(commands: Any) -> None:
     cmd.set_defaults(command=check)
 
 
-def add_run_options(cmd: argparse.ArgumentParser) -> None:
-    """Add the file and the options of `run`."""
-    options.add_experiment_options(cmd)
+def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
+    """Add the file and the options of `run`, or those of `launch`, whose hosts are in a resource file."""
+    ranks, hosts = ("", "") if launch else ("with -n: ", "with --hosts-from: ")
+    ranks_help = "number of ranks (default: all devices of the resource file)" if launch else options.RANKS_HELP
+    options.add_experiment_options(cmd, ranks_help)
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)"
     )
-    options.add_virtual_option(cmd)
+    if not launch:
+        options.add_virtual_option(cmd)
     cmd.add_argument(
         "--resume", nargs="?", default=False, const=True, type=parse_resume_mode, metavar="auto",
         help="resume from the checkpoint in the output folder; with auto, start from scratch if there is none",
@@ -77,29 +80,30 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--restarts", type=options.positive_int, metavar="K",
-        help="with -n: if a rank is killed, restart from the newest complete checkpoint, at most K times",
+        help=f"{ranks}if a rank is killed, restart from the newest complete checkpoint, at most K times",
     )  # fmt: skip
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
-        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; start on MAX ranks, or"
-             " on -n",
+        help=f"with --restarts{'' if launch else ' or --hosts-from'}: continue on the remaining ranks, at least MIN;"
+             " start on MAX ranks, or on -n",
     )  # fmt: skip
-    cmd.add_argument(
-        "--hosts-from", type=options.parse_path, metavar="FILE|SCRIPT",
-        help="hosts to start ranks on: a host file, a resource file, or a program that prints HOST:SLOTS lines;"
-             " reread regularly with --elastic",
-    )  # fmt: skip
+    if not launch:
+        cmd.add_argument(
+            "--hosts-from", type=options.parse_path, metavar="FILE|SCRIPT",
+            help="hosts to start ranks on: a host file, a resource file, or a program that prints HOST:SLOTS lines;"
+                 " reread regularly with --elastic",
+        )  # fmt: skip
     cmd.add_argument(
         "--spares", type=options.nonnegative_int, default=0, metavar="K",
-        help="with --hosts-from, or launch: keep K slots idle to replace lost ranks on the same grid",
+        help=f"{hosts}keep K slots idle to replace lost ranks on the same grid",
     )  # fmt: skip
     cmd.add_argument(
         "--cool-down", type=parse_duration_seconds, metavar="TIME",
-        help="with --hosts-from: do not use a failed host for this long (default 1m)",
+        help=f"{hosts or 'with --restarts: '}do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(
         "--wait", type=parse_duration_seconds, metavar="TIME",
-        help="with --hosts-from: give up after waiting this long for enough hosts (default 10m)",
+        help=f"{hosts or 'with --restarts: '}give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
         "--snapshot", type=parse_snapshot_steps, metavar="auto|STEPS|off",
@@ -108,7 +112,7 @@ def add_run_options(cmd: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--lease", type=parse_duration_seconds, metavar="TIME",
-        help="with -n: treat a rank that is stopped or unreachable for this long as lost (default 15s)",
+        help=f"{ranks}treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
 

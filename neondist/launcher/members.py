@@ -103,8 +103,6 @@ def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
         raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave it out")
     if getattr(arguments, "virtual", None) is not None:
         raise LaunchError("--hosts-from: --virtual runs all ranks in this process; leave one of them out")
-    if arguments.resources is not None:
-        raise LaunchError("--hosts-from: launch takes the hosts from its resource file; leave it out")
     arguments.source = HostSource(arguments.hosts_from)
     if arguments.source.is_resources:
         arguments.resources = ResourceSpec(arguments.hosts_from)

@@ -114,6 +114,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
         ("bench stp e.yaml", "did you mean 'step'? (usage: neondist bench --help)"),
         ("run e.yaml -q", "error: neondist run: unknown option -q (usage: neondist run --help)"),
         ("check e.yaml f.yaml", "neondist check: unexpected argument f.yaml (usage: neondist check --help)"),
+        ("launch r.yaml e.yaml --virtual 2", "error: neondist launch: unknown option --virtual (usage: "),
         ("data mnist --too x", "neondist data mnist: unknown option --too; did you mean '--to'? "),
     ],
 )
@@ -125,6 +126,15 @@ def test_error_names_the_nearest_option_and_the_help_of_the_command(words, messa
     assert message in printed
     command = printed.removeprefix("error: ").partition(":")[0]
     assert printed.endswith(f"(usage: {command} --help)\n")
+
+
+def test_help_of_launch_lists_its_own_options(capsys):
+    with pytest.raises(SystemExit):
+        parse("launch", "--help")
+    printed = capsys.readouterr().out
+    assert "--spares" in printed
+    for text in ("--virtual", "--hosts-from", "with -n:"):
+        assert text not in printed
 
 
 def test_every_command_rejects_an_unknown_option_itself(capsys):

@@ -89,7 +89,7 @@ def test_unreachable_nodes(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["-n", 9], "-n 9: the resource file has 3 devices"), (["--virtual", 2], "--virtual runs all ranks"),
+    (["-n", 9], "-n 9: the resource file has 3 devices"),
     (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "and ranks need at least 1"),
 ])  # fmt: skip
 def test_conflicting_options(folder, words, message):
@@ -103,7 +103,6 @@ def test_errors_with_scripts(folder):
     for words, message in (
         (["no.py"], "no.py: no such script"),
         (["--snapshot", "1", "--restarts", "2", "script.py"], "--snapshot: is for experiments"),
-        (["--hosts-from", "x", "script.py"], "--hosts-from: launch takes the hosts from its resource file"),
     ):
         code, _, err = run_in_process(folder, "launch", "nodes.yaml", *words)
         assert (code, message in err) == (2, True), err
