@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 
@@ -19,45 +19,50 @@ _ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]]
     "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY), _TOLERANCE),
     "near middle": (lambda length: length / 2, (-2 * _DAY, 2 * _DAY), inf),
 }
-"""For each place in a month, the most specific first: the origin for a month's length, the offsets from it, and the
+"""For each place in a period, the most specific first: the origin for the period's length, the offsets from it, and the
 largest difference between offsets"""
 _SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before that of March
 
 
 @dataclass(frozen=True)
 class MonthStep:
-    """Constant number of calendar months between times at the same place in their months.
+    """Constant number of calendar months between times at the same place in their months, or in longer periods.
 
     Attributes
     ----------
     months : at least 1
     place : 'start', 'middle', 'middle day' (rounded down to days) or 'end', from which times have a constant offset; or
         'near middle', within two days of which times are irregular
-    stamps : for irregular times, the calendar month (1 to 12), its length in days, and the seconds since its start
+    stamps : for irregular times, the first calendar month (1 to 12) of the period, its length in days, and the seconds
+        since its start
+    period : months in a period: 1, or `months` for means over longer periods, whose middles are closest to the times
     """
 
     months: int
     place: str
     stamps: tuple[tuple[int, int, float], ...] = ()
+    period: int = 1
 
     def __post_init__(self) -> None:
-        for month, days, seconds in self.stamps:
-            if not (1 <= month <= 12 and 28 <= days <= 31 and isfinite(seconds) and 0 <= seconds <= days * _DAY):
-                raise ValueError(f"{month}, {days}, {seconds}: not a calendar month, its days, and seconds in it")
-        if self.months < 1 or self.place not in _ORIGINS:
+        if self.months < 1 or self.period not in (1, self.months) or self.place not in _ORIGINS:
             places = ", ".join(sorted(_ORIGINS))
             raise ValueError(
-                f"{self.months} months, place '{self.place}': months must be at least 1, place one of {places}"
+                f"{self.months} months, period {self.period}, place '{self.place}': months must be at least 1, the"
+                f" period 1 or the same, place one of {places}"
             )
+        least, greatest = 28 * self.period, 31 * self.period
+        for month, days, seconds in self.stamps:
+            if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY):
+                raise ValueError(f"{month}, {days}, {seconds}: not a calendar month, its days, and seconds in it")
 
     def matches(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
         origin, (least, greatest), max_difference = _ORIGINS[self.place]
         numbers, offsets = [], []
         for time in times.tolist():
-            month = month_containing(time, calendar)
-            numbers.append(month)
-            offsets.append(time - start_of_month(month, calendar) - origin(_length(month, calendar)))
+            first = self._first_month(time, calendar)
+            numbers.append(first)
+            offsets.append(time - start_of_month(first, calendar) - origin(self._length(first, calendar)))
         return (
             bool((np.diff(numbers) == self.months).all())
             and max(offsets) - min(offsets) <= max_difference
@@ -66,35 +71,49 @@ class MonthStep:
         )
 
     def with_stamps(self, times: np.ndarray, calendar: str) -> MonthStep:
-        """Return the step with the stamps of irregular times, which replace those of the same months."""
+        """Return the step with the stamps of irregular times, which replace those of the same periods."""
         if self.place != "near middle":
             return self
         stamps = {(month, days): seconds for month, days, seconds in self.stamps}
         for time in times.tolist():
-            month = month_containing(time, calendar)
-            key = month % 12 + 1, round(_length(month, calendar) / _DAY)
+            first = self._first_month(time, calendar)
+            key = first % 12 + 1, round(self._length(first, calendar) / _DAY)
             stamps.pop(key, None)  # the latest is the last
-            stamps[key] = time - start_of_month(month, calendar)
+            stamps[key] = time - start_of_month(first, calendar)
         return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
 
     def advance(self, time: float, steps: int, calendar: str) -> float:
         """Return the time some steps after another, in seconds; the last day of a month that is too short.
 
-        Irregular times have the stamp of the same calendar month, else that of the last month of the most similar
+        Irregular times have the stamp of the same period of other years, else that of the last one of the most similar
         length.
         """
         origin, *_ = _ORIGINS[self.place]
-        month = month_containing(time, calendar)
-        later = month + steps * self.months
-        length = _length(later, calendar)
+        first = self._first_month(time, calendar)
+        later = first + steps * self.months
+        length = self._length(later, calendar)
         if self.stamps:
             number, days = later % 12 + 1, length / _DAY
             nearest = min(reversed(self.stamps), key=lambda s: (s[0] != number, abs(s[1] - days), -s[1]))
             return start_of_month(later, calendar) + nearest[2]
-        offset = time - start_of_month(month, calendar) - origin(_length(month, calendar)) + origin(length)
+        offset = time - start_of_month(first, calendar) - origin(self._length(first, calendar)) + origin(length)
         if self.place == "start" and offset >= length:
             offset = length - _DAY + offset % _DAY
         return start_of_month(later, calendar) + offset
+
+    def _first_month(self, time: float, calendar: str) -> int:
+        """Return the first month of the period that contains a time, of longer ones that with the closest middle."""
+        month = month_containing(time, calendar)
+        if self.period == 1:
+            return month
+
+        def distance(first: int) -> float:
+            return abs(time - start_of_month(first, calendar) - self._length(first, calendar) / 2)
+
+        return min(range(month - self.period // 2 - 1, month - self.period // 2 + 2), key=distance)
+
+    def _length(self, first: int, calendar: str) -> float:
+        return start_of_month(first + self.period, calendar) - start_of_month(first, calendar)
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
@@ -104,10 +123,7 @@ def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())
     # times at a constant distance may be near the middle of some months by chance
     places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE]
-    steps = (MonthStep(second - first, place) for place in places) if second > first else ()
+    periods = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
+    steps = [MonthStep(second - first, place, period=n) for place in periods for n in sorted(periods[place])]
     step = next((step for step in steps if step.matches(times, calendar)), None)
     return None if step is None else step.with_stamps(times, calendar)
-
-
-def _length(month: int, calendar: str) -> float:
-    return start_of_month(month + 1, calendar) - start_of_month(month, calendar)

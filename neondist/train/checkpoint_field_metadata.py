@@ -68,8 +68,9 @@ class CheckpointFieldMetadata:
         month_step = None
         if months:
             count = require_json_integer("'months'", months.get("months"))
-            stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps", []), list))
-            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps)
+            stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps"), list))
+            period = require_json_integer("'period'", months.get("period"))
+            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps, period)
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]), month_step)
 
     def to_physical_units(self, y: np.ndarray) -> np.ndarray:

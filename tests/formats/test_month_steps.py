@@ -1,4 +1,4 @@
-"""Steps of calendar months against dates of xarray and cftime."""
+"""Steps of calendar months and years against dates of xarray and cftime."""
 
 import numpy as np
 import pytest
@@ -31,6 +31,17 @@ def dates(start, freq, calendar, count=40):
     return xarray.date_range(start, periods=count, freq=freq, calendar=calendar, use_cftime=True).values
 
 
+def period_middles(first, months, whole_days=False, minutes=0):
+    """Return a function that returns the middles of periods, such as means over them have, in a calendar."""
+
+    def middles_of_periods(calendar):
+        starts = cftime.date2num(dates(first, f"{months}MS", calendar, 41), UNITS, calendar).astype("f8")
+        values = (starts[1:] + starts[:-1]) / 2 + minutes / 1440
+        return cftime.num2date(np.floor(values) if whole_days else values, UNITS, calendar)
+
+    return middles_of_periods
+
+
 SERIES = {
     "first days": lambda calendar: dates("2003-05-01", "MS", calendar),
     "first days from July": lambda calendar: dates("2003-07-01", "MS", calendar),
@@ -41,6 +52,14 @@ SERIES = {
     "quarters": lambda calendar: dates("2003-03-01", "3MS", calendar),
     "years": lambda calendar: dates("2003-01-01", "YS", calendar),
     "year ends": lambda calendar: dates("2003-12-30", "YE", calendar),
+    "2 July": lambda calendar: dates("2003-07-01", "YS-JUL", calendar) + np.timedelta64(1, "D").astype(object),
+    "middles of years": period_middles("2003-01-01", 12),
+    "middles of years of hourly times": period_middles("2003-01-01", 12, minutes=-30),
+    "middle days of years": period_middles("2003-01-01", 12, whole_days=True),
+    "middles of hydrological years": period_middles("2003-10-01", 12),
+    "middles of half years": period_middles("2003-01-01", 6),
+    "middles of seasons": period_middles("2003-12-01", 3),
+    "middles of decades": period_middles("1851-01-01", 120),
 }
 
 
@@ -107,6 +126,36 @@ def test_stamps_near_the_middle_of_months(calendar, days_and_hours, first, step,
     assert infer_month_step(shifted, calendar) is None
 
 
+@given(
+    st.sampled_from(CALENDARS),
+    st.tuples(*[st.tuples(st.integers(1, 3), st.sampled_from([0, 6, 11.5, 12]))] * 2),
+    st.integers(1850, 2100),
+    st.integers(9, 30),
+    st.integers(0, 6),
+)
+def test_stamps_near_the_middle_of_years(calendar, of_years, first, known, missing):
+    """Days of July and hours of common and leap years differ."""
+    leap = [cftime.is_leap_year(year, calendar) for year in range(first, first + 40)]
+    parts = [(first + n, 7, of_years[is_leap][0]) for n, is_leap in enumerate(leap)]
+    hours = np.array([of_years[is_leap][1] for is_leap in leap])
+    times = to_seconds([cftime.datetime(*part, calendar=calendar) for part in parts], calendar) + 3600 * hours
+    found = infer_month_step(times[:known], calendar)
+    assert found.months == 12
+    later = [found.advance(times[known - 1], n, calendar) for n in range(10)]
+    np.testing.assert_allclose(later, times[known - 1 : known + 9], rtol=0, atol=1e-3)
+    gap = np.delete(times[:known], 1 + missing)
+    assert not found.matches(gap, calendar)
+    assert infer_month_step(gap, calendar) is None
+
+
+@pytest.mark.parametrize("calendar", ["standard", "julian", "noleap"])
+@pytest.mark.parametrize("days", [365, 365.25, 366])
+def test_years_of_constant_length_are_no_calendar_years(calendar, days):
+    (start,) = to_seconds([cftime.datetime(2001, 7, 2, calendar=calendar)], calendar)
+    step = infer_month_step(start + 86400 * days * np.arange(30), calendar)
+    assert (step is None) == (calendar != "noleap" or days != 365)
+
+
 @given(st.sampled_from(["standard", "noleap", "all_leap"]), st.integers(13, 18), st.integers(0, 11), st.integers(3, 40))
 def test_steps_of_thirty_days_are_no_months(calendar, day, first, count):
     (start,) = stamps_at(calendar, [(day, 0)] * 12, first, 1, 1)
@@ -138,3 +187,7 @@ def test_invalid_stamps():
     for stamp in ((0, 31, 0.0), (1, 32, 0.0), (1, 31, 3e6), (1, 31, float("nan"))):
         with pytest.raises(ValueError, match="not a calendar month, its days, and seconds in it"):
             MonthStep(1, "near middle", (stamp,))
+    with pytest.raises(ValueError, match="not a calendar month, its days, and seconds in it"):
+        MonthStep(12, "near middle", ((1, 373, 0.0),), 12)
+    with pytest.raises(ValueError, match="3 months, period 12, place 'middle'"):
+        MonthStep(3, "middle", (), 12)

@@ -274,16 +274,13 @@ def test_checkpoint_of_other_variables_is_rejected(trained, capsys):
 
 
 def test_irregular_stamps_in_checkpoints():
-    step = MonthStep(1, "near middle", ((1, 31, 1209600.0), (2, 28, 1123200.0)))
+    step = MonthStep(3, "near middle", ((12, 90, 3888000.0), (12, 91, 3931200.0)), period=3)
     channel = Channel("t2m", "t2m", units="K")
     fields = FieldMetadata("a.nc:t2m", [channel], (4, 4), input_names=["t2m"], input_units=["K"], month_step=step)
     texts = field_metadata_texts(fields)
     assert CheckpointFieldMetadata.from_checkpoint_texts(texts).month_step == step
     values = json.loads(texts["fields"])
-    del values["month_step"]["stamps"]  # older checkpoints
-    old = CheckpointFieldMetadata.from_checkpoint_texts({"fields": json.dumps(values)})
-    assert old.month_step == MonthStep(1, "near middle")
-    for stamps in ([[1, 31]], [[0, 31, 0]], [1], {}, [["1", 31, 0]]):
+    for stamps in ([[1, 91]], [[0, 91, 0]], [1], {}, [["1", 91, 0]]):
         values["month_step"]["stamps"] = stamps
         with pytest.raises(ValueError, match=r"stamps|not a calendar month"):
             CheckpointFieldMetadata.from_checkpoint_texts({"fields": json.dumps(values)})
