@@ -36,6 +36,7 @@ _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma
 _UNSIGNED, _SIGNED = 1, 2
 _PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _IMAGE_COPIES_IN_MEMORY = 3  # of an image while it is decoded, turned into an array, and written
 
 
@@ -103,7 +104,7 @@ class ImageLoader:
         """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
         with _open_pillow_image(path, self.size) as image:
             # for TIFF, Pillow returns the extents after rotation
-            transposed = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
+            transposed = image.format != "TIFF" and _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
             return image.size if transposed else image.size[::-1]
 
     def shape_and_dtype(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
@@ -112,7 +113,7 @@ class ImageLoader:
             if image.format != "TIFF":
                 _check_bit_depth(path, image)
                 mode = self._default_mode(path, image)
-                transposed = image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
+                transposed = _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
                 width, height = image.size[::-1] if transposed else image.size
                 kind = {"I": "i4", "F": "f4"}.get(mode, "u2" if mode in _WIDE_MODES else "u1")
                 return (height, width, 1 if mode in _WIDE_MODES else len(mode)), np.dtype(kind)
@@ -128,7 +129,7 @@ class ImageLoader:
             if len(dpi) == 2 and min(dpi) > 0:
                 metadata["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH_UNIT_CODE)
             metadata |= {f"text '{name}'": value for name, value in info.items() if isinstance(value, str)}
-            exif = {tag: value for tag, value in image.getexif().items() if tag not in (_ORIENTATION, *_LAYOUT_TAGS)}
+            exif = {tag: value for tag, value in _read_exif(image).items() if tag not in (_ORIENTATION, *_LAYOUT_TAGS)}
             return metadata | ({"EXIF": exif} if exif else {})
 
     def _default_mode(self, path: Path, image: Any) -> str:
@@ -206,6 +207,29 @@ def _check_bit_depth(path: Path, image: Any) -> None:
         raise DataError(f"{path}: has signed 8-bit values, which would lose their sign; save it as .npy")
     if image.format == "TIFF" and raw.endswith("X"):
         raise DataError(f"{path}: has {raw} channels, of which those named X would be lost; save it as .npy")
+
+
+def _read_exif(image: Any) -> Any:
+    """Return the EXIF data of an open image; Pillow would decode every PNG file to look for it after the pixels."""
+    from PIL import Image
+
+    if image.format != "PNG" or "exif" in image.info or _has_metadata_after_pixels(image.fp):
+        return image.getexif()
+    return Image.Image.getexif(image)
+
+
+def _has_metadata_after_pixels(file: Any) -> bool:
+    """Return whether a PNG file has EXIF data or texts after its pixels."""
+    position, seen_pixels = file.tell(), False
+    file.seek(len(_PNG_SIGNATURE))
+    while len(head := file.read(8)) == 8:
+        kind = head[4:]
+        if seen_pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+            break
+        seen_pixels |= kind == b"IDAT"
+        file.seek(int.from_bytes(head[:4], "big") + 4, 1)  # content and checksum
+    file.seek(position)
+    return len(head) == 8
 
 
 def _apply_orientation(image: Any, path: Path) -> Any:

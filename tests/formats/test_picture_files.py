@@ -55,6 +55,38 @@ def test_shape_and_dtype_are_known_before_decoding(tmp_path):
     )
 
 
+def move_exif_after_pixels(path):
+    """Move the EXIF chunk of a PNG file behind its pixels, where the format allows it as well."""
+    data = path.read_bytes()
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    path.write_bytes(data[:start] + data[end:-12] + data[start:end] + data[-12:])
+
+
+@pytest.mark.parametrize("place", ["", "before", "after"])
+def test_headers_of_png_files_are_read_without_decoding(tmp_path, monkeypatch, place):
+    """Pillow decodes PNG files to look for EXIF data after the pixels: seconds for each folder of large images."""
+    from PIL import ImageFile
+
+    from neondist.formats.image_loader import ImageLoader
+
+    exif, path, decoded = PIL.Exif(), tmp_path / "a.png", []
+    exif[274], exif[306] = 6, "2020:01:02 03:04:05"
+    PIL.fromarray(draw_image((300, 400, 3))).save(path, **{"exif": exif} if place else {})
+    if place == "after":
+        move_exif_after_pixels(path)
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: decoded.append(1) or load(image))
+    shape, dtype = ImageLoader().shape_and_dtype(path)
+    with nd.open_source(path) as source:
+        assert source.metadata_names() == (["EXIF"] if place else [])
+    extents = ImageLoader().extents(path)
+    assert bool(decoded) == (place == "after")
+    image = ImageLoader().load(path)
+    assert (image.shape, image.dtype, extents) == (shape, dtype, shape[:2])
+    assert shape == ((400, 300, 3) if place else (300, 400, 3))
+
+
 def test_folders(tmp_path):
     images = [draw_image((8, 6, 3), seed=n) for n in range(3)]
     for n, array in enumerate(images):
