@@ -21,9 +21,10 @@ from neondist.bench.schemes import (
     read_results,
     summarise_by_scheme,
 )
-from neondist.bench.tables import markdown_table, seconds_text
+from neondist.bench.tables import markdown_table
 from neondist.config import load_experiment
 from neondist.geometry import grid_shape
+from neondist.plan.report import format_seconds
 
 ROOT = Path(__file__).parents[1]
 TOWER_SCHEMES = "tower,tower(fill=reflect)"
@@ -101,9 +102,9 @@ def deep_rows(folder):
             cells = [
                 str(row["messages"]),
                 f"{row['bytes_sent'] / 1e3:.1f}",
-                *(seconds_text(row[kind]) for kind in kinds),
+                *(format_seconds(row[kind]) for kind in kinds),
             ]
-            yield [str(side**2), f"`{scheme}`", *cells, seconds_text(measured[scheme]) if side == 4 else ""]
+            yield [str(side**2), f"`{scheme}`", *cells, format_seconds(measured[scheme]) if side == 4 else ""]
 
 
 def add_halo(part, rows):
@@ -169,7 +170,7 @@ def main():
         plot_error_over_tiles(towers, pictures / f"study_{part.name}_tiles.png")
         shutil.copy(folder / f"{part.name}-seams" / "seams.png", pictures / f"study_{part.name}_seams.png")
     by_part = [measure_times(part.file, TIMED_SCHEMES, folder / "times", *part.settings) for part in parts]
-    rows = ([f"`{scheme}`", *(seconds_text(seconds[scheme]) for seconds in by_part)] for scheme in TIMED_SCHEMES)
+    rows = ([f"`{scheme}`", *(format_seconds(seconds[scheme]) for seconds in by_part)] for scheme in TIMED_SCHEMES)
     write(arguments.page, "times", markdown_table(["scheme", *(part.name for part in parts)], rows))
     heads = ["tiles", "scheme", "messages", "kB sent", "compute", "exchange", "sums", "step"]
     heads.append("measured step (2 local ranks)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..plan.report import Column, LayerTable, join_extents
+from ..plan.report import Column, LayerTable, format_seconds, format_size, join_extents
 from .suite_report import failure_lines, head_text, means_lines, ratio_text
-from .tables import bytes_text, markdown_table, seconds_text
+from .tables import markdown_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,13 +80,13 @@ def _step_time_table(results: Results) -> Table:
         cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
         for side in sides:
             star = "*" * (side == row["best"] and len(sides) > 2)
-            cells.append(seconds_text(measurements[side]["seconds"]) + star if side in measurements else "-")
+            cells.append(format_seconds(measurements[side]["seconds"]) + star if side in measurements else "-")
         cells += [ratio_text(row["ratios"].get("ranks"))] if compared else []
-        cells += [bytes_text(measurements.get("ranks", {}).get("peak_bytes", 0))]
+        cells += [format_size(measurements.get("ranks", {}).get("peak_bytes", 0))]
         if "eager" in sides:
             share = "-" if row["memory"] is None else f"{row['memory']:.2f}"
-            cells += [bytes_text(measurements.get("eager", {}).get("peak_bytes", 0)), share]
-        cells += [seconds_text(measurements.get(side, {}).get("first_seconds", 0)) for side in sides]
+            cells += [format_size(measurements.get("eager", {}).get("peak_bytes", 0)), share]
+        cells += [format_seconds(measurements.get(side, {}).get("first_seconds", 0)) for side in sides]
         rows.append(cells)
     return heads, rows
 
@@ -99,7 +99,7 @@ def _breakdown_table(results: Results) -> Table:
             if "kinds" not in measurement:
                 continue
             seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:MAX_SHOWN_OPERATORS]
-            times = [seconds_text(seconds * measurement["kinds"][kind]) for kind in TIME_KINDS]
-            top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in largest)
+            times = [format_seconds(seconds * measurement["kinds"][kind]) for kind in TIME_KINDS]
+            top = ", ".join(f"{name} {format_seconds(seconds * share)}" for name, share in largest)
             rows.append([row["network"], label, *times, top])
     return ["model", "", *TIME_KINDS, "most expensive operators"], rows

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from ..io.files import has_matplotlib, make_folder, write_figure, write_text
+from ..plan.report import format_seconds, format_size
 from .noise import noise_warnings, relative_noise
-from .tables import bytes_text, markdown_table, seconds_text
+from .tables import markdown_table
 
 
 def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -61,12 +62,12 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
             str(row["ranks"]),
             "{replicas} × {rows} × {cols}".format(**row["grid"]),
             str(row["batch_size"]),
-            seconds_text(row["seconds_per_step"]),
+            format_seconds(row["seconds_per_step"]),
             f"{row['speedup']:.2f}",
             f"{row['efficiency']:.0%}",
-            seconds_text(row["wait_seconds"]),
-            bytes_text(row["bytes_sent"]),
-            bytes_text(row["peak_bytes"]),
+            format_seconds(row["wait_seconds"]),
+            format_size(row["bytes_sent"]),
+            format_size(row["peak_bytes"]),
         ]
         for row in rows
     ]

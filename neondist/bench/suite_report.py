@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.files import write_figure
-from ..plan.report import Column, LayerTable, join_extents
+from ..plan.report import Column, LayerTable, format_seconds, format_size, join_extents
 from ..terminal.console import counted
 from .suite import NEONDIST_SIDES, TORCH_SIDES
-from .tables import bytes_text, markdown_table, seconds_text, share_text
+from .tables import markdown_table, share_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,13 +81,13 @@ def _network_table(results: Results) -> tuple[list[str], list[list[str]]]:
         cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
         for side in sides:
             measurement = row["sides"].get(side)
-            cells.append(seconds_text(measurement["seconds"]) + "*" * (side == row["best"]) if measurement else "-")
+            cells.append(format_seconds(measurement["seconds"]) + "*" * (side == row["best"]) if measurement else "-")
         if compared:
             cells += [ratio_text(row["ratios"].get(side)) for side in own_sides]
         peaks = [row["sides"].get(side, {}).get("peak_bytes", 0) for side in ("one", "eager")]
-        cells += [bytes_text(peaks[0])]
+        cells += [format_size(peaks[0])]
         if compared:
-            cells += [bytes_text(peaks[1]), "-" if row["memory"] is None else f"{row['memory']:.2f}"]
+            cells += [format_size(peaks[1]), "-" if row["memory"] is None else f"{row['memory']:.2f}"]
         rows.append(cells)
     return heads, rows
 
@@ -136,7 +136,7 @@ def _roofline_sections(row: Results) -> list[str]:
     heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "% of limit"]
     rows = []
     for layer in row["layers"]:
-        times = [seconds_text(layer[kind]) for kind in ("forward", "backward", "exchange", "wait")]
+        times = [format_seconds(layer[kind]) for kind in ("forward", "backward", "exchange", "wait")]
         speed, share = layer.get("flops_per_second"), layer.get("share_of_limit")
         speeds = [f"{speed / 1e9:.0f}" if speed else "", layer.get("limit", ""), share_text(share)]
         rows.append([layer["name"], *times, *speeds])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..plan.report import Column, LayerTable
+from ..plan.report import Column, LayerTable, format_seconds, format_size
 from ..runtime.observers.clock import WORK_KINDS
 from ..terminal.console import counted
 from .noise import noise_warnings
@@ -23,7 +23,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
 
     rows = results["layers"]
     times = [
-        Column(kind, [seconds_text(row[kind]) for row in rows], seconds_text(sum(row[kind] for row in rows)))
+        Column(kind, [format_seconds(row[kind]) for row in rows], format_seconds(sum(row[kind] for row in rows)))
         for kind in WORK_KINDS
     ]
     table = LayerTable(
@@ -32,7 +32,9 @@ def step_table(results: dict[str, Any]) -> RenderableType:
             Column("class", [row["class"] for row in rows], align_right=False),
             *times,
             Column(
-                "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
+                "sent",
+                [format_size(row["bytes_sent"]) for row in rows],
+                format_size(sum(r["bytes_sent"] for r in rows)),
             ),
             *_limit_columns(results),
         ],
@@ -64,29 +66,30 @@ def _limit_columns(results: dict[str, Any]) -> list[Column]:
 def _summary_lines(results: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
-        f"step    {seconds_text(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
-        f"memory  {bytes_text(max(results['peak_bytes']))} peak per rank, excluding the process before data was loaded",
+        f"step    {format_seconds(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
+        f"memory  {format_size(max(results['peak_bytes']))} peak per rank, excluding the process before data was"
+        " loaded",
     ]
     if "machine" in results:
         machine = results["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of it"
+            f" {format_size(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of it"
         )
     lines += noise_warnings(results["noise"])
     if "reading" in results:
         read, ratios = results["reading"], results["reading"]["ratios"]
         lines.append(
-            f"reading {seconds_text(read['seconds_per_step'])} with batches of the data set,"
+            f"reading {format_seconds(read['seconds_per_step'])} with batches of the data set,"
             f" {read['ratio']:.3f} of those in memory ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     baseline = results.get("against")
     if baseline:
         agree = "agree" if baseline["agree"] else "DO NOT AGREE"
         lines += [
-            f"{baseline['name']}   {seconds_text(baseline['seconds_per_step'])},"
+            f"{baseline['name']}   {format_seconds(baseline['seconds_per_step'])},"
             f" {counted(baseline['threads'], 'thread')},"
-            f" memory {bytes_text(baseline['peak_bytes'])}",
+            f" memory {format_size(baseline['peak_bytes'])}",
             f"ratio   {baseline['ratio']:.3f}  ({min(baseline['ratios']):.3f} to {max(baseline['ratios']):.3f} in"
             f" {counted(len(baseline['ratios']), 'round')}; {baseline['ratio_of_fastest']:.3f} of the fastest);"
             f" memory {max(results['peak_bytes']) / max(1, baseline['peak_bytes']):.3f}",
@@ -109,10 +112,10 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
     sizes = results["sizes"]
     columns = [
         Column("image", ["×".join(map(str, size["shape"])) for size in sizes], align_right=False),
-        Column("sent", [bytes_text(size["bytes_sent"]) for size in sizes]),
+        Column("sent", [format_size(size["bytes_sent"]) for size in sizes]),
     ]
     for name in ("exchange", "with_tile", "scatter_add", "raw", "memcpy"):
-        columns.append(Column(name.replace("_", " "), [seconds_text(size[f"{name}_seconds"]) for size in sizes]))
+        columns.append(Column(name.replace("_", " "), [format_seconds(size[f"{name}_seconds"]) for size in sizes]))
     columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
     columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
     legend = (
@@ -126,21 +129,3 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
         Text(),
         Text(legend),
     )
-
-
-def seconds_text(count: float) -> str:
-    """Return a time with its unit."""
-    if not count:
-        return "-"
-    return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms" if count >= 1e-3 else f"{count * 1e6:.3g} µs"
-
-
-def bytes_text(count: float) -> str:
-    """Return a size with its unit."""
-    if not count:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} GB"

@@ -23,6 +23,7 @@ sent: halo bytes per training step, forward and backward; maximum and sum over r
 memory: view, its gradient, parameters and optimiser state on the rank using most memory;
 a layer writes its outputs into the view of the next one"""
 _BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "summed"}
+_UNITS_PER_SECOND = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 PER_RANK_HEAD = "parameters/rank (max)"
 PER_RANK_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the parameters of its own tile"
 
@@ -220,6 +221,16 @@ def format_size(count: float) -> str:
 def format_count(count: float) -> str:
     """Return '12.3 M'."""
     return _format_in_units(count, ("", "k", "M", "G"), "T").rstrip()
+
+
+def format_seconds(seconds: float) -> str:
+    """Return '12.3 ms'."""
+    if not seconds:
+        return "-"
+    return next(
+        (f"{seconds * per_second:.3g} {unit}" for unit, per_second in _UNITS_PER_SECOND if seconds * per_second >= 1),
+        f"{seconds * 1e9:.3g} ns",
+    )
 
 
 def _format_in_units(count: float, units: Sequence[str], last: str) -> str:

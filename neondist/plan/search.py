@@ -190,8 +190,11 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Seq
     compared = [
         report.Column("", ["choice", "runner-up"][: len(options)], align_right=False),
         report.Column("replicas, rows, cols; strategy", list(map(choice_label, options)), align_right=False),
-        *(report.Column(part, [_format_seconds(option.seconds[part]) for option in options]) for part in STEP_PARTS),
-        report.Column("step", [_format_seconds(option.step_seconds) for option in options]),
+        *(
+            report.Column(part, [report.format_seconds(option.seconds[part]) for option in options])
+            for part in STEP_PARTS
+        ),
+        report.Column("step", [report.format_seconds(option.step_seconds) for option in options]),
     ]
     layers = defaultdict[str, list[str]](list)
     for name, scheme in (choice.strategy.schemes or {}).items():
@@ -215,9 +218,8 @@ def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
         return "reason: both take equally long; the first by name is chosen"
     part = max(STEP_PARTS, key=lambda name: saved[name])
     slowdown = runner_up.step_seconds / choice.step_seconds - 1
-    return (
-        f"reason: {part} takes {_format_seconds(saved[part])} less; a step of the runner-up takes {slowdown:.1%} longer"
-    )
+    less = report.format_seconds(saved[part])
+    return f"reason: {part} takes {less} less; a step of the runner-up takes {slowdown:.1%} longer"
 
 
 def _grid_factors(grid: GridShape) -> dict[str, int]:
@@ -234,10 +236,3 @@ def _part_seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[fl
     exchange = machine.slowest_link(grid.tiles).message_seconds(load.message_count, load.sent_bytes) + meetings
     nbytes = load.reduction_bytes / load.reduction_count if load.reduction_count else 0
     return compute, exchange, load.reduction_count * machine.allreduce_seconds(ranks, nbytes)
-
-
-def _format_seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0"

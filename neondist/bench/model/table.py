@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...io.files import write_text
+from ...plan.report import format_seconds, format_size
 from ...terminal.console import counted
 from ..noise import noise_warnings
-from ..tables import bytes_text, markdown_table, seconds_text
+from ..tables import markdown_table
 from .drawing import draw_predictions
 from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
 
@@ -44,9 +45,9 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
         [
             [
                 str(row["ranks"]),
-                seconds_text(row["seconds_per_step"]),
+                format_seconds(row["seconds_per_step"]),
                 ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
-                seconds_text(row["seconds_with_schemes"]) + _describe_slower_grid(row),
+                format_seconds(row["seconds_with_schemes"]) + _describe_slower_grid(row),
             ]
             for row in shown
         ],
@@ -87,9 +88,9 @@ def _row_cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["ranks"]),
         "{replicas} × {rows} × {cols}".format(**row["grid"]),
-        *(seconds_text(row[name]) for name in TIME_FIELDS),
+        *(format_seconds(row[name]) for name in TIME_FIELDS),
         f"{row['mpi_share']:.0%}",
-        *(bytes_text(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
+        *(format_size(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
     ]
 
 
@@ -100,7 +101,7 @@ def _describe_slower_grid(row: dict[str, Any]) -> str:
 
 def _describe_measured(row: dict[str, Any]) -> list[str]:
     taken = row.get("measured_seconds")
-    return [seconds_text(taken), f"{row['seconds_per_step'] / taken - 1:+.0%}"] if taken else ["-", "-"]
+    return [format_seconds(taken), f"{row['seconds_per_step'] / taken - 1:+.0%}"] if taken else ["-", "-"]
 
 
 def _scheme_texts(choices: Sequence[dict[str, Any]]) -> list[str]:
@@ -110,5 +111,5 @@ def _scheme_texts(choices: Sequence[dict[str, Any]]) -> list[str]:
         members = list(group)
         if scheme != "halo":
             names = members[0]["layer"] + (f" to {members[-1]['layer']}" if len(members) > 1 else "")
-            texts.append(f"{names} `{scheme}` (saves {seconds_text(sum(c['saves'] for c in members))})")
+            texts.append(f"{names} `{scheme}` (saves {format_seconds(sum(c['saves'] for c in members))})")
     return texts
