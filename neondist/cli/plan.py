@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import add_location
 from ..errors import ConfigError, UserError
-from ..terminal.console import counted, emit
+from ..terminal.console import emit
 from ..terminal.progress_line import preparation_progress
 from . import options
 from .experiment import load_from_arguments
@@ -86,20 +86,14 @@ def _candidate_builders(model: Any) -> Sequence[Any]:
 
 def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
     """Return the memory limit per rank in bytes, if any, and a function that plans strips within a limit."""
-    from ..system.memory import PROCESS_OVERHEAD_BYTES, format_bytes
+    from ..system.memory import model_bytes_per_rank
 
     model, memory = experiment.model, experiment.model.memory
     model.memory = model.available_bytes_per_rank = None
     if memory is None:
         return None, None
-    local_ranks = min(ranks, machine.cores_per_node)
-    if memory // local_ranks <= PROCESS_OVERHEAD_BYTES:
-        raise ConfigError(
-            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each needs"
-            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
-            f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}"
-        )
-    return memory // local_ranks - PROCESS_OVERHEAD_BYTES, partial(_plan_in_strips, experiment)
+    limit = model_bytes_per_rank(memory, min(ranks, machine.cores_per_node))
+    return limit, partial(_plan_in_strips, experiment)
 
 
 def _plan_in_strips(experiment: Any, plan: Any, limit: int) -> Any:

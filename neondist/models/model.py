@@ -28,7 +28,7 @@ from ..registry.ranges import Count, Index, require_integer, require_shape
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..system.memory import PROCESS_OVERHEAD_BYTES, model_bytes_per_rank, parse_bytes
+from ..system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, model_bytes_per_rank, parse_bytes
 from ..terminal.console import counted
 from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
@@ -223,7 +223,7 @@ class Model(LayerModel):
         for layer in self.leaves:
             rounds = declared_with(layer, "tolerates_rounded_view", "forward")
             layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
-        memory = None if self.memory is None else model_bytes_per_rank(self.memory, grid.size)
+        memory = None if self.memory is None else model_bytes_per_rank(self.memory, count_local_ranks(grid.size))
         execution = self.accumulate, self.recompute, self.strips, memory
         options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
         training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)

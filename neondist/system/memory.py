@@ -83,15 +83,14 @@ def parse_bytes(field: str, memory: int | str) -> int:
     return count
 
 
-def model_bytes_per_rank(memory: int, ranks: int) -> int:
-    """Return the bytes per rank for its network, given the limit for all ranks on a machine.
+def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
+    """Return the bytes per rank for its network, given the limit for all `local_ranks` on a machine.
 
     Raises
     ------
     ConfigError
         Nothing is left after the overhead of the processes.
     """
-    local_ranks = count_local_ranks(ranks)
     share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(

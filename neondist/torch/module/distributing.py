@@ -11,7 +11,7 @@ from torch import nn
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
-from ...system.memory import model_bytes_per_rank, parse_bytes
+from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes
 from ..exchange.transport import world
 from ..execution.segments import Strips
@@ -116,7 +116,8 @@ def distribute(
     compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
-    limit = None if memory is None else model_bytes_per_rank(parse_bytes("memory", memory), grid.size)
+    local_ranks = count_local_ranks(grid.size)
+    limit = None if memory is None else model_bytes_per_rank(parse_bytes("memory", memory), local_ranks)
     return DistributedModule(
         module, shapes, dtypes, grid, compiler, spatial,
         gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,

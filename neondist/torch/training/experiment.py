@@ -27,7 +27,7 @@ from ...registry.ranges import Count, Index
 from ...runtime.observers.ledger import Ledger, collect_message_counts
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
-from ...system.memory import model_bytes_per_rank, parse_bytes
+from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.image_blocks import ModuleBlocks, TracedImage
 from ..execution.options import ExecutionOptions
@@ -355,7 +355,7 @@ class TorchModel(TrainableModel):
         self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
     ) -> ModulePlan:
         module, shape = self.module, (batch, *self._sample_shape(input_shape))
-        memory = None if limit is None else model_bytes_per_rank(limit, grid.size)
+        memory = None if limit is None else model_bytes_per_rank(limit, count_local_ranks(grid.size))
         execution = ExecutionOptions.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         args = program, execution, shape, input_shape, grid

@@ -19,7 +19,7 @@ from ...models import Model, TrainableModel
 from ...plan import Plan, Training, compile_plan
 from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_to_fit
 from ...runtime.blocks import BlockwiseExecutor
-from ...system.memory import PROCESS_OVERHEAD_BYTES, format_bytes, free_bytes, model_bytes_per_rank
+from ...system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, format_bytes, free_bytes, model_bytes_per_rank
 from .images import Images
 
 DEFAULT_BLOCK_EXTENT_BY_NDIM = {1: 1 << 18, 2: 2048, 3: 256}
@@ -313,7 +313,7 @@ def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, ba
 def memory_limit_per_rank(memory: int | None, ranks: int) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
-        return model_bytes_per_rank(memory, ranks)
+        return model_bytes_per_rank(memory, count_local_ranks(ranks))
     free = free_bytes()
     return 1 << 62 if free is None else max(PROCESS_OVERHEAD_BYTES, free // 2 // ranks)
 
