@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from .. import yaml_nodes
 from ..registry import suggest
-from ..yaml_nodes import join_path, node_error, parse_file, to_node, typed_value
+from ..registry.ranges import Index, Positive, between
+from ..yaml_nodes import field_error, join_path, node_error, parse_file, to_node, typed_value
+from ..yaml_nodes.convert import convert_fields, convert_node
 
-_SSH_KEYS = "username", "port", "key_file", "python_venv", "shared_envs"
-_NODE_KEYS = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
+_SSH_FIELDS = {
+    "username": yaml_nodes.Node,
+    "port": Annotated[int, between(1, 65535)],
+    "key_file": yaml_nodes.Node,
+    "python_venv": yaml_nodes.Node,
+    "shared_envs": dict[str, yaml_nodes.Node],
+}
+_NODE_FIELDS = {
+    "address": str | int,
+    "cpus": tuple[Index, ...],
+    "gpus": tuple[Index, ...],
+    "chief": bool,
+    "ssh_config": str,
+    "network_bandwidth": Positive,
+}
 SSH_CONFIG_OF_ALL_NODES = "default"
 """Name of a flat `ssh:` mapping, which applies to all nodes."""
 
@@ -119,11 +133,11 @@ class ResourceSpec:
         else:
             self.path = path = Path(resources)
             root, folder = parse_file(path) or yaml_nodes.Node(None, f"{path}:1"), path.parent
-        top = _parse_mapping(root, "", ("nodes", "ssh"))
+        top = convert_fields(root, "", {"nodes": yaml_nodes.Node, "ssh": yaml_nodes.Node})
         self.ssh = _parse_ssh_configs(top["ssh"], folder) if "ssh" in top else {}
         if "nodes" not in top:
             raise node_error(root, "nodes", "missing; list the machines, such as [{address: localhost}]")
-        entries = _parse_list(top["nodes"], "nodes")
+        entries = typed_value(top["nodes"], "nodes", list, "a list")
         if not entries:
             raise node_error(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
         is_single = len(entries) == 1
@@ -155,43 +169,26 @@ class ResourceSpec:
         return sum(len(node.cpus) for node in self.nodes)
 
     def _parse_node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
-        fields = _parse_mapping(node, path, _NODE_KEYS)
-        if "address" not in fields:
-            raise node_error(node, join_path(path, "address"), "missing; give the host name or IP address")
-        location = fields["address"], join_path(path, "address")
-        address = str(fields["address"].value) if isinstance(fields["address"].value, str | int) else ""
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", address):
-            raise node_error(*location, f"invalid address, got {fields['address']}; expected a host name or IP address")
-        cpus, gpus = (
-            _parse_devices(fields[key], join_path(path, key)) if key in fields else () for key in ("cpus", "gpus")
-        )
-        chief = is_single
-        if "chief" in fields:
-            chief = typed_value(fields["chief"], join_path(path, "chief"), bool, "true or false") or is_single
-        bandwidth: float = 1
-        if "network_bandwidth" in fields:
-            rate = fields["network_bandwidth"]
-            if not isinstance(rate.value, int | float) or isinstance(rate.value, bool) or not 0 < rate.value < math.inf:
-                raise node_error(rate, join_path(path, "network_bandwidth"), f"expected Gbit/s above 0, got {rate}")
-            bandwidth = rate.value
-        return Node(address, cpus or (0,), gpus, chief, self._choose_ssh_config(node, fields, path, chief), bandwidth)
+        fields = convert_fields(node, path, _NODE_FIELDS, ["address"])
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", str(fields["address"])):
+            raise field_error(node, path, "address", f"'{fields['address']}' is not a host name or IP address")
+        for kind in ("cpus", "gpus"):
+            indices = fields.get(kind, ())
+            if repeated := [index for index in indices if indices.count(index) > 1]:
+                raise field_error(node, path, kind, f"device {repeated[0]} is listed twice; list each once")
+        fields["chief"] = fields.get("chief", False) or is_single
+        fields["ssh_config"] = self._choose_ssh_config(node, fields, path)
+        fields["cpus"] = fields.get("cpus") or (0,)
+        return Node(**fields | {"address": str(fields["address"])})
 
-    def _choose_ssh_config(
-        self, node: yaml_nodes.Node, fields: Mapping[str, yaml_nodes.Node], path: str, chief: bool
-    ) -> str | None:
-        name = SSH_CONFIG_OF_ALL_NODES if SSH_CONFIG_OF_ALL_NODES in self.ssh and len(self.ssh) == 1 else None
-        if "ssh_config" in fields:
-            entry = fields["ssh_config"]
-            name = typed_value(entry, join_path(path, "ssh_config"), str, "a name below ssh")
-            if name not in self.ssh:
-                raise node_error(
-                    entry, join_path(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}"
-                )
-        if name is None and not chief:
+    def _choose_ssh_config(self, node: yaml_nodes.Node, fields: Mapping[str, Any], path: str) -> str | None:
+        default = SSH_CONFIG_OF_ALL_NODES if SSH_CONFIG_OF_ALL_NODES in self.ssh and len(self.ssh) == 1 else None
+        name: str | None = fields.get("ssh_config", default)
+        if name is not None and name not in self.ssh:
+            raise field_error(node, path, "ssh_config", f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
+        if name is None and not fields["chief"]:
             remedy = f"; choose from {', '.join(self.ssh)}" if self.ssh else ", and an entry of that name below ssh"
-            raise node_error(
-                node, join_path(path, "ssh_config"), f"missing; every node but the chief needs one{remedy}"
-            )
+            raise field_error(node, path, "ssh_config", f"missing; every node but the chief needs one{remedy}")
         return name
 
     def _check_chief(self, parent: yaml_nodes.Node, entries: list[yaml_nodes.Node]) -> None:
@@ -233,76 +230,34 @@ def _is_loopback(address: str) -> bool:
 
 def _parse_ssh_configs(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
     entries = typed_value(node, "ssh", dict, "a mapping of names to SSH settings")
-    if any(name in _SSH_KEYS and not isinstance(child.value, dict) for name, child in entries.items()):
+    if any(name in _SSH_FIELDS and not isinstance(child.value, dict) for name, child in entries.items()):
         return {SSH_CONFIG_OF_ALL_NODES: _parse_ssh_config(node, "ssh", folder)}
     return {name: _parse_ssh_config(child, join_path("ssh", name), folder) for name, child in entries.items()}
 
 
 def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
-    fields = _parse_mapping(node, path, _SSH_KEYS)
-    values: dict[str, Any] = {}
-    for name in ("username", "python_venv"):
+    fields = convert_fields(node, path, _SSH_FIELDS)
+    for name in ("username", "key_file", "python_venv"):
         if name in fields:
-            values[name] = _parse_line(fields[name], join_path(path, name))
-    if values.get("username", "").startswith("-") or re.search(r"[\s@]", values.get("username", "")):
-        raise node_error(
-            fields["username"], join_path(path, "username"), f"invalid; expected a user name, got {fields['username']}"
-        )
-    if "port" in fields:
-        port = fields["port"]
-        if not isinstance(port.value, int) or isinstance(port.value, bool) or not 1 <= port.value <= 65535:
-            raise node_error(port, join_path(path, "port"), f"expected an integer from 1 to 65535, got {port}")
-        values["port"] = port.value
-    if "key_file" in fields:
-        values["key_file"] = _parse_key_file(fields["key_file"], join_path(path, "key_file"), folder)
-    if "shared_envs" in fields:
-        variables_path = join_path(path, "shared_envs")
-        variables = typed_value(fields["shared_envs"], variables_path, dict, "a mapping of variable names to text")
-        for name, child in variables.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise node_error(child, join_path(variables_path, name), "invalid name; expected letters, digits and _")
-        values["shared_envs"] = {
-            name: _parse_line(child, join_path(variables_path, name)) for name, child in variables.items()
-        }
-    return SSHConfig(**values)
-
-
-def _parse_key_file(node: yaml_nodes.Node, path: str, folder: Path) -> str:
-    """Return the absolute path; the launcher checks relative ones, whose files may be created later."""
-    file = Path(_parse_line(node, path)).expanduser()
-    if file.is_absolute() and not file.is_file():
-        raise node_error(node, path, f"'{file}' does not exist; give the path of a private key")
-    return str((folder / file).absolute())
-
-
-def _parse_devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
-    indices: list[int] = []
-    for position, item in enumerate(_parse_list(node, path)):
-        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 0:
-            raise node_error(item, join_path(path, position), f"expected a device number of at least 0, got {item}")
-        if item.value in indices:
-            raise node_error(item, join_path(path, position), f"device {item.value} is listed twice; list each once")
-        indices.append(item.value)
-    return tuple(indices)
-
-
-def _parse_mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
-    fields: dict[str, yaml_nodes.Node] = typed_value(node, path, dict, f"a mapping with {', '.join(names)}")
-    for name, child in fields.items():
-        if name not in names:
-            raise node_error(child, join_path(path, name), f"unknown key{suggest(name, names)}")
-    return fields
-
-
-def _parse_list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
-    items: list[yaml_nodes.Node] = typed_value(node, path, list, "a list")
-    return items
+            fields[name] = _parse_line(fields[name], join_path(path, name))
+    if re.search(r"^-|[\s@]", fields.get("username", "")):
+        raise field_error(node, path, "username", f"invalid; expected a user name, got '{fields['username']}'")
+    if "key_file" in fields:  # relative ones are checked by the launcher: their files may be created later
+        file = Path(fields["key_file"]).expanduser()
+        if file.is_absolute() and not file.is_file():
+            raise field_error(node, path, "key_file", f"'{file}' does not exist; give the path of a private key")
+        fields["key_file"] = str((folder / file).absolute())
+    for name, child in fields.get("shared_envs", {}).items():
+        variable = join_path(join_path(path, "shared_envs"), name)
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise node_error(child, variable, "invalid name; expected letters, digits and _")
+        fields["shared_envs"][name] = _parse_line(child, variable)
+    return SSHConfig(**fields)
 
 
 def _parse_line(node: yaml_nodes.Node, path: str) -> str:
     """Return text of one line; numbers are taken as text."""
-    if isinstance(node.value, bool) or not isinstance(node.value, str | int | float):
-        raise node_error(node, path, f"expected text, got {node}")
-    if not str(node.value).isprintable():
+    text = str(convert_node(node, str | int | float, path))
+    if not text.isprintable():
         raise node_error(node, path, "expected text of one line without control characters")
-    return str(node.value)
+    return text

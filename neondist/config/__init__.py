@@ -1,7 +1,7 @@
 """Experiments from YAML files, and back.
 
 parse → tree of nodes with line numbers → `overrides` from the command line → `build`: each tag's class, its fields
-converted by `fit` to the constructor's type hints. Only registered classes are instantiated; errors include FILE:LINE.
+converted to the constructor's type hints. Only registered classes are instantiated; errors include FILE:LINE.
 """
 
 from .dump import dump

@@ -12,8 +12,8 @@ from ..registry.fields import Field, constructor_fields
 from ..registry.functions import NamedFunction
 from ..registry.names import classes_by_name, classes_by_short_name, subclasses
 from ..registry.type_hints import describe_hint, registered_classes_in_hint
+from ..yaml_nodes.convert import convert_node
 from ..yaml_nodes.tree import Node, join_path, node_error
-from .convert import convert_node
 from .source import SourcePosition, add_location, describe_location, set_source
 
 TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"

@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry.fields import constructor_fields
 from ..yaml_nodes import Node, node_error, parse_file
+from ..yaml_nodes.convert import convert_node
 from .build import ObjectBuilder, find_class
-from .convert import convert_node
 from .overrides import apply_overrides
 
 

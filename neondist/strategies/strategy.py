@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -13,8 +13,10 @@ import yaml
 
 from ..errors import ConfigError
 from ..io.files import write_text
+from ..registry.ranges import Count, Index
 from ..terminal.console import counted
-from ..yaml_nodes import Node, join_path, node_error, parse_file, typed_value
+from ..yaml_nodes import Node, field_error, join_path, node_error, parse_file
+from ..yaml_nodes.convert import convert_fields, convert_node
 from .compressor import normalise_compressor
 from .parameter_spec import ParameterSpec
 from .partition import AxisPartition, part_sizes
@@ -171,7 +173,7 @@ class Strategy:
         """
         path = Path(path)
         root = parse_file(path, max_bytes=MAX_FILE_BYTES, max_nodes=MAX_EXPANDED_NODES)
-        return _StrategyFileParser(Node(None, f"{path}:1") if root is None else root).parse()
+        return _parse_strategy(Node(None, f"{path}:1") if root is None else root)
 
     def __str__(self) -> str:
         """Return a table of the parameters."""
@@ -211,112 +213,76 @@ def _join_numbers(numbers: list[int], separator: str) -> str:
 
 PLANNER_FIELDS = "grid", "schemes"
 """fields that a planner may add to a strategy"""
-_TOP_LEVEL_FIELDS = "format", "builder", "replicas", "servers", "parameters"
-_GRID_FIELDS = "replicas", "planes", "rows", "cols"
-_PARAMETER_FIELDS = "shape", "dtype", "sparse", *(field.name for field in fields(ParameterStrategy))
+_TOP_LEVEL_FIELDS = {
+    "format": int,
+    "builder": str,
+    "replicas": Count,
+    "servers": Count,
+    "parameters": dict[str, Node],
+}
+_GRID_FIELDS = dict.fromkeys(("replicas", "planes", "rows", "cols"), Count)
+_PARTITION_FIELDS = {"axis": Index, "sizes": list[Index]}
+_PARAMETER_FIELDS = {
+    "shape": list[Index],
+    "dtype": str,
+    "sparse": bool,
+    "kind": Literal["allreduce", "server"],
+    "partition": Node,
+    "owners": list[Index],
+    "group": Index,
+    "compressor": str | None,
+    "sync": bool,
+    "staleness": Index,
+}
 
 
-class _StrategyFileParser:
-    """Parser of the nodes of a strategy file."""
+def _parse_strategy(root: Node) -> Strategy:
+    """Return the strategy of a file; raise ConfigError at the first wrong field."""
+    top = convert_fields(root, "", _TOP_LEVEL_FIELDS | dict.fromkeys(PLANNER_FIELDS, Node), _TOP_LEVEL_FIELDS)
+    if top["format"] != FORMAT_VERSION:
+        raise field_error(root, "", "format", f"is {top['format']}; expected {FORMAT_VERSION}")
+    specs, parameters = {}, {}
+    for name, node in top["parameters"].items():
+        specs[name], parameters[name] = _parse_parameter(name, node, max(top["replicas"], top["servers"]))
+    grid = convert_fields(top["grid"], "grid", _GRID_FIELDS) if "grid" in top else None
+    schemes = convert_node(top["schemes"], dict[str, str], "schemes") if "schemes" in top else None
+    placed = {name: top[name] for name in PLANNER_FIELDS if name in top} | top["parameters"] | {"": root}
+    file_lines = {name: node.place for name, node in placed.items()}
+    return Strategy(top["builder"], top["replicas"], top["servers"], specs, parameters, grid, schemes, file_lines)
 
-    def __init__(self, root: Node) -> None:
-        self.root = root
 
-    def parse(self) -> Strategy:
-        """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._parse_map(self.root, "", _TOP_LEVEL_FIELDS, PLANNER_FIELDS)
-        if top["format"].value != FORMAT_VERSION:
-            raise node_error(top["format"], "format", f"is {top['format']}; expected {FORMAT_VERSION}")
-        replicas, servers = (self._parse_integer(top[name], name, 1) for name in ("replicas", "servers"))
-        builder = typed_value(top["builder"], "builder", str, "text")
-        entries = typed_value(top["parameters"], "parameters", dict, "a mapping")
-        specs, parameters = {}, {}
-        for name, node in entries.items():
-            specs[name], parameters[name] = self._parse_parameter(name, node, max(replicas, servers))
-        file_lines = {name: node.place for name, node in (top | entries).items()} | {"": self.root.place}
-        grid = self._parse_grid(top["grid"]) if "grid" in top else None
-        schemes = self._parse_schemes(top["schemes"]) if "schemes" in top else None
-        return Strategy(builder, replicas, servers, specs, parameters, grid, schemes, file_lines)
+def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
+    path = join_path("parameters", name)
+    entry = convert_fields(node, path, _PARAMETER_FIELDS, _PARAMETER_FIELDS)
+    shape, dtype, sparse = (entry.pop(key) for key in ("shape", "dtype", "sparse"))
+    try:
+        spec = ParameterSpec(name, shape, dtype, sparse)
+        entry["compressor"] = normalise_compressor(entry["compressor"])
+    except ConfigError as error:
+        raise node_error(node, path, str(error)) from None
+    if entry["compressor"] and (entry["kind"] == "server" or entry["owners"]):
+        remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
+        raise field_error(node, path, "compressor", f"{entry['compressor']} {remedy}")
+    if entry["staleness"] and not entry["sync"]:
+        raise field_error(node, path, "staleness", f"{entry['staleness']} needs sync: true")
+    if any(owner >= owners for owner in entry["owners"]):
+        problem = f"owner {max(entry['owners'])} does not exist; owners are 0 to {owners - 1}"
+        raise field_error(node, path, "owners", problem)
+    entry["partition"] = _parse_partition(entry["partition"], join_path(path, "partition"), shape)
+    if entry["partition"] is not None and len(entry["owners"]) != len(sizes := entry["partition"][1]):
+        problem = f"{counted(len(entry['owners']), 'owner')} for {len(sizes)} parts; give one for each part"
+        raise field_error(node, path, "owners", problem)
+    return spec, ParameterStrategy(**entry)
 
-    def _parse_schemes(self, node: Node) -> dict[str, str]:
-        nodes = typed_value(node, "schemes", dict, "a mapping of layers to schemes")
-        return {name: typed_value(child, join_path("schemes", name), str, "text") for name, child in nodes.items()}
 
-    def _parse_grid(self, node: Node) -> dict[str, int]:
-        nodes = typed_value(node, "grid", dict, f"a mapping with {', '.join(_GRID_FIELDS)}")
-        for name, child in nodes.items():
-            if name not in _GRID_FIELDS:
-                raise node_error(child, join_path("grid", name), f"unknown field; expected {', '.join(_GRID_FIELDS)}")
-        return {name: self._parse_integer(child, join_path("grid", name), 1) for name, child in nodes.items()}
-
-    def _parse_parameter(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
-        path = join_path("parameters", name)
-        nodes = self._parse_map(node, path, _PARAMETER_FIELDS)
-        shape = self._parse_integers(nodes["shape"], join_path(path, "shape"))
-        dtype = typed_value(nodes["dtype"], join_path(path, "dtype"), str, "text")
-        sparse, sync = (
-            typed_value(nodes[key], join_path(path, key), bool, "true or false") for key in ("sparse", "sync")
-        )
-        if nodes["kind"].value not in ("allreduce", "server"):
-            raise node_error(
-                nodes["kind"], join_path(path, "kind"), f"is {nodes['kind']}; expected allreduce or server"
-            )
-        kind: Literal["allreduce", "server"] = "server" if nodes["kind"].value == "server" else "allreduce"
-        compressor = nodes["compressor"]
-        try:
-            spec = ParameterSpec(name, shape, dtype, sparse)
-            compression = normalise_compressor(None if compressor.value is None else str(compressor.value))
-        except ConfigError as error:
-            raise node_error(node, path, str(error)) from None
-        if compression and (kind == "server" or nodes["owners"].value):
-            remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
-            raise node_error(compressor, join_path(path, "compressor"), f"{compression} {remedy}")
-        group, staleness = (self._parse_integer(nodes[key], join_path(path, key), 0) for key in ("group", "staleness"))
-        if staleness and not sync:
-            raise node_error(nodes["staleness"], join_path(path, "staleness"), f"{staleness} needs sync: true")
-        division = self._parse_partition(nodes["partition"], join_path(path, "partition"), shape)
-        owner_list = self._parse_integers(nodes["owners"], join_path(path, "owners"))
-        location = nodes["owners"], join_path(path, "owners")
-        if any(owner >= owners for owner in owner_list):
-            raise node_error(*location, f"owner {max(owner_list)} does not exist; owners are 0 to {owners - 1}")
-        if division is not None and len(owner_list) != len(division[1]):
-            raise node_error(
-                *location, f"{counted(len(owner_list), 'owner')} for {len(division[1])} parts; give one for each part"
-            )
-        return spec, ParameterStrategy(kind, division, owner_list, group, compression, sync, staleness)
-
-    def _parse_partition(self, node: Node, path: str, shape: list[int]) -> AxisPartition | None:
-        if node.value is None:
-            return None
-        nodes = self._parse_map(node, path, ("axis", "sizes"))
-        if not shape:
-            raise node_error(node, path, "a scalar cannot be partitioned; write null")
-        axis = self._parse_integer(nodes["axis"], join_path(path, "axis"), 0)
-        if axis >= len(shape):
-            raise node_error(nodes["axis"], join_path(path, "axis"), f"is {axis}; expected 0 to {len(shape) - 1}")
-        sizes = self._parse_integers(nodes["sizes"], join_path(path, "sizes"))
-        if sum(sizes) != shape[axis] or not sizes:
-            raise node_error(
-                nodes["sizes"], join_path(path, "sizes"), f"add up to {sum(sizes)}, but must be {shape[axis]}"
-            )
-        return axis, sizes
-
-    def _parse_map(self, node: Node, path: str, names: Iterable[str], optional: Sequence[str] = ()) -> dict[str, Node]:
-        nodes = typed_value(node, path, dict, "a mapping with " + ", ".join(names))
-        for name, child in nodes.items():
-            if name not in (*names, *optional):
-                raise node_error(child, join_path(path, name), f"unknown field; expected {', '.join(names)}")
-        for name in names:
-            if name not in nodes:
-                raise node_error(node, join_path(path, name), "missing; add it, as Strategy.save writes it")
-        return dict(nodes)
-
-    def _parse_integer(self, node: Node, path: str, minimum: int) -> int:
-        value = node.value
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise node_error(node, path, f"expected an integer of at least {minimum}, got {node}")
-        return value
-
-    def _parse_integers(self, node: Node, path: str) -> list[int]:
-        items = typed_value(node, path, list, "a list of integers")
-        return [self._parse_integer(item, join_path(path, at), 0) for at, item in enumerate(items)]
+def _parse_partition(node: Node, path: str, shape: list[int]) -> AxisPartition | None:
+    if node.value is None:
+        return None
+    if not shape:
+        raise node_error(node, path, "a scalar cannot be partitioned; write null")
+    axis, sizes = convert_fields(node, path, _PARTITION_FIELDS, _PARTITION_FIELDS).values()
+    if axis >= len(shape):
+        raise field_error(node, path, "axis", f"is {axis}; expected 0 to {len(shape) - 1}")
+    if sum(sizes) != shape[axis] or not sizes:
+        raise field_error(node, path, "sizes", f"add up to {sum(sizes)}, but must be {shape[axis]}")
+    return axis, sizes

@@ -74,6 +74,12 @@ def typed_value(node: Node, path: str, expected_type: type, expected: str) -> An
     return node.value
 
 
+def field_error(node: Node, path: str, name: str, text: str) -> ConfigError:
+    """Return the error for a field of a mapping, at the mapping if it has no such field."""
+    fields = node.value if isinstance(node.value, dict) else {}
+    return node_error(fields.get(name, node), join_path(path, name), text)
+
+
 def node_error(node: Node, path: str, text: str) -> ConfigError:
     """Return the error for one value of the file."""
     return ConfigError(format_message(node.place, path, text))

@@ -237,7 +237,7 @@ def test_free_links_keep_plain_halos(tmp_path, capsys):
         ("schemes: {conv9: halo}", "schemes: layer 'conv9' does not exist in the model"),
         ("schemes: {conv1: telepathy}", "telepathy"),
         ("schemes: {conv1: 3}", "schemes.conv1: expected text"),
-        ("schemes: [halo]", "schemes: expected a mapping of layers to schemes"),
+        ("schemes: [halo]", "schemes: expected a mapping, got a list"),
     ],
 )
 def test_invalid_schemes_name_the_line(entry, message, tmp_path, capsys):

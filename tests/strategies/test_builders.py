@@ -188,7 +188,7 @@ def write_strategy(tmp_path, **changes):
     ({"format": 2}, "format", "expected 1"),
     ({"replicas": 0}, "replicas", "at least 1"),
     ({"builder": 1}, "builder", "expected text"),
-    ({"kind": "gossip"}, "kind", "allreduce or server"),
+    ({"kind": "gossip"}, "kind", "'allreduce' or 'server'"),
     ({"owners": [0, 7]}, "owners", "owner 7"),
     ({"owners": [0]}, "owners", "1 owner for 2 parts"),
     ({"partition": {"axis": 2, "sizes": [4]}}, "axis", "expected 0 to 1"),

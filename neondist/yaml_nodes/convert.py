@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ from ..registry import registered_classes, suggest
 from ..registry.arguments import in_range_of_hint
 from ..registry.functions import accepts_functions
 from ..registry.type_hints import describe_hint, is_class, registered_classes_in_hint, union_members, unwrap_hint
-from ..yaml_nodes.tree import Node, join_path, node_error
+from .tree import Node, join_path, node_error, typed_value
 
 BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
 
@@ -24,14 +24,40 @@ class TypeMismatch(ConfigError):
     path: str = ""
 
 
-def convert_node(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
+def convert_fields(node: Node, path: str, hints: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the fields of a mapping, in the order of `hints`, converted to these; none is an object.
+
+    Raises
+    ------
+    ConfigError
+        If the node is no mapping, or if a field is unknown, missing though `required`, or does not match.
+    """
+    nodes = typed_value(node, path, dict, f"a mapping with {', '.join(hints)}")
+    for name, child in nodes.items():
+        if name not in hints:
+            raise node_error(child, join_path(path, name), f"unknown field{suggest(name, hints)}")
+    for name in required:
+        if name not in nodes:
+            raise node_error(node, join_path(path, name), f"missing; add '{name}: ...'")
+    return {name: convert_node(nodes[name], hints[name], join_path(path, name)) for name in hints if name in nodes}
+
+
+def _reject_object(node: Node, path: str, hint: Any) -> Any:
+    raise _mismatch_error(node, hint, path)
+
+
+def convert_node(node: Node, hint: Any, path: str, build: BuildObject = _reject_object) -> Any:
     """Return the node's value converted to `hint`: int to float, lists to tuples, objects by `build(node, path, hint)`.
+
+    The hint `Node` keeps a node as it is.
 
     Raises
     ------
     ConfigError
         If the value does not match; states place, path, the expected type and the value.
     """
+    if hint is Node:
+        return node
     value = (
         _convert_object(node, hint, path, build) if node.tag is not None else _convert_untagged(node, hint, path, build)
     )
