@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import ceil, log2
 from pathlib import Path
-from typing import Any
+from typing import get_type_hints
 
 import yaml
 
 from ..errors import ConfigError
 from ..io.files import write_text
-from ..io.regular_file import read_bytes
+from ..registry.ranges import Count, NotNegative, Positive
+from ..yaml_nodes import Node, parse_file
+from ..yaml_nodes.convert import convert_fields
 
 DEFAULT_FLOPS_PER_SECOND = 2e10
 """Default floating point operations per second of a rank."""
@@ -57,8 +59,8 @@ class Link:
     bandwidth : bytes per second
     """
 
-    latency: float
-    bandwidth: float
+    latency: Positive
+    bandwidth: Positive
 
     def message_seconds(self, messages: float, count: float) -> float:
         """Return the seconds of messages with `count` bytes in total."""
@@ -98,20 +100,20 @@ class Machine:
         Mean relative error of predicted steps of small networks at calibration; 0: unknown.
     """
 
-    cores_per_node: int
+    cores_per_node: Count
     node: Link
     network: Link
-    nodes: int | None = None
-    compute_factor: float = 1.0
-    slowdown: float = 1.0
-    memory_slowdown: float = 1.0
-    memory_bandwidth: float = 1e10
-    speed: float = DEFAULT_FLOPS_PER_SECOND
-    shared_slowdown: float = 1.0
-    shared_latency: float = 0.0
-    jitter: float = 0.0
+    nodes: Count | None = None
+    compute_factor: Positive = 1.0
+    slowdown: Positive = 1.0
+    memory_slowdown: Positive = 1.0
+    memory_bandwidth: Positive = 1e10
+    speed: Positive = DEFAULT_FLOPS_PER_SECOND
+    shared_slowdown: Positive = 1.0
+    shared_latency: NotNegative = 0.0
+    jitter: NotNegative = 0.0
     host: str = ""
-    error: float = 0.0
+    error: NotNegative = 0.0
 
     @classmethod
     def default(cls) -> Machine:
@@ -174,48 +176,18 @@ class Machine:
 
 def read_machine(path: Path) -> Machine:
     """Read a machine from a YAML file; ConfigError if it is invalid."""
+    machine, link = (get_type_hints(cls, include_extras=True) for cls in (Machine, Link))
+    required = "cores_per_node", "node", "network"
     try:
-        document = yaml.safe_load(read_bytes(path).decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); {_EXAMPLES_HINT}") from error
-    values = _check_fields(path, "", document, [one.name for one in fields(Machine)])
-    for name in "node", "network":
-        link = _check_fields(path, f"{name}.", values.get(name), ["latency", "bandwidth"])
-        values[name] = Link(*(_parse_number(path, f"{name}.{one}", link.get(one)) for one in ("latency", "bandwidth")))
-    for name in "cores_per_node", "nodes":
-        if not (name == "nodes" and values.get(name) is None):
-            values[name] = int(_parse_number(path, name, values.get(name), least=1.0))
-    for one in fields(Machine):
-        if isinstance(one.default, float):
-            least = 0.0 if one.name in ("shared_latency", "jitter", "error") else None
-            values[one.name] = _parse_number(path, one.name, values.get(one.name, one.default), least)
-    return Machine(**values | {"host": str(values.get("host") or "")})
+        root = parse_file(path) or Node(None, f"{path}:1")
+        values = convert_fields(root, "", machine | {"node": Node, "network": Node}, required)
+        links = {name: Link(**convert_fields(values[name], name, link, link)) for name in ("node", "network")}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_EXAMPLES_HINT}") from None
+    return Machine(**values | links)
 
 
 def write_machine(path: Path, machine: Machine, comment: str) -> None:
     """Write a machine as YAML."""
     text = yaml.safe_dump(asdict(machine), sort_keys=False)
     write_text(path, f"# {comment}\n# seconds, bytes per second\n{text}")
-
-
-def _check_fields(path: Path, prefix: str, values: Any, names: list[str]) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{path}: {prefix.rstrip('.') or 'the file'}: needs fields {', '.join(names)}; {_EXAMPLES_HINT}"
-        )
-    for name in values:
-        if name not in names:
-            raise ConfigError(f"{path}: {prefix}{name}: unknown field; choose from {', '.join(names)}")
-    return dict(values)
-
-
-def _parse_number(path: Path, where: str, value: Any, least: float | None = None) -> float:
-    """Return the value as a number above 0, or of at least `least`."""
-    try:
-        number = float(value)  # YAML reads 2e-6 as text
-    except (TypeError, ValueError):
-        number = -1.0
-    if not (number > 0 if least is None else number >= least) or number == float("inf"):
-        bound = "above 0" if least is None else f"of at least {least:g}"
-        raise ConfigError(f"{path}: {where}: {value!r} is not a number {bound}; {_EXAMPLES_HINT}")
-    return number

@@ -135,14 +135,21 @@ def test_example_machines(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "the file: needs fields cores_per_node"),
-        ("nothing: 1", "nothing: unknown field; choose from cores_per_node"),
-        ("cores_per_node: 2\nnode: 3", r"node: needs fields latency, bandwidth; docs/predicting.md has"),
-        ("node: {latency: -1, bandwidth: 1}", "node.latency: -1 is not a number above 0"),
-        ("node: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: .inf}", "network.bandwidth: inf is not"),
-        ("node: {latency: 1e-6, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "cores_per_node: None is not"),
+        ("[1]", "m.yaml:1: expected a mapping with cores_per_node, node, .*, got a list; docs/predicting.md has"),
+        ("nothing: 1", "m.yaml:1: nothing: unknown field; choose from compute_factor, cores_per_node, error"),
+        ("cores_per_node: 2\nnode: 3\nnetwork: 3", "m.yaml:2: node: expected a mapping with latency, bandwidth, got 3"),
+        ("cores_per_node: 2\nnode: {latency: -1}\nnetwork: 3", "m.yaml:2: node.bandwidth: missing"),
+        (
+            "cores_per_node: 2\nnode: {latency: -1, bandwidth: 1}\nnetwork: 3",
+            "node.latency: expected a number above 0, got -1",
+        ),
+        (
+            "cores_per_node: 2\nnode: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: .inf}",
+            "m.yaml:3: network.bandwidth: expected a number above 0, got inf",
+        ),
+        ("node: {latency: 1e-6, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "cores_per_node: missing"),
         ("cores_per_node: 0.5\nnode: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "of at least 1"),
-        (": {", "cannot be read"),
+        (": {", "m.yaml:1: not valid YAML"),
     ],
 )
 def test_invalid_machines(tmp_path, text, message):

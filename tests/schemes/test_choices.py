@@ -97,7 +97,7 @@ def test_auto_uses_the_profile_of_a_machine(tmp_path):
         for grid in (nd.GridShape(1, 2, 2), GRID)
     ]
     assert exchanges == [5, 1]
-    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"no\.yaml: no such file"):
         nd.schemes.Auto(machine="no.yaml")
 
 
