@@ -187,7 +187,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _remedy(value: Any, hint: Any) -> str:
-    choices = union_members(hint)
     classes = registered_classes_in_hint(hint)
     if isinstance(value, type) and issubclass(value, tuple(classes)):
         return f"; write {value.__name__}()"
@@ -195,6 +194,12 @@ def _remedy(value: Any, hint: Any) -> str:
         names = {name.lower(): name for base in classes for name in classes_by_name([base, *subclasses(base)])}
         close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
         return f"; write {names[close[0]]}()" if close else ""
+    return plain_value_remedy(value, hint)
+
+
+def plain_value_remedy(value: Any, hint: Any) -> str:
+    """Return the remedy for a text or number that almost matches a hint, or ''."""
+    choices = union_members(hint)
     literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
     if isinstance(value, str) and literals:
         near = suggest(value, map(str, literals))
@@ -205,6 +210,6 @@ def _remedy(value: Any, hint: Any) -> str:
         except ValueError:
             return ""
         return "; remove the quotes"
-    if isinstance(value, float) and int in choices and float(value).is_integer():
+    if isinstance(value, float) and int in choices and value.is_integer():
         return f"; write {int(value)}"
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
@@ -10,9 +9,9 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..registry import registered_classes, suggest
-from ..registry.arguments import in_range_of_hint
+from ..registry.arguments import in_range_of_hint, matches_hint, plain_value_remedy
 from ..registry.functions import accepts_functions
-from ..registry.type_hints import describe_hint, is_class, registered_classes_in_hint, union_members, unwrap_hint
+from ..registry.type_hints import describe_hint, is_class, registered_classes_in_hint, union_members
 from .tree import Node, join_path, node_error, typed_value
 
 BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
@@ -86,7 +85,7 @@ def _convert_untagged(node: Node, hint: Any, path: str, build: BuildObject) -> A
 
 def _convert_object(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     value = build(node, path, hint)
-    if not any(_matches_hint(value, choice) for choice in union_members(hint)):
+    if not matches_hint(value, hint):
         raise _mismatch_error(node, hint, path)
     return value
 
@@ -95,10 +94,7 @@ def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> 
     value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
         return _convert_untyped(node, path, build)
-    if origin is typing.Literal:
-        if any(value == arg and type(value) is type(arg) for arg in args):
-            return value
-    elif isinstance(value, list):
+    if isinstance(value, list):
         return _convert_list(node, value, origin or hint, args, path, build)
     elif isinstance(value, dict):
         if _accepts_type(origin or hint, dict):
@@ -108,7 +104,7 @@ def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> 
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
-    elif _plain_value_matches(value, hint):
+    elif matches_hint(value, hint):
         return value
     raise _mismatch_error(node, hint, path)
 
@@ -145,29 +141,6 @@ def _accepts_type(kind: Any, value_type: type) -> bool:
     return isinstance(kind, type) and kind is not str and issubclass(value_type, kind)
 
 
-def _plain_value_matches(value: Any, hint: Any) -> bool:
-    """Return whether a plain value matches; True is not a number, and a str does not match a sequence type."""
-    if isinstance(value, bool):
-        return hint is bool
-    kind = typing.get_origin(hint) or hint
-    if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, collections.abc.Collection):
-        return kind is str
-    return _matches_hint(value, hint)
-
-
-def _matches_hint(value: Any, hint: Any) -> bool:
-    hint = unwrap_hint(hint)
-    if hint is Any or isinstance(hint, typing.TypeVar):
-        return True
-    kind = typing.get_origin(hint) or hint
-    if kind is collections.abc.Callable:
-        return callable(value)
-    try:
-        return isinstance(value, kind)
-    except TypeError:  # a protocol or a special form: validated by the class
-        return True
-
-
 def _mismatch_error(node: Node, hint: Any, path: str) -> TypeMismatch:
     error = TypeMismatch(
         str(node_error(node, path, f"expected {describe_hint(hint)}, got {node}{_mismatch_remedy(node, hint)}"))
@@ -177,28 +150,14 @@ def _mismatch_error(node: Node, hint: Any, path: str) -> TypeMismatch:
 
 
 def _mismatch_remedy(node: Node, hint: Any) -> str:
-    value, kinds = node.value, union_members(hint)
+    value = node.value
     if node.tag is None and registered_classes_in_hint(hint):
         if isinstance(value, str) and value in registered_classes():
             return f"; write !{value} {{}}"
         if isinstance(value, dict):
             return "; put the class before it: !NAME {field: value}"
-    literals = [arg for kind in kinds if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
-    if isinstance(value, str) and literals:
-        near = suggest(value, map(str, literals))
-        return near if near.startswith("; did") else ""
-    if isinstance(value, str) and {int, float} & set(kinds) and _is_number(value):
-        return "; remove the quotes"
-    if type(value) is float and int in kinds and value.is_integer():
-        return f"; write {int(value)}"
-    if type(value) in (int, float, bool) and str in kinds:
+    if remedy := plain_value_remedy(value, hint):
+        return remedy
+    if type(value) in (int, float, bool) and str in union_members(hint):
         return f"; quote it: '{str(value).lower()}'"
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
