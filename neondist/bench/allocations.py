@@ -12,25 +12,6 @@ from typing import NamedTuple
 MIN_COUNTED_BLOCK_BYTES = 1 << 16
 
 
-PURPOSE_BY_OPERATOR = {
-    "conv2d": "outputs of a strip, before the activation writes them into the next layer's view",
-    "conv3d": "the same, of volumes",
-    "mkldnn_convolution": "outputs of a strip, by oneDNN",
-    "mkldnn::_convolution_transpose_pointwise": "gradient of a strip's view, by oneDNN",
-    "convolution": "gradient of a strip's view, before it is added to the gradient of the view",
-    "convolution_backward": "gradient of weights, by oneDNN",
-    "reshape": "windows of some rows, gathered for the gradient of weights by GEMM",
-    "empty": "gradient of a strip before the ReLU",
-    "contiguous": "a strip or weights in the memory order of a kernel",
-    "max_pool2d_with_indices": "maxima of a strip; their places, kept for the backward pass",
-    "max_pool2d_with_indices_backward": "contiguous gradient of a strip's outputs, where it is part of a larger array",
-    "addmm_": "a factor of a product in the memory order of BLAS",
-    "zeros": "accumulators",
-    "matmul": "products of a fully connected layer",
-}
-"""purposes of the large blocks of each operator, which are unavoidable: the operator writes only to new memory"""
-
-
 class OperatorAllocations(NamedTuple):
     """Large blocks that one operator of PyTorch has taken from its allocator."""
 

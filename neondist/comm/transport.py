@@ -173,8 +173,6 @@ class Transport(ABC):
         Device types whose PyTorch tensors exchanges and `allreduce` accept directly.
     shares_process : bool
         Whether all ranks share one process, and so its global random generators.
-    current_call : str
-        Last collective call begun by this rank, for error messages.
     """
 
     rank: int
@@ -182,7 +180,6 @@ class Transport(ABC):
     closed: bool = False
     tensor_device_types: tuple[str, ...] = ()
     shares_process: bool = False
-    current_call: str = ""
 
     @property
     def ended(self) -> bool:
@@ -198,9 +195,8 @@ class Transport(ABC):
         """Return whether it accepts a CuPy array in device memory, once its kernels have finished."""
         return False
 
-    def begin_call(self, call: str) -> None:
-        """Record the collective call that this rank begins."""
-        self.current_call = call
+    def begin_call(self, call: str) -> None:  # noqa: B027
+        """Record the collective call that this rank begins, if ranks share a process."""
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:

@@ -25,13 +25,10 @@ class TileClasses(NamedTuple):
         The number of each tile's class.
     representatives : list of int
         The first tile of each class.
-    tile_counts : list of int
-        Tiles in each class.
     """
 
     class_of_tile: np.ndarray
     representatives: list[int]
-    tile_counts: list[int]
 
     def per_tile(self, value: Callable[[int], T]) -> list[T]:
         """Return a value for every tile, computed once for each class."""
@@ -64,8 +61,8 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
         codes = _combine_codes(codes, whole.reshape(-1))
     for tile_codes in extra_keys:
         codes = _combine_codes(codes, tile_codes)
-    _, first, class_of_tile, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
-    return TileClasses(class_of_tile.reshape(-1), first.tolist(), counts.tolist())
+    _, first, class_of_tile = np.unique(codes, return_index=True, return_inverse=True)
+    return TileClasses(class_of_tile.reshape(-1), first.tolist())
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ class HDF5Records(RecordReader):
 
     def __init__(self, path: Path, array: str) -> None:
         super().__init__(f"{path}:{array}")
-        self.path, self.array_name = path, array
+        self.path = path
         self._file = open_hdf5(path)
         with convert_hdf5_errors(path):
             records = find_object(self._file, array)
