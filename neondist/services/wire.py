@@ -33,6 +33,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -159,7 +160,9 @@ class ServiceHost:
             ThreadPoolExecutor(threads, "service"), options=_HOST_OPTIONS, maximum_concurrent_rpcs=threads
         )
         methods = {
-            f"/neondist.{service.name}/{name}": _StreamHandler(method, max_bytes)
+            f"/neondist.{service.name}/{name}": grpc.stream_stream_rpc_method_handler(
+                partial(_answer_call, method, max_bytes)
+            )
             for service in services
             for name, method in {"hello": _confirm_version, **service.methods()}.items()
         }
@@ -355,39 +358,31 @@ def _reject_call(requests: Any, context: Any) -> Iterator[bytes]:
     yield b""
 
 
-class _StreamHandler(grpc.RpcMethodHandler):
-    """gRPC handler of a method: messages in chunks in both directions."""
-
-    request_streaming = response_streaming = True
-    request_deserializer = response_serializer = None
-    unary_unary = unary_stream = stream_unary = None
-
-    def __init__(self, method: ServiceMethod, max_request_bytes: int) -> None:
-        self._method, self._max_request_bytes = method, max_request_bytes
-
-    def stream_stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Yield the reply."""
-        code, text = grpc.StatusCode.INVALID_ARGUMENT, ""
-        remaining = context.time_remaining()
-        if remaining is None or remaining > MAX_CALL_SECONDS:
-            context.abort(code, f"a deadline of at most {MAX_CALL_SECONDS:g} s is needed")
-        try:
-            reply = self._method(decode(requests, self._max_request_bytes))
-            chunks = encode(reply) if isinstance(reply, Message) else reply
-        except ProtocolError as error:
-            code = grpc.StatusCode.FAILED_PRECONDITION
-            text = f"{error}; install the same version of neondist everywhere"
-        except MessageError as error:
-            text = f"invalid request: {error}"
-        except ServiceUnavailableError as error:
-            code, text = grpc.StatusCode.ABORTED, str(error)
-        except UserError as error:
-            code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-        except grpc.RpcError:  # the caller has disconnected
-            return
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
-            code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
-        if text:
-            context.abort(code, text[:_MAX_DETAIL_LENGTH])
-        yield from chunks
+def _answer_call(
+    method: ServiceMethod, max_request_bytes: int, requests: Iterator[bytes], context: Any
+) -> Iterator[bytes]:
+    """Yield the reply of a method to a request, both messages in chunks."""
+    code, text = grpc.StatusCode.INVALID_ARGUMENT, ""
+    remaining = context.time_remaining()
+    if remaining is None or remaining > MAX_CALL_SECONDS:
+        context.abort(code, f"a deadline of at most {MAX_CALL_SECONDS:g} s is needed")
+    try:
+        reply = method(decode(requests, max_request_bytes))
+        chunks = encode(reply) if isinstance(reply, Message) else reply
+    except ProtocolError as error:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        text = f"{error}; install the same version of neondist everywhere"
+    except MessageError as error:
+        text = f"invalid request: {error}"
+    except ServiceUnavailableError as error:
+        code, text = grpc.StatusCode.ABORTED, str(error)
+    except UserError as error:
+        code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    except grpc.RpcError:  # the caller has disconnected
+        return
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
+    if text:
+        context.abort(code, text[:_MAX_DETAIL_LENGTH])
+    yield from chunks
