@@ -14,7 +14,8 @@ from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import FieldMetadata
 from ..geometry import OverlappingPartition
 from ..registry import Registered
-from ..registry.ranges import require_integer
+from ..registry.arguments import check_value
+from ..registry.ranges import Count, Index
 from ..terminal.console import counted
 from .augment import AugmentedTile, Transform
 from .split import Split, are_label_maps, tile_shape
@@ -189,8 +190,8 @@ class Dataset(Registered, ABC):
             If the shard does not exist; or, on all ranks when the data set is opened, if the ranks of a replica have
             different shards or a shard is empty.
         """
-        for name, value, minimum in (("num_shards", num_shards, 1), ("index", index, 0)):
-            require_integer(f"shard: {name}", value, minimum)
+        check_value("shard: num_shards", num_shards, Count)
+        check_value("shard: index", index, Index)
         if index >= num_shards:
             raise ConfigError(f"shard: index: {index} is out of range; give 0 to {num_shards - 1}")
         if self.num_shards > 1 or self._shard_and_count is not None:

@@ -24,7 +24,7 @@ from ..parallel.parameters import gather_arrays, load_arrays
 from ..plan import Plan, Training, compile_plan, max_micro_batch_size, micro_batch_ranges
 from ..plan.choices import set_schemes
 from ..registry.arguments import type_checked
-from ..registry.ranges import Count, Index, require_integer, require_shape
+from ..registry.ranges import Count, Index
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
@@ -236,7 +236,7 @@ class Model(LayerModel):
 
     @type_checked
     def build(
-        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
+        self, input_shape: Sequence[Count], batch_size: Count, grid: ProcessGrid | None = None, plan: Plan | None = None
     ) -> None:
         """Fix all shapes, create the inputs of all layers for this rank, and initialise the weights.
 
@@ -251,8 +251,7 @@ class Model(LayerModel):
             Result of `plan` for the same arguments, if already known.
         """
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
-        self.input_shape = require_shape("input_shape", input_shape)
-        self.batch_size = require_integer("batch_size", batch_size, 1)
+        self.input_shape, self.batch_size = tuple(map(int, input_shape)), int(batch_size)
         self._check_grid_and_batch_size(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):

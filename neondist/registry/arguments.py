@@ -36,6 +36,12 @@ def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
             raise _type_error(cls.__name__, name, value, class_fields[name].hint)
 
 
+def check_value(field: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError for `field` if a value does not match a type hint."""
+    if not matches_hint(value, hint):
+        raise ConfigError(f"{field}: {describe_mismatch(value, hint)}")
+
+
 def type_checked(function: Function) -> Function:
     """Decorate a function to check its arguments by its type hints; duck-typed objects are accepted."""
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..data.records.base import BadRecordError
 from ..errors import ConfigError
-from .queue import WAIT, TaskQueue
+from .queue import WAIT, TaskKind, TaskQueue
 
 
 class TaskDataset(IterableDataset):
@@ -45,7 +45,7 @@ class TaskDataset(IterableDataset):
         worker: str,
         read: Callable[[np.ndarray], Any],
         minibatch_size: int,
-        kind: str = "training",
+        kind: TaskKind = "training",
         poll: float = 1.0,
     ) -> None:
         self.queue, self.worker, self.read = queue, worker, read

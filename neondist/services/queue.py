@@ -10,17 +10,18 @@ from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from ..arrays.rng import shuffled_indices
 from ..errors import ConfigError
-from ..registry.ranges import require_choice, require_integer, require_real
+from ..registry.arguments import type_checked
+from ..registry.ranges import Count, Index, Positive
 from ..terminal.console import counted
 from .database import TaskDatabase, TaskRow
 
-TASK_KINDS = ("training", "evaluation", "prediction")
+TaskKind: TypeAlias = Literal["training", "evaluation", "prediction"]
 
 
 class _Wait(Enum):
@@ -118,32 +119,31 @@ class TaskQueue:
     ...     queue.report(task.id)
     """
 
+    @type_checked
     def __init__(
         self,
         path: str | os.PathLike[str],
-        records: int,
-        records_per_task: int,
-        epochs: int = 1,
-        seed: int = 0,
+        records: Count,
+        records_per_task: Count,
+        epochs: Count = 1,
+        seed: Index = 0,
         shuffle: bool = True,
-        lease: float = 60.0,
-        retries: int = 3,
+        lease: Positive = 60.0,
+        retries: Count = 3,
         clock: Callable[[], float] = time.time,
         *,
         source: str = "the data set",
         skip_bad_records: bool = False,
     ) -> None:
-        self.records = require_integer("records", records, 1)
-        self.records_per_task = require_integer("records_per_task", records_per_task, 1)
-        self.epochs, self.seed = require_integer("epochs", epochs, 1), require_integer("seed", seed, 0)
-        self.shuffle, self.lease = bool(shuffle), require_real("lease", lease, 0.0, exclude_low=True)
-        self.retries = require_integer("retries", retries, 1)
-        self.source, self.skip_bad_records, self._clock = source, bool(skip_bad_records), clock
+        self.records, self.records_per_task, self.epochs = int(records), int(records_per_task), int(epochs)
+        self.seed, self.shuffle, self.lease, self.retries = int(seed), shuffle, lease, retries
+        self.source, self.skip_bad_records, self._clock = source, skip_bad_records, clock
         names = "records", "records_per_task", "seed", "shuffle"
         self._database = TaskDatabase(Path(path), {name: int(getattr(self, name)) for name in names})
         self.order = lru_cache(maxsize=2)(self._epoch_order)
 
-    def get(self, worker: str, kind: str = "training") -> Task | Literal[_Wait.WAIT] | None:
+    @type_checked
+    def get(self, worker: str, kind: TaskKind = "training") -> Task | Literal[_Wait.WAIT] | None:
         """Lease the next task to a worker.
 
         Returns
@@ -156,7 +156,6 @@ class TaskQueue:
         ConfigError
             If a record has failed too often; the message names the data set and the record.
         """
-        require_choice("kind", kind, TASK_KINDS)
         with self._database.transaction():
             self._requeue_expired()
             if reason := self._database.load_note(_STOP_REASON_NOTE):
@@ -244,13 +243,12 @@ class TaskQueue:
             for task in self._database.running_tasks(worker=str(worker)):
                 self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
-    def start_round(self, kind: str, records: int | None = None) -> None:
+    @type_checked
+    def start_round(self, kind: Literal["evaluation", "prediction"], records: Count | None = None) -> None:
         """Start another round of evaluation or prediction tasks over `records` records (default: the queue's)."""
-        require_choice("kind", kind, TASK_KINDS[1:])
-        count = self.records if records is None else require_integer("records", records, 1)
         with self._database.transaction():
             self._database.delete_tasks(kind)
-            self._add_round(kind, self._database.count_rounds(kind), count)
+            self._add_round(kind, self._database.count_rounds(kind), records or self.records)
 
     def restore(self, applied: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
         """Reset the training tasks to the records missing from restored weights; all leases end.

@@ -10,8 +10,9 @@ from typing import Protocol, cast, runtime_checkable
 
 from ..errors import ConfigError
 from ..registry import Registered, registered_classes, suggest
+from ..registry.arguments import check_value
 from ..registry.names import classes_by_short_name
-from ..registry.ranges import require_integer
+from ..registry.ranges import Count
 from .parameter_spec import ParameterSpec
 from .strategy import ParameterStrategy, Strategy
 
@@ -61,7 +62,8 @@ class StrategyBuilder(Registered, ABC):
         if isinstance(resources_or_ranks, Resources):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
         else:
-            replicas = servers = require_integer("replicas", resources_or_ranks, 1)
+            check_value("replicas", resources_or_ranks, Count)
+            replicas = servers = int(resources_or_ranks)
         specs: dict[str, ParameterSpec] = {}
         for spec in parameters:
             if spec.name in specs:

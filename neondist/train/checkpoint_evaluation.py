@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
-from ..data.base import SPLITS
 from ..errors import ConfigError, DataError
 from ..io.checkpoint import open_checkpoint
 from ..models import TrainableModel
-from ..registry.ranges import require_choice
+from ..registry.arguments import check_value
 from .callbacks.worst_samples import find_worst_samples
 from .checkpoint_field_metadata import restore_dataset_normalisation
 from .consistency import check_same_data_on_ranks, check_same_lines_on_ranks, format_settings_to_compare
@@ -63,8 +62,7 @@ def evaluate_checkpoint(
     UserError
         As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
     """
-    if split is not None:
-        require_choice("split", split, SPLITS)
+    check_value("split", split, Literal["train", "validation", "test"] | None)
     settings = {"the checkpoint": checkpoint, "pictures": pictures is not None}
     with open_model_and_dataset(experiment, grid, split, settings) as (model, dataset):
         if split is None:

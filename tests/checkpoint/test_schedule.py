@@ -54,8 +54,8 @@ def test_minutes(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"every_steps": 0}, "checkpoint: every_steps: 0 is invalid"),
-        ({"every_minutes": 0}, "checkpoint: every_minutes: 0 is invalid"),
+        ({"every_steps": 0}, "checkpoint: every_steps: expected an integer of at least 1 or null, got 0"),
+        ({"every_minutes": 0}, "checkpoint: every_minutes: expected a number above 0 or null, got 0"),
         ({"keep": "all"}, "checkpoint.keep: expected a number, an integer or null, got the text 'all'"),
         ({"every_step": 5}, "unknown key 'every_step'; did you mean 'every_steps'"),
         ("always", "checkpoint: expected a mapping"),

@@ -90,7 +90,7 @@ def test_missing_split_is_rejected(tmp_path):
     make_experiment(1).run(output=tmp_path, hooks=[])
     with pytest.raises(ConfigError, match="split: the data set has no validation split; choose from train, test"):
         evaluate_checkpoint(make_experiment(1), tmp_path / "checkpoint.h5", split="validation")
-    with pytest.raises(ConfigError, match="split: 'valid' is invalid; choose from train, validation, test"):
+    with pytest.raises(ConfigError, match=r"split: expected .*'test' or null, got the text 'valid'; did you mean 'val"):
         evaluate_checkpoint(make_experiment(1), tmp_path / "checkpoint.h5", split="valid")
 
 

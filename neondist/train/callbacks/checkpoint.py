@@ -25,7 +25,9 @@ from ...io.checkpoint import (
 from ...io.checkpoint.read import CheckpointReader
 from ...io.checkpoint.texts import MAX_EXACT_INTEGER, parse_json, require_json_integer, require_json_type
 from ...registry import suggest
-from ...registry.ranges import require_integer, require_real
+from ...registry.arguments import check_value
+from ...registry.fields import resolve_type_hints
+from ...registry.ranges import Count, Positive
 from ...terminal.console import counted
 from ...version import __version__
 from ..state import EpochTotals, Record, TrainState
@@ -152,9 +154,6 @@ def _require_record_numbers(name: str, value: Any, depth: int = 0) -> None:
         raise ValueError(f"'{name}' of an epoch's record is too large")
 
 
-CHECKPOINT_SCHEDULE_KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
-
-
 @dataclass(frozen=True)
 class CheckpointSchedule:
     """Schedule of checkpoints, in addition to the final one.
@@ -169,10 +168,10 @@ class CheckpointSchedule:
         Number of recent checkpoints to keep; if more than one, each also as checkpoint-STEP.h5.
     """
 
-    every_steps: int | None = None
-    every_epochs: int | None = None
-    every_minutes: float | None = None
-    keep: int = 1
+    every_steps: Count | None = None
+    every_epochs: Count | None = None
+    every_minutes: Positive | None = None
+    keep: Count = 1
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
@@ -181,19 +180,15 @@ class CheckpointSchedule:
             raise ConfigError(
                 f"checkpoint: {fields!r} is invalid; expected a mapping such as {{every_steps: 500, keep: 3}}"
             )
-        values = {key: value for key, value in (fields or {}).items() if value is not None}
+        values: dict[str, Any] = {key: value for key, value in (fields or {}).items() if value is not None}
+        hints = resolve_type_hints(cls)
         for key in values:
-            if key not in CHECKPOINT_SCHEDULE_KEYS:
-                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), CHECKPOINT_SCHEDULE_KEYS)}")
-        integers = {
-            key: require_integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"
-        }
-        minutes = values.get("every_minutes")
-        if minutes is not None:
-            minutes = require_real("checkpoint: every_minutes", minutes, 0.0, exclude_low=True)
+            if key not in hints:
+                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), hints)}")
+            check_value(f"checkpoint: {key}", values[key], hints[key])
         if not any(key.startswith("every") for key in values):
-            integers["every_epochs"] = 1
-        return cls(every_minutes=minutes, **integers)
+            values["every_epochs"] = 1
+        return cls(**values)
 
     def is_due_after_step(self, step: int, previous_step: int) -> bool:
         """Return whether a checkpoint is due after step `step`; `previous_step`: the step of the previous query."""
