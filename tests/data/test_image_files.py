@@ -286,7 +286,7 @@ INVALID = {
     r"give crop: \[h, w\]": {"crop": None},
     r"crop: \[1, 2, 3, 4\] are 4 extents": {"crop": [1, 2, 3, 4]},
     r"percentiles: \[5\.0, 5\.0\]": {"percentiles": (5.0, 5.0)},
-    r"std: 0\.0 is invalid": {"std": 0.0},
+    r"std: expected a number above 0, .*got 0\.0": {"std": 0.0},
     r"masks.\d\.npy: contains label 2; labels must be 0 to 1": {"classes": 2},
 }
 

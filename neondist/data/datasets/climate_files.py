@@ -15,7 +15,7 @@ from ...errors import ConfigError, DataError
 from ...formats.fields import FieldMetadata
 from ...geometry import Box
 from ...io.hdf5 import checksum
-from ...registry.ranges import Count, Index
+from ...registry.ranges import Count, Finite, Index
 from ...system.memory import parse_bytes
 from ...terminal.console import counted
 from ..augment import Transform
@@ -81,7 +81,7 @@ class ClimateFiles(Dataset):
         steps: Count = 1,
         lead: Index = 1,
         normalise: Literal["training", "none"] = "training",
-        fill: float | None = None,
+        fill: Finite | None = None,
         validation: float | int | None = 0.1,
         test: float | int | None = None,
         ahead: bool = True,
@@ -94,8 +94,6 @@ class ClimateFiles(Dataset):
                 raise ConfigError(f"{field}: {names} is invalid; expected names, each once, such as [t2m, u10]")
         if isinstance(levels, Mapping) and (unknown := sorted({*levels} - {*variables, *(targets or ())})):
             raise ConfigError(f"levels: '{unknown[0]}' is not among the variables; correct the name")
-        if fill is not None and not math.isfinite(fill):
-            raise ConfigError(f"fill: {fill} is invalid; expected a finite number")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
         self.ahead, self.cache, self._test_share = ahead, cache, test

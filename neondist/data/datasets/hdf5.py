@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
-from ...registry.ranges import Count, above
+from ...registry.ranges import Count, Finite, Positive, above
 from ...terminal.console import counted
 from ..base import Dataset, Split, count_named_classes
 from ..raw_values import white_value
@@ -75,9 +75,9 @@ class HDF5Dataset(Dataset):
         test_share: Annotated[float, above(0, below=1)] | None = None,
         classes: Count | None = None,
         class_names: Sequence[str] | None = None,
-        mean: float | Sequence[float] | None = None,
-        std: float | Sequence[float] | None = None,
-        scale: float | None = None,
+        mean: Finite | Sequence[Finite] | None = None,
+        std: Positive | Sequence[Positive] | None = None,
+        scale: Positive | None = None,
         ahead: bool = True,
         validation: str | Mapping[str, str | os.PathLike[str]] | float | int | None = "validation",
     ) -> None:
@@ -94,9 +94,6 @@ class HDF5Dataset(Dataset):
         self.test_share, self.mean, self.std, self.scale = test_share, mean, std, scale
         self._given_classes, self._given_class_names = count_named_classes(classes, class_names), class_names
         self.ahead = ahead
-        for field, values in (("mean", mean), ("std", std), ("scale", scale)):
-            if values is not None:
-                _check_finite(field, np.asarray(values, np.float64), positive=field != "mean")
 
     @property
     def file(self) -> Path:

@@ -11,7 +11,7 @@ from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
-from ...registry.ranges import Count
+from ...registry.ranges import Count, Finite, Positive
 from ...system.memory import parse_bytes
 from ...terminal.console import counted
 from ..base import (
@@ -96,9 +96,9 @@ class ImageFiles(Dataset):
         ignore_index: int | None = None,
         normalise: Literal["mean", "percentile", "none"] = "mean",
         percentiles: tuple[float, float] = (1.0, 99.0),
-        mean: float | Sequence[float] | None = None,
-        std: float | Sequence[float] | None = None,
-        fill: float | None = None,
+        mean: Finite | Sequence[Finite] | None = None,
+        std: Positive | Sequence[Positive] | None = None,
+        fill: Finite | None = None,
         seed: int = 0,
         validation: float | int | None = 0.1,
         test: float | int | Mapping[str, str] | None = None,
@@ -110,9 +110,6 @@ class ImageFiles(Dataset):
             raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
             raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected two of 0 to 100, such as [1, 99]")
-        for field, values in (("mean", mean), ("std", std), ("fill", fill)):
-            if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
-                raise ConfigError(f"{field}: {values} is invalid; expected {'positive ' * (field == 'std')}numbers")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._given_classes, self.ignore_index = count_named_classes(classes, class_names), ignore_index
         self._given_class_names = class_names
